@@ -16,7 +16,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import Event
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
-from nblaunch.wire.link import Link
+from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.locks import WorkerLocks
 
 
@@ -38,8 +38,8 @@ class WorkerContext:
             ``{"mixed_precision": "bf16"}``.
         parent_pid: process that started this worker; 0 if there is none.
         attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
-        link: on which the kernel sends commands; None where it sends none.
-        debug_link: on which the kernel asks the debugger in this process; None where there is none.
+        connection: on which the kernel sends commands; None where it sends none.
+        debug_connection: on which the kernel asks the debugger in this process; None where there is none.
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
@@ -58,8 +58,8 @@ class WorkerContext:
     accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0
-    link: Link | None = field(default=None, compare=False, repr=False)
-    debug_link: Link | None = field(default=None, compare=False, repr=False)
+    connection: CommandConnection | None = field(default=None, compare=False, repr=False)
+    debug_connection: CommandConnection | None = field(default=None, compare=False, repr=False)
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     training: Any = None

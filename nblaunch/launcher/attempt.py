@@ -35,7 +35,7 @@ from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, create_memory_file
 from nblaunch.wire.channel import EventReceiver
-from nblaunch.wire.link import Link, connect
+from nblaunch.wire.command_connection import CommandConnection, connect
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class RunningAttempt:
         group: the processes.
         board: the progress of all ranks.
         receivers: rank -> where its events arrive.
-        links: rank -> the connection for commands; empty where none are sent.
-        debug_links: rank -> the connection with the debugger; empty where there is none.
+        connections: rank -> the connection for commands; empty where none are sent.
+        debug_connections: rank -> the connection with the debugger; empty where there is none.
         tails: rank -> its log.
         store: the store that workers may ask for; None where another node hosts it.
         selector: to wait for all of these.
@@ -121,8 +121,8 @@ class RunningAttempt:
     group: WorkerGroup
     board: Board
     receivers: Mapping[int, EventReceiver]
-    links: Mapping[int, Link]
-    debug_links: Mapping[int, Link]
+    connections: Mapping[int, CommandConnection]
+    debug_connections: Mapping[int, CommandConnection]
     tails: Mapping[int, LogTail]
     store: StoreHost | None
     selector: selectors.BaseSelector
@@ -179,7 +179,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
-        assignments, receivers, links, debug_links = assign(
+        assignments, receivers, connections, debug_connections = assign(
             attempt, board, descendants.tag, stack, worker_ends
         )
         call = (attempt.spec.function, attempt.spec.args)
@@ -194,8 +194,8 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
-        attempt, assignments, group, board, receivers, links, debug_links, tails, store, _open_selector(stack),
-        memory, monitor, guardian, leak_check, left_running, stack.pop_all(),
+        attempt, assignments, group, board, receivers, connections, debug_connections, tails, store,
+        _open_selector(stack), memory, monitor, guardian, leak_check, left_running, stack.pop_all(),
     )  # fmt: skip
 
 
@@ -239,7 +239,9 @@ def _end_descendants(
 
 def assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
-) -> tuple[list[Assignment], dict[int, EventReceiver], dict[int, Link], dict[int, Link]]:
+) -> tuple[
+    list[Assignment], dict[int, EventReceiver], dict[int, CommandConnection], dict[int, CommandConnection]
+]:
     """Make each worker's descriptors and assignment.
 
     Args:
@@ -258,8 +260,8 @@ def assign(
     """
     assignments: list[Assignment] = []
     receivers: dict[int, EventReceiver] = {}
-    links: dict[int, Link] = {}
-    debug_links: dict[int, Link] = {}
+    connections: dict[int, CommandConnection] = {}
+    debug_connections: dict[int, CommandConnection] = {}
     key = signing.new_key() if attempt.topology.num_nodes == 1 else b""
     for local_rank, rank in enumerate(attempt.ranks):
         topology = replace(attempt.topology, rank=rank, local_rank=local_rank)
@@ -270,9 +272,9 @@ def assign(
         worker_ends.callback(os.close, writing)
         command_fd = debug_fd = outbox_fd = -1
         if attempt.spec.takes_commands:
-            command_fd = _connect(rank, links, worker_ends)
+            command_fd = _connect(rank, connections, worker_ends)
         if attempt.spec.has_debugger:
-            debug_fd = _connect(rank, debug_links, worker_ends)
+            debug_fd = _connect(rank, debug_connections, worker_ends)
         # Any rank may hold shards of weights, so each gets an outbox.
         if _returns_value(attempt, topology) or attempt.plan.modules or attempt.plan.optimizers:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}")
@@ -302,12 +304,12 @@ def assign(
                 descendant_tag=tag,
             )
         )
-    return assignments, receivers, links, debug_links
+    return assignments, receivers, connections, debug_connections
 
 
-def _connect(rank: int, links: dict[int, Link], worker_ends: ExitStack) -> int:
+def _connect(rank: int, connections: dict[int, CommandConnection], worker_ends: ExitStack) -> int:
     """Make a connection with a rank; return the worker's end."""
-    links[rank], fd = connect()
+    connections[rank], fd = connect()
     worker_ends.callback(os.close, fd)
     return fd
 

@@ -1,6 +1,6 @@
 """The debugger's connections with the workers of a job: commands and lines to them, replies and prompts from them.
 
-supervisor's loop ─┐                       ┌──> answers: (rank, number) -> Answer
+supervisor's loop ─┐                       ┌──> replies: (rank, number) -> ReceivedReply
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
 """
 
@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.launcher.comparison import Comparison
 from nblaunch.launcher.rank_values import RankValues
-from nblaunch.wire.link import Link
+from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
-    Answer,
     Command,
     Debug,
     FrameVariables,
@@ -25,6 +24,7 @@ from nblaunch.wire.messages import (
     Line,
     Prompted,
     ReadVariables,
+    ReceivedReply,
     Release,
     Reply,
     Resumed,
@@ -45,7 +45,7 @@ class DebugChannel:
     """The kernel's end of the debugger, for all ranks of this machine. Safe in any thread.
 
     Args:
-        links: rank -> connection.
+        connections: rank -> connection.
 
     Attributes:
         prompts: rank -> what pdb of this rank waits with.
@@ -53,12 +53,12 @@ class DebugChannel:
         gone: ranks whose process has ended.
     """
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
-        self.links = dict(links)
+    def __init__(self, connections: Mapping[int, CommandConnection]) -> None:
+        self.connections = dict(connections)
         self.prompts: dict[int, Prompted] = {}
         self.printed: dict[int, str] = {}
         self.gone: set[int] = set()
-        self._answers: dict[tuple[int, int], Answer] = {}
+        self._replies: dict[tuple[int, int], ReceivedReply] = {}
         self._continued: set[tuple[str, int, int]] = set()
         self._stops: dict[int, tuple[str, int, int]] = {}
         self._debugged: int | None = None
@@ -74,22 +74,22 @@ class DebugChannel:
         Raises:
             ValueError: there is no such rank.
         """
-        if rank is not None and rank not in self.links:
+        if rank is not None and rank not in self.connections:
             raise ValueError(
-                f"rank={rank} is not one of these ranks ({min(self.links)} to {max(self.links)})"
+                f"rank={rank} is not one of these ranks ({min(self.connections)} to {max(self.connections)})"
             )
         return default if rank is None else rank
 
     def inspect(self, expression: str, timeout_s: float) -> RankValues:
         """Evaluate an expression on the ranks; return rank -> value, or the exception, of those that have answered."""
         number = next(self._numbers)
-        answers = self._ask(
-            Inspect(expression=expression, number=number), number, list(self.links), timeout_s
+        replies = self._ask(
+            Inspect(expression=expression, number=number), number, list(self.connections), timeout_s
         )
         return RankValues(
             {
-                rank: rebuild(answer.reply.failed) if answer.reply.failed else answer.value_of(rank)
-                for rank, answer in answers.items()
+                rank: rebuild(received.reply.failed) if received.reply.failed else received.value_of(rank)
+                for rank, received in replies.items()
             }
         )
 
@@ -97,19 +97,23 @@ class DebugChannel:
         """Compare the variables of the function in which rank ``first`` is."""
         frames = self._read_variables(None, [first], timeout_s)
         function = frames[first].function if first in frames else None
-        frames |= self._read_variables(function, [rank for rank in self.links if rank != first], timeout_s)
-        return Comparison(dict(sorted(frames.items())), [rank for rank in self.links if rank not in frames])
+        frames |= self._read_variables(
+            function, [rank for rank in self.connections if rank != first], timeout_s
+        )
+        return Comparison(
+            dict(sorted(frames.items())), [rank for rank in self.connections if rank not in frames]
+        )
 
     def _read_variables(
         self, function: tuple[str, int] | None, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, FrameVariables]:
         """Read the variables of a function's frame; return those of the ranks that have answered in time."""
         number = next(self._numbers)
-        answers = self._ask(ReadVariables(function=function, number=number), number, ranks, timeout_s)
+        replies = self._ask(ReadVariables(function=function, number=number), number, ranks, timeout_s)
         return {
-            rank: answer.reply.value
-            for rank, answer in answers.items()
-            if isinstance(answer.reply.value, FrameVariables)
+            rank: received.reply.value
+            for rank, received in replies.items()
+            if isinstance(received.reply.value, FrameVariables)
         }
 
     def open_debugger(self, rank: int) -> None:
@@ -141,7 +145,7 @@ class DebugChannel:
 
     def release(self) -> None:
         """Let the workers end that are kept at a failure."""
-        for rank in self.links:
+        for rank in self.connections:
             self._send(rank, Release())
 
     def wait_for_prompt(self, rank: int, may_go_on: Callable[[], bool]) -> Prompted | None:
@@ -158,23 +162,23 @@ class DebugChannel:
 
     def _ask(
         self, command: Command, number: int, ranks: Sequence[int], timeout_s: float
-    ) -> dict[int, Answer]:
+    ) -> dict[int, ReceivedReply]:
         for rank in ranks:
             self._send(rank, command)
         deadline = time.monotonic() + timeout_s
-        answers: dict[int, Answer] = {}
-        while len(answers) < len(ranks) and time.monotonic() < deadline:
+        replies: dict[int, ReceivedReply] = {}
+        while len(replies) < len(ranks) and time.monotonic() < deadline:
             self.receive_available(_POLL_S)
             for rank in ranks:
-                if (rank, number) in self._answers:
-                    answers[rank] = self._answers.pop((rank, number))
-            if self.gone.issuperset(set(ranks) - answers.keys()):
+                if (rank, number) in self._replies:
+                    replies[rank] = self._replies.pop((rank, number))
+            if self.gone.issuperset(set(ranks) - replies.keys()):
                 break
-        return {rank: answers[rank] for rank in sorted(answers)}
+        return {rank: replies[rank] for rank in sorted(replies)}
 
     def _send(self, rank: int, command: Command) -> None:
         try:
-            self.links[rank].send(command)
+            self.connections[rank].send(command)
         except OSError:
             self.gone.add(rank)
 
@@ -183,7 +187,11 @@ class DebugChannel:
     def receive_available(self, timeout_s: float = 0.0) -> None:
         """Receive what has arrived; wait ``timeout_s`` for the first of it."""
         with self._receiving:
-            ranks = {link.fileno(): rank for rank, link in self.links.items() if rank not in self.gone}
+            ranks = {
+                connection.fileno(): rank
+                for rank, connection in self.connections.items()
+                if rank not in self.gone
+            }
             poller = select.poll()
             for fd in ranks:
                 poller.register(fd, select.POLLIN)
@@ -192,13 +200,13 @@ class DebugChannel:
 
     def _receive(self, rank: int) -> None:
         try:
-            message, files = self.links[rank].receive()
+            message, files = self.connections[rank].receive()
         except (EOFError, OSError):
             self.gone.add(rank)
             self.prompts.pop(rank, None)
             return
         if isinstance(message, Reply):
-            self._answers[rank, message.number] = Answer.of(message, files)
+            self._replies[rank, message.number] = ReceivedReply.of(message, files)
         elif isinstance(message, Prompted):
             self._handle_prompt(rank, message)
         elif isinstance(message, Resumed):

@@ -39,7 +39,7 @@ from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire.link import Link
+from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.outbox import RankResult
 
 _REMEDY = (
@@ -79,7 +79,7 @@ class JobRunner(JobState):
     Attributes:
         spec: as given; of a job that has ended, without the function and its arguments.
         plan: how its workers start now; of a job that has ended, without the modules in the arguments.
-        links: rank -> connection for commands, of the ranks of the present attempt, where commands are sent.
+        connections: rank -> connection for commands, of the ranks of the present attempt, where commands are sent.
         announced_stops: breakpoints that were reported.
         past_failures: one line for each attempt that failed.
 
@@ -100,7 +100,7 @@ class JobRunner(JobState):
         self.log: JobLog
         self.requests: JobRequests
         super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
-        self.links: Mapping[int, Link] = {}
+        self.connections: Mapping[int, CommandConnection] = {}
         self.announced_stops: set[tuple[str, int, int]] = set()
         self.past_failures: list[str] = []
         self._run_attempts = run_attempts
@@ -214,7 +214,7 @@ class JobRunner(JobState):
             _clear_variables(self.outcome.error)
         self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={}, optimizers={})
         self.requests.close()
-        self.links = {}
+        self.connections = {}
         self.log.end()
         self._set_ended()
 
@@ -304,8 +304,8 @@ class JobRunner(JobState):
 
     def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
         running = start_attempt(self._attempt(peers, restart_count))
-        self.links = running.links
-        self.debug_channel = DebugChannel(running.debug_links) if running.debug_links else None
+        self.connections = running.connections
+        self.debug_channel = DebugChannel(running.debug_connections) if running.debug_connections else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
             running, self.requests, self.emit, self.update, self.debug_channel, on_prompts

@@ -218,9 +218,9 @@ class Supervisor:
         if self._peers is not None:
             self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
         if self._channel is not None:
-            for rank, link in self._channel.links.items():
+            for rank, connection in self._channel.connections.items():
                 self._selector.register(
-                    link, selectors.EVENT_READ, partial(self._receive_from_debugger, rank)
+                    connection, selectors.EVENT_READ, partial(self._receive_from_debugger, rank)
                 )
         self._watch_ends()
 
@@ -280,7 +280,7 @@ class Supervisor:
         assert self._channel is not None, "only its connections are waited for"
         self._channel.receive_available()
         if rank in self._channel.gone:
-            self._selector.unregister(self._channel.links[rank])
+            self._selector.unregister(self._channel.connections[rank])
 
     def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)

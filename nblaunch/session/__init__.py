@@ -1,10 +1,10 @@
 """Sessions: workers that stay between cells, and execute one command after the other.
 
-    Session ── command ──> Link of each rank ──> serve: run it in ``__main__`` ── Reply ──> Session
+    Session ── command ──> CommandConnection of each rank ──> serve: run it in ``__main__`` ── Reply ──> Session
        └── JobRunner: starts the workers, watches them, follows their logs, as for any job, of the function ``serve``
 
 session.py       Session: what the caller holds
-client.py        in the kernel: sends commands to the ranks, waits for their answers
+client.py        in the kernel: sends commands to the ranks, waits for their replies
 server.py        in each worker: executes commands
 failed_command.py  a command that has failed, kept for the debugger
   cells.py       code that runs like a notebook cell

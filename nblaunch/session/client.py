@@ -1,4 +1,4 @@
-"""The client of a session: sends a command to the ranks, waits for their answers, and handles failures."""
+"""The client of a session: sends a command to the ranks, waits for their replies, and handles failures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import SessionOutput
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.messages import (
-    Answer,
     Call,
     Close,
     Command,
     Execute,
     Forget,
     LeaveGroup,
-    receive_answer,
+    ReceivedReply,
+    receive_reply,
 )
 
 _TICK_S = 0.1
@@ -35,8 +35,8 @@ _PATIENCE_S = 0.5
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
 
-Answers = dict[int, Answer]
-"""rank -> its answer."""
+Replies = dict[int, ReceivedReply]
+"""rank -> its received."""
 
 
 class SessionClient:
@@ -56,7 +56,7 @@ class SessionClient:
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
         self._runner = runner
-        self._links = dict(runner.links)
+        self._connections = dict(runner.connections)
         assert runner.debug_channel is not None, "a session has a debugger"
         self.channel = runner.debug_channel
         self._output = output
@@ -67,8 +67,8 @@ class SessionClient:
         self.num_interrupts = 0
         self.names: set[str] = set()
 
-    def request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Answers:
-        """Send a command to ranks, and wait for their answers.
+    def request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Replies:
+        """Send a command to ranks, and wait for their replies.
 
         Args:
             ranks: which.
@@ -101,8 +101,8 @@ class SessionClient:
         try:
             for rank in ranks:
                 with suppress(OSError, EOFError, KeyError):
-                    self._links[rank].send(Forget())
-                    receive_answer(self._links[rank])
+                    self._connections[rank].send(Forget())
+                    receive_reply(self._connections[rank])
         finally:
             self._lock.release()
 
@@ -117,10 +117,10 @@ class SessionClient:
         """Let the workers end, and close the connections; workers that are busy are killed."""
         if self.busy:
             self._runner.requests.cancel()
-        for link in self._links.values():
+        for connection in self._connections.values():
             with suppress(OSError):
-                link.send(Close())
-        self._links = {}
+                connection.send(Close())
+        self._connections = {}
 
     def raise_end(self) -> None:
         """Raise why the workers have ended."""
@@ -133,32 +133,32 @@ class SessionClient:
             outcome.raise_error()
         raise LaunchError(_ENDED)
 
-    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int]) -> Answers:
+    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int]) -> Replies:
         if isinstance(command, (Execute, Call)):
-            group = self._group if len(ranks) == len(self._links) else 0
+            group = self._group if len(ranks) == len(self._connections) else 0
             command = replace(command, group=group, has_breakpoints=debugging.has_breakpoints(False))
             self.channel.forget_stops()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
             self._send(rank, command, files)
-        answers = self._collect()
-        if any(answer.reply.has_output for answer in answers.values()):
+        replies = self._collect()
+        if any(received.reply.has_output for received in replies.values()):
             self._runner.requests.ask_logs().result()
-        if len(ranks) > 1 and failed_ranks(answers):
+        if len(ranks) > 1 and failed_ranks(replies):
             self._group += 1  # the ranks may be at odds in the present one
-        return answers
+        return replies
 
-    def _collect(self) -> Answers:
-        """Wait for the answers of the busy ranks; interrupt those that wait for a rank that has failed."""
-        answers: Answers = {}
+    def _collect(self) -> Replies:
+        """Wait for the replies of the busy ranks; interrupt those that wait for a rank that has failed."""
+        replies: Replies = {}
         left: set[int] = set()
         troubled_s: float | None = None
         while self.busy:
-            prompting = [self.channel.links[rank].fileno() for rank in self.busy - self.channel.gone]
-            ready = wait([*(self._links[rank].fileno() for rank in self.busy), *prompting], _TICK_S)
-            for rank in [rank for rank in self.busy if self._links[rank].fileno() in ready]:
-                answers[rank] = self._receive(rank)
-                self.names.update(answers[rank].reply.new_names)
+            prompting = [self.channel.connections[rank].fileno() for rank in self.busy - self.channel.gone]
+            ready = wait([*(self._connections[rank].fileno() for rank in self.busy), *prompting], _TICK_S)
+            for rank in [rank for rank in self.busy if self._connections[rank].fileno() in ready]:
+                replies[rank] = self._receive(rank)
+                self.names.update(replies[rank].reply.new_names)
                 self.busy.discard(rank)
             if not self._runner.is_running:
                 self.raise_end()  # a process that a rank has left behind may keep its connection open
@@ -168,12 +168,12 @@ class SessionClient:
                 debugging.answer_prompt(self.channel, self.interrupt)
             if self.num_interrupts:
                 self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
-            if troubled_s is None and (self.num_interrupts or failed_ranks(answers)):
+            if troubled_s is None and (self.num_interrupts or failed_ranks(replies)):
                 troubled_s = time.monotonic()
             if troubled_s is not None and self.busy and time.monotonic() - troubled_s > _PATIENCE_S:
-                self._interrupt_waiting(answers.keys() - left)
-                left |= answers.keys()
-        return {rank: answers[rank] for rank in sorted(answers)}
+                self._interrupt_waiting(replies.keys() - left)
+                left |= replies.keys()
+        return {rank: replies[rank] for rank in sorted(replies)}
 
     def _interrupt_waiting(self, done: Iterable[int]) -> None:
         """Interrupt the busy ranks. Those in a collective return once all others have left the group."""
@@ -184,13 +184,13 @@ class SessionClient:
 
     def _send(self, rank: int, command: Command, files: Sequence[int] = ()) -> None:
         try:
-            self._links[rank].send(command, files)
+            self._connections[rank].send(command, files)
         except OSError:
             self.raise_end()
 
-    def _receive(self, rank: int) -> Answer:
+    def _receive(self, rank: int) -> ReceivedReply:
         try:
-            return receive_answer(self._links[rank])
+            return receive_reply(self._connections[rank])
         except (EOFError, OSError):
             self.raise_end()
             raise
@@ -202,6 +202,6 @@ class SessionClient:
                 os.kill(pids[rank], signal.SIGINT)
 
 
-def failed_ranks(answers: Answers) -> list[int]:
+def failed_ranks(replies: Replies) -> list[int]:
     """Return the ranks whose command has raised."""
-    return [rank for rank, answer in answers.items() if answer.reply.failed is not None]
+    return [rank for rank, received in replies.items() if received.reply.failed is not None]

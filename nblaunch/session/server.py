@@ -17,7 +17,7 @@ from nblaunch.events import Event, Returned, WeightsSent, WorkerState
 from nblaunch.session import cells
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.link import Link
+from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
     Assign,
     Call,
@@ -41,25 +41,25 @@ _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 def serve() -> None:
     """Execute the commands of a session on this rank until it is closed, or its kernel has gone."""
     own = context.current()
-    assert own.link is not None, "the launch of a session gives its workers a connection"
-    assert own.debug_link is not None, "and one with the debugger"
-    debugger = Debugger(own.topology.rank, own.debug_link)
+    assert own.connection is not None, "the launch of a session gives its workers a connection"
+    assert own.debug_connection is not None, "and one with the debugger"
+    debugger = Debugger(own.topology.rank, own.debug_connection)
     debugger.start()
     process_group.wait_for_debugger()
     own.slot.set_state(WorkerState.DONE)  # between commands there is nothing to watch
-    _Server(own.link, debugger).run()
+    _Server(own.connection, debugger).run()
 
 
 class _Server:
     """The server of one rank.
 
     Args:
-        link: to the session.
+        connection: to the session.
         debugger: of this process.
     """
 
-    def __init__(self, link: Link, debugger: Debugger) -> None:
-        self._link = link
+    def __init__(self, connection: CommandConnection, debugger: Debugger) -> None:
+        self._connection = connection
         self._debugger = debugger
         self._pass_breakpoint = sys.breakpointhook
         self._has_passed = False
@@ -76,7 +76,7 @@ class _Server:
         """Receive and reply until the session ends."""
         while True:
             try:
-                command, files = self._link.receive()
+                command, files = self._connection.receive()
             except (EOFError, OSError):
                 return
             if isinstance(command, Close):
@@ -84,7 +84,7 @@ class _Server:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{self._topology.rank}")
             try:
                 reply = self._reply(command, files, outbox_fd)
-                send_reply(self._link, reply, outbox_fd)
+                send_reply(self._connection, reply, outbox_fd)
             except OSError:
                 return
             finally:

@@ -28,7 +28,7 @@ from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.rank_values import RankValues
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.client import Answers, SessionClient, failed_ranks
+from nblaunch.session.client import Replies, SessionClient, failed_ranks
 from nblaunch.session.failed_command import FailedCommand
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.server import serve
@@ -120,11 +120,11 @@ class Session:
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             self._count += 1
-            answers = self._execute(Execute(code=code, filename=f"<session command {self._count}>"), ranks)
-            return RankValues({rank: answer.value_of(rank) for rank, answer in answers.items()})
+            replies = self._execute(Execute(code=code, filename=f"<session command {self._count}>"), ranks)
+            return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
 
-    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Answers:
-        """Execute code on ranks and show what they print meanwhile; return their answers, none of which has failed."""
+    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies:
+        """Execute code on ranks and show what they print meanwhile; return their replies, none of which has failed."""
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
         in_notebook = dashboards.kernel_shell() is not None
@@ -139,11 +139,11 @@ class Session:
             return rows
 
         with self._output.shown_by([printer], open_rows):
-            answers = self._request(chosen, command)
-            outcome = self._outcome(answers)
-            _emit(rows, _end_events(answers, outcome))
+            replies = self._request(chosen, command)
+            outcome = self._outcome(replies)
+            _emit(rows, _end_events(replies, outcome))
         outcome.with_traceback().raise_error()
-        return answers
+        return replies
 
     def __getitem__(self, name: str) -> RankValues:
         """Return rank -> the value of a variable.
@@ -170,8 +170,8 @@ class Session:
         with HiddenLauncherFrames():
             chosen = self._checked_ranks(ranks)
             with _memory_file(values) as fd:
-                answers = self._request(chosen, Assign(), [fd])
-            self._outcome(answers).with_traceback().raise_error()
+                replies = self._request(chosen, Assign(), [fd])
+            self._outcome(replies).with_traceback().raise_error()
 
     def run(
         self,
@@ -212,11 +212,11 @@ class Session:
         command = Call(sends_weights_of=tuple(attempt.plan.modules))
         _emit(shown, [attempt.start_event(), *self._started()])
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
-            answers = self._request(self.ranks, command, [saved.fd])
-            results = {rank: answer.result for rank, answer in answers.items()}
-            self._keep_failures(answers)
-            outcome, notes = conclude_job(attempt, self._report(answers), results, self.pids, [])
-            _emit(shown, [*notes, *_end_events(answers, outcome)])
+            replies = self._request(self.ranks, command, [saved.fd])
+            results = {rank: received.result for rank, received in replies.items()}
+            self._keep_failures(replies)
+            outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
+            _emit(shown, [*notes, *_end_events(replies, outcome)])
         return outcome
 
     # --- the debugger ------------------------------------------------------------------------------------------------
@@ -230,10 +230,10 @@ class Session:
 
         Args:
             expression: Python, as ``"batch.shape"``.
-            timeout_s: how long to wait for the answers.
+            timeout_s: how long to wait for the replies.
 
         Returns:
-            rank -> value; the exception, where the expression raised one. Ranks without an answer are missing.
+            rank -> value; the exception, where the expression raised one. Ranks without a reply are missing.
 
         Raises:
             LaunchError: the session has ended.
@@ -248,7 +248,7 @@ class Session:
         The function is that in which the last command failed.
 
         Args:
-            timeout_s: how long to wait for the answers.
+            timeout_s: how long to wait for the replies.
 
         Raises:
             LaunchError: the session has ended.
@@ -352,9 +352,9 @@ class Session:
         self._runner.raise_if_not_started()
         self._client = SessionClient(self._runner, self._output)
 
-    # --- answers -----------------------------------------------------------------------------------------------------
+    # --- replies -----------------------------------------------------------------------------------------------------
 
-    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Answers:
+    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Replies:
         """Send ranks a command as :meth:`SessionClient.request` does; the failure of the one before is given up."""
         __tracebackhide__ = True
         failed, self._failed = self._failed, None
@@ -362,10 +362,10 @@ class Session:
             failed.release()
         return self._client.request(ranks, command, files)
 
-    def _keep_failures(self, answers: Answers) -> None:
+    def _keep_failures(self, replies: Replies) -> None:
         """Keep the frames of ranks that have failed for the debugger."""
-        if ranks := failed_ranks(answers):
-            root = find_root_cause(self._report(answers))
+        if ranks := failed_ranks(replies):
+            root = find_root_cause(self._report(replies))
             rank = root.rank if root is not None else ranks[0]
             self._failed = FailedCommand(self._client, rank, ranks)
 
@@ -382,14 +382,14 @@ class Session:
             )
         return chosen
 
-    def _outcome(self, answers: Answers) -> JobOutcome:
+    def _outcome(self, replies: Replies) -> JobOutcome:
         """Return how a command has ended; keep the frames of the ranks that have failed."""
-        self._keep_failures(answers)
+        self._keep_failures(replies)
         if self._client.num_interrupts:
             return JobOutcome("interrupted", KeyboardInterrupt())
-        if not failed_ranks(answers):
+        if not failed_ranks(replies):
             return JobOutcome("done")
-        failure = failure_of(self._report(answers), self.pids, self._runner.log, 0)
+        failure = failure_of(self._report(replies), self.pids, self._runner.log, 0)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline)
 
     def _started(self) -> list[Event]:
@@ -401,9 +401,9 @@ class Session:
         plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
         return Attempt(spec, plan, 0, self._runner.topology, self._runner.log)
 
-    def _report(self, answers: Answers) -> AttemptReport:
+    def _report(self, replies: Replies) -> AttemptReport:
         """Return the facts about a command as those of an attempt."""
-        by_rank = {rank: answer.reply for rank, answer in answers.items()}
+        by_rank = {rank: received.reply for rank, received in replies.items()}
         return AttemptReport(
             returned={
                 rank: reply.returned or Returned(rank, reply.time_s)
@@ -460,8 +460,10 @@ def displays_of(
     """Execute a command as :meth:`Session.execute` does; return rank -> the display of a last value, by MIME type."""
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        answers = session._execute(command, ranks)
-        return {rank: dict(answer.reply.shown) for rank, answer in answers.items() if answer.reply.shown}
+        replies = session._execute(command, ranks)
+        return {
+            rank: dict(received.reply.shown) for rank, received in replies.items() if received.reply.shown
+        }
 
 
 _START_SETTINGS = {
@@ -495,13 +497,13 @@ def _emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
             dashboard.on_event(event)
 
 
-def _end_events(answers: Answers, outcome: JobOutcome) -> Iterator[Event]:
+def _end_events(replies: Replies, outcome: JobOutcome) -> Iterator[Event]:
     """Yield how each rank and the job have ended, as a job's dashboards receive it."""
-    for rank, answer in answers.items():
-        event = answer.reply.failed or answer.reply.returned
+    for rank, received in replies.items():
+        event = received.reply.failed or received.reply.returned
         if event is not None:
             yield event
-        yield Exited(rank, time.time(), status=ExitStatus(0 if answer.reply.failed is None else 1))
+        yield Exited(rank, time.time(), status=ExitStatus(0 if received.reply.failed is None else 1))
     yield JobEnded(
         -1, time.time(), outcome=outcome.status, failed_rank=outcome.failed_rank, message=outcome.message
     )

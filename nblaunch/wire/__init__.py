@@ -21,7 +21,7 @@ From a worker:
 
 Both ways between launcher and workers:
 
-    link.py             a connection for commands
+    command_connection.py  a pair of sockets for commands
     messages.py         commands, and the replies to them
     stop_agreement.py   the step at which all ranks stop, over the board
 

@@ -42,7 +42,7 @@ class Assignment:
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
         outbox_fd: empty memory file for its result; -1 where none is wanted.
-        command_fd: socket on which the kernel sends it commands (``wire/link.py``); -1 where it sends none.
+        command_fd: socket on which the kernel sends it commands; -1 where it sends none.
         debug_fd: socket to the debugger in it; -1 where there is none.
         log_path: file for everything it prints.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.

@@ -10,7 +10,7 @@ from typing import Any
 
 from nblaunch.events import Failed, Returned, WeightsSent
 from nblaunch.wire import outbox
-from nblaunch.wire.link import Link
+from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.outbox import Outbox, RankResult
 
@@ -210,14 +210,14 @@ PLAIN_TYPES = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReceivedReply:
     """What a rank replied, and what lay in the outbox that came with it."""
 
     reply: Reply
     result: RankResult
 
     @classmethod
-    def of(cls, reply: Reply, files: Sequence[int]) -> Answer:
+    def of(cls, reply: Reply, files: Sequence[int]) -> ReceivedReply:
         """Read what came with a reply, and close its files."""
         try:
             if reply.returned is None or not files:
@@ -240,19 +240,19 @@ class Answer:
         return self.result.value
 
 
-def receive_answer(link: Link) -> Answer:
+def receive_reply(connection: CommandConnection) -> ReceivedReply:
     """Wait for the reply to a command.
 
     Raises:
         EOFError, OSError: the other process has gone.
     """
-    return Answer.of(*link.receive())
+    return ReceivedReply.of(*connection.receive())
 
 
-def send_reply(link: Link, reply: Reply, outbox_fd: int) -> None:
+def send_reply(connection: CommandConnection, reply: Reply, outbox_fd: int) -> None:
     """Send a reply, with its outbox if there is something in it.
 
     Raises:
         OSError: the other process has gone.
     """
-    link.send(reply, [outbox_fd] if reply.returned is not None else [])
+    connection.send(reply, [outbox_fd] if reply.returned is not None else [])

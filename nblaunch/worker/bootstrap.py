@@ -39,7 +39,7 @@ from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
-from nblaunch.wire.link import Link
+from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.modules import modules_at, optimizers_in
 from nblaunch.wire.originals import Originals
@@ -186,8 +186,8 @@ class _Worker:
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
-                link=Link(assignment.command_fd) if assignment.command_fd >= 0 else None,
-                debug_link=Link(assignment.debug_fd) if assignment.debug_fd >= 0 else None,
+                connection=CommandConnection(assignment.command_fd) if assignment.command_fd >= 0 else None,
+                debug_connection=CommandConnection(assignment.debug_fd) if assignment.debug_fd >= 0 else None,
                 key=assignment.key,
                 is_launched=True,
             )
@@ -211,9 +211,9 @@ class _Worker:
     def _start_debugger(self) -> Debugger:
         from nblaunch.worker.debugger import Debugger
 
-        link = context.current().debug_link
-        assert link is not None, "a launch with a debugger gives its workers a connection"
-        debugger = Debugger(self.assignment.rank, link)
+        connection = context.current().debug_connection
+        assert connection is not None, "a launch with a debugger gives its workers a connection"
+        debugger = Debugger(self.assignment.rank, connection)
         debugger.start()
         return debugger
 

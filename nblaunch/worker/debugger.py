@@ -24,7 +24,7 @@ from typing import Any
 
 from nblaunch.user_code import from_first_user_frame
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.link import Link
+from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
     Debug,
     Inspect,
@@ -49,12 +49,12 @@ class Debugger:
 
     Args:
         rank: of this worker.
-        link: to the kernel.
+        connection: to the kernel.
     """
 
-    def __init__(self, rank: int, link: Link) -> None:
+    def __init__(self, rank: int, connection: CommandConnection) -> None:
         self._rank = rank
-        self._link = link
+        self._connection = connection
         self._sending = threading.Lock()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._released = threading.Event()
@@ -103,12 +103,12 @@ class Debugger:
 
     def _send(self, message: Any) -> None:
         with self._sending:
-            self._link.send(message)
+            self._connection.send(message)
 
     def _serve(self) -> None:
         while True:
             try:
-                command, _ = self._link.receive()
+                command, _ = self._connection.receive()
             except (EOFError, OSError):
                 self._released.set()
                 return
@@ -146,7 +146,7 @@ class Debugger:
             except BaseException as error:
                 reply = Reply(failed=describe_failure(self._rank, error), number=command.number)
             with self._sending:
-                send_reply(self._link, reply, outbox_fd)
+                send_reply(self._connection, reply, outbox_fd)
         finally:
             os.close(outbox_fd)
 

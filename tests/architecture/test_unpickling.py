@@ -16,7 +16,7 @@ READERS = {
     "nblaunch.engines.interpreter_main": "assignments in a memory file that its launcher made and that it inherited",
     "nblaunch.training.data.dispatcher": "part of an object that came under the signature of the job",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
-    "nblaunch.wire.link": "a pair of sockets between a worker and the kernel, inherited, without a name",
+    "nblaunch.wire.command_connection": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
     "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; or see nblaunch.detached.folder",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",

@@ -1,6 +1,6 @@
 """The connection on which the kernel sends a worker commands: a pair of sockets, made before the worker starts.
 
-    kernel ── Link ══ socketpair ══ Link ── worker
+    kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
 It has no address: only these two processes, and those that a worker forks, have an end of it.
 """
@@ -22,7 +22,7 @@ _HEADER = struct.Struct("<QI")
 _MAX_READ_BYTES = 1 << 20
 
 
-class Link:
+class CommandConnection:
     """One end of the connection: messages, each with memory files. Of one thread at a time.
 
     Processes that a worker has forked may hold its end open. So the end of a session is announced
@@ -88,7 +88,7 @@ class Link:
             descriptors.close(self._fd)
 
 
-def connect() -> tuple[Link, int]:
+def connect() -> tuple[CommandConnection, int]:
     """Return the kernel's end of a new connection, which no forked child keeps, and the worker's.
 
     Raises:
@@ -96,7 +96,7 @@ def connect() -> tuple[Link, int]:
     """
     own, other = socket.socketpair()
     descriptors.keep_from_children(own.fileno())
-    return Link(own.detach()), other.detach()
+    return CommandConnection(own.detach()), other.detach()
 
 
 def _socket_of(fd: int) -> socket.socket:
