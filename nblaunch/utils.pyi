@@ -110,11 +110,9 @@ from nblaunch.training.state import (
 from nblaunch.training.strategies.deepspeed.config import (
     DummyOptim as DummyOptim,
     DummyScheduler as DummyScheduler,
-)
-from nblaunch.training.strategies.deepspeed.hf_config import (
     HfDeepSpeedConfig as HfDeepSpeedConfig,
 )
-from nblaunch.training.strategies.deepspeed.optimizer import (
+from nblaunch.training.strategies.deepspeed.engine import (
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nblaunch.backends import process_group
 from nblaunch.backends.base import NO_FP8, Backend
-from nblaunch.host import cgroup, proc
+from nblaunch.host import proc
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def usable_cores() -> int:
 @cache
 def _own_quota() -> float | None:
     """Read the quota once per process: reading the files of control groups takes a third of a millisecond."""
-    return cpu_quota(cgroup.folders("cpu"))
+    return cpu_quota(proc.cgroup_folders("cpu"))
 
 
 def cpu_quota(folders: Iterable[Path]) -> float | None:

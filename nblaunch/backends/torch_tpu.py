@@ -28,7 +28,7 @@ from nblaunch import env, formatting
 from nblaunch.backends import first_use, process_group
 from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.backends.cpu import LOOPBACK
-from nblaunch.host import tpu, tpu_slice
+from nblaunch.host import tpu
 from nblaunch.packages import is_installed, torch_mismatch
 from nblaunch.topology import Topology
 
@@ -113,8 +113,8 @@ class TorchTpuBackend(Backend):
         refusal = self._slice().refusal()
         return refusal if refusal is not None else tpu.holder_refusal(is_ours=is_initialised())
 
-    def _slice(self) -> tpu_slice.TpuSlice:
-        return tpu_slice.read(env.snapshot(), tpu.chips(), self.device_count(), tpu_slice.ask_metadata_server)
+    def _slice(self) -> tpu.TpuSlice:
+        return tpu.read(env.snapshot(), tpu.chips(), self.device_count(), tpu.ask_metadata_server)
 
     def count_refusal(self, num_processes: int) -> str | None:
         meshes = self._meshes()

@@ -17,8 +17,8 @@ from nblaunch import env
 from nblaunch.backends import first_use
 from nblaunch.backends.compile_watch import Counters
 from nblaunch.host import tpu
-from nblaunch.host.tpu_slice import TpuSlice, ask_metadata_server
-from nblaunch.host.tpu_slice import read as read_slice
+from nblaunch.host.tpu import TpuSlice, ask_metadata_server
+from nblaunch.host.tpu import read as read_slice
 
 INSTALL = 'pip install "nblaunch[tpu]"'
 _FIRST_WITH_V7X = (2, 9)

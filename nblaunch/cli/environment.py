@@ -24,7 +24,7 @@ from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
 from nblaunch.diagnosis import memory
-from nblaunch.host import cgroup, notebook_service, nvml, tpu
+from nblaunch.host import notebook_service, nvml, proc, tpu
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 
@@ -136,7 +136,7 @@ def _cores() -> dict[str, Any]:
         "noun": "CPU core",
         "of_machine": os.cpu_count(),
         "affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "quota": cpu.cpu_quota(cgroup.folders("cpu")),
+        "quota": cpu.cpu_quota(proc.cgroup_folders("cpu")),
         "unusable_because": None,
     }
 

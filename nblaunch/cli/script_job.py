@@ -1,7 +1,7 @@
 """The job of ``nblaunch launch``: output, signals, failures and exit code in a terminal.
 
     SIGINT             interrupt: ``finally`` blocks run; the second one kills
-    SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/termination.py``
+    SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
     exit code          0; that of the rank that failed first; 128 + N after signal N; 2 if nothing was started
 
 ``--print_plan`` shows every setting with its source, and the plan of the launch on this machine.

@@ -88,9 +88,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.precision": "convert_outputs_to_fp32",
         "training.prepare": "extract_model_from_parallel is_peft_model",
         "training.state": "DistributedType wait_for_everyone",
-        "training.strategies.deepspeed.config": "DummyOptim DummyScheduler",
-        "training.strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
-        "training.strategies.deepspeed.optimizer": "DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
+        "training.strategies.deepspeed.config": "DummyOptim DummyScheduler HfDeepSpeedConfig",
+        "training.strategies.deepspeed.engine": "DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
         "training.strategies.deepspeed.plugin": "DeepSpeedPlugin get_active_deepspeed_plugin",
         "training.strategies.fsdp2.plugin": (
             "FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY "

@@ -8,8 +8,7 @@ view.py            JobView: the state of a job as it is shown
 table.py           all text of the view
 rows.py            rows of ranks: which are shown, which are folded
 epochs.py          losses and metrics of each epoch
-stall.py           ranks without progress, and rates that fall to 0
-notices.py         slow and stalled ranks, losses that are not finite
+notices.py         slow and stalled ranks, rates that fall to 0, losses that are not finite
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals
   live_table.py        a table that is redrawn in place, with rich

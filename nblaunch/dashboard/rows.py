@@ -18,8 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 from nblaunch import formatting
-from nblaunch.dashboard.notices import Notice
-from nblaunch.dashboard.stall import settled_state, stall_text
+from nblaunch.dashboard.notices import Notice, settled_state, stall_text
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import loss, rate, whole_duration

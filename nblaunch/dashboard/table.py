@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from nblaunch import formatting
 from nblaunch.dashboard.epochs import EpochTable, metrics_of_epochs, tabulate_epochs
-from nblaunch.dashboard.notices import Notice, notices
+from nblaunch.dashboard.notices import Notice, as_of_now, notices
 from nblaunch.dashboard.rows import Row, Tile, rows_of
-from nblaunch.dashboard.stall import as_of_now
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.formatting import duration, single_line, whole_duration
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from nblaunch import formatting
 from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, unpainted
 from nblaunch.dashboard.epochs import EpochTable
+from nblaunch.dashboard.notices import as_of_now
 from nblaunch.dashboard.rows import Row, Tile, epoch_of, furthest_behind, in_lines
-from nblaunch.dashboard.stall import as_of_now
 from nblaunch.dashboard.table import Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState

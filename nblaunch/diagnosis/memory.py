@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nblaunch import formatting
-from nblaunch.host import cgroup, proc
+from nblaunch.host import proc
 from nblaunch.host.memory import limit_and_available
 
 _SCARCE_SHARE = 0.05
@@ -157,7 +157,7 @@ def _oom_kills() -> int:
 
     Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill).
     """
-    for folder in cgroup.folders("memory"):
+    for folder in proc.cgroup_folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
             for line in proc.read(folder / name).splitlines():
                 if line.startswith("oom_kill "):

@@ -1,8 +1,7 @@
 """The host that a job runs on: readings, and what is asked of its operating system. Nothing creates a device context.
 
-proc.py               /proc and /sys: states, memory and processor time of processes
+proc.py               /proc and /sys: states, memory and processor time of processes; folders of control groups
 descendants.py        finds and ends every process that workers have started, wherever they went
-cgroup.py             folders of control groups
 memory.py             memory of processes, limits of the host, glibc's allocator
 descriptors.py        file descriptors: which ones forked processes must not keep, and waiting for any of several
 disk.py               room in files: freed, and why there is none
@@ -10,7 +9,6 @@ gpus.py               NVIDIA's GPUs, and which of them workers may use
 nvml.py               the library of NVIDIA's driver
 drm.py                AMD's and Intel's GPUs, by files of the kernel
 meter.py              memory and utilisation of devices
-tpu.py                TPU chips, their topology and their lock file
-tpu_slice.py          the slice a TPU host belongs to: its type and its hosts
+tpu.py                TPU chips, their topology, their lock file, and the slice of several hosts
 notebook_service.py   Colab, Kaggle, JupyterLab, VS Code: what differs
 """

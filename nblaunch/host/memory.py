@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nblaunch.host import cgroup, proc
+from nblaunch.host import proc
 
 _M_MMAP_THRESHOLD = -3  # source: mallopt(3), <malloc.h>
 _LARGE_BLOCK_BYTES = 1 << 20
@@ -90,7 +90,7 @@ def limit_and_available() -> tuple[int | None, int | None]:
 
     None where the system does not report it. Reads a handful of small files.
     """
-    return within(_host_memory(), cgroup.folders("memory"))
+    return within(_host_memory(), proc.cgroup_folders("memory"))
 
 
 def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None, int | None]:

@@ -1,9 +1,10 @@
-"""Readings of the system and of running processes from ``/proc`` and ``/sys``, where there are such folders."""
+"""Readings of the system, of running processes and of control groups from ``/proc`` and ``/sys``, where they exist."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -115,3 +116,32 @@ def _stat_fields(pid: int, thread: str = "") -> list[str]:
 
 def _read(pid: int, name: str) -> str:
     return read(f"/proc/{pid}/{name}")
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def cgroup_folders(controller: str, root: Path = CGROUPS, own_groups: Path = OWN_GROUPS) -> list[Path]:
+    """Return the folders that may hold ``controller``'s files for this process: its group's, then its parents'.
+
+    Source: cgroups(7), "/proc files". Inside a container the path is the host's while the files lie at the root, so
+    the root of each hierarchy is always among them.
+    """
+    return list(_cgroup_folders(controller, root, read(own_groups)))
+
+
+@lru_cache(maxsize=16)
+def _cgroup_folders(controller: str, root: Path, groups: str) -> tuple[Path, ...]:
+    found: list[Path] = []
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root
+        elif controller in controllers.split(","):
+            base = root / controller
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        found += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base)), base]
+    return tuple(dict.fromkeys(found))

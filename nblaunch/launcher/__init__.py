@@ -10,24 +10,19 @@ this code in it.
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
       supervisor.py      waits for everything that may happen until the workers have ended
-        escalation.py    which signal which rank gets when
-        termination.py   an orderly end with time for a checkpoint: SIGTERM to nblaunch launch, Job.terminate
+        escalation.py    which signal which rank gets when; an orderly end with time for a checkpoint
         guardian.py      the end of the workers if the kernel dies
         monitor.py       memory and devices of the workers, read from outside
         joblog.py        the log files of a job
-          logtail.py     follows them
-          log_limit.py   keeps them small
+          logtail.py     follows them, and keeps them small
       outcome.py         outcome of a job: values, or the error; loads the trained weights
         weights.py       trained weights on their way into the kernel's modules
-        uncollected.py   modules that were trained without being passed as arguments
         metrics.py       what was logged, as a table
     job.py               Job: what the caller holds, a future
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
-      rank_values.py     values by rank
     kept.py              what is kept of a failure for the debugger
       debug_channel.py   the debugger's connections with the workers
-      comparison.py      the variables of a function over all ranks
-    peers.py             what a supervisor needs of the other nodes, where there are any
+      comparison.py      values by rank; the variables of a function over all ranks
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.
 """

@@ -3,6 +3,8 @@
     Attempt ── start_attempt ──> RunningAttempt: the workers, and what this process holds for them until they have ended
 
 Each worker gets an assignment of its own: event pipe, outbox, log files, environment.
+
+On several machines :class:`Peers` are the other nodes; ``nodes/link.py`` implements it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from nblaunch import engines, env
 from nblaunch.diagnosis.memory import MemoryRecord
+from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
@@ -26,16 +30,48 @@ from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
-from nblaunch.launcher.peers import Peers
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
-from nblaunch.wire.board import Board, create_memory_file
+from nblaunch.wire.board import Board, Slot, SlotReading, create_memory_file
 from nblaunch.wire.channel import EventReceiver
 from nblaunch.wire.command_connection import CommandConnection, connect
+from nblaunch.wire.stop_agreement import Agreement
+
+
+class Peers(Protocol):
+    """The other nodes of a job, while workers run."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when something has arrived from them."""
+
+    def receive(self) -> None:
+        """Handle what has arrived."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will arrive."""
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the workers of this node have to end, because of other nodes."""
+
+    def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
+        """Start an agreement with them on the step at which all ranks leave their loops."""
+
+    def exchange(
+        self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
+    ) -> list[SlotReading]:
+        """Send them the state of this node's ranks; return readings of all ranks, and add failures to the report."""
+
+    def send_port(self, port: int) -> None:
+        """Send them the port of the workers' store, which this node hosts."""
+
+    def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
+        """Return the environment of this node's workers beyond that of their topology."""
 
 
 @dataclass(frozen=True)

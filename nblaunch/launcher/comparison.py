@@ -1,10 +1,11 @@
-"""The variables of one function over all ranks: those that differ first."""
+"""Values by rank, and the variables of one function over all ranks, those that differ first."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nblaunch import formatting
 from nblaunch.diagnosis.rendering import cell_name
@@ -83,3 +84,17 @@ def _place(frame: FrameVariables) -> str:
 
 def _listed(equal: Mapping[str, str]) -> str:
     return ", ".join(f"{name} = {text}" for name, text in equal.items()) or "nothing"
+
+
+class RankValues(dict[int, Any]):
+    """rank -> value. Its text shows equal values once: ``[0-3] 2``."""
+
+    def __repr__(self) -> str:
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(self):
+            ranks_of.setdefault(repr(self[rank]), []).append(rank)
+        return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in ranks_of.items())
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """Show the same text in IPython, whose own one is that of a dict."""
+        printer.text(repr(self))

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from nblaunch.diagnosis.rebuilding import rebuild
-from nblaunch.launcher.comparison import Comparison
-from nblaunch.launcher.rank_values import RankValues
+from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
     Command,

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
-from nblaunch.launcher.comparison import Comparison
+from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.rank_values import RankValues
 from nblaunch.launcher.state import JobState
 from nblaunch.launcher.weights import load_whole
 from nblaunch.spec import LaunchSpec

@@ -26,12 +26,11 @@ from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
-from nblaunch.launcher.attempt import Attempt, start_attempt
+from nblaunch.launcher.attempt import Attempt, Peers, start_attempt
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.kept import KeptWorkers
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
-from nblaunch.launcher.peers import Peers
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.state import JobState, Listener

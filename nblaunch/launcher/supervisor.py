@@ -40,10 +40,9 @@ from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.debug_channel import DebugChannel
-from nblaunch.launcher.escalation import Escalation
+from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.launcher.store import StoreHost
-from nblaunch.launcher.termination import Termination
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult

@@ -6,8 +6,7 @@ other nodes.
 
 In the launcher:
 
-    attempts.py            attempts of a job; the agent decides on restarts, and which node has which ranks
-      link.py              connection to the other nodes: summaries sent, heartbeats handled
+    link.py                attempts of a job, and the connection to the other nodes: summaries sent, heartbeats handled
         peer_states.py     state of the other nodes; the agreement with them on a last step
         agent_client.py    client to the agent of this node; the wait until all nodes have joined
           agent_process.py process and configuration of the agent

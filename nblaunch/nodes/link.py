@@ -1,11 +1,13 @@
 """The connection of a launcher to the other nodes: it sends summaries of its workers and handles heartbeats.
 
-    attempts ──> next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
+    run_attempts ──> next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
                                   │ receive, exchange
                                 agent
 
 ``agent_client.py`` is the client to the agent and waits for other nodes, ``peer_states.py`` holds their state. Nothing
 here starts or signals workers.
+
+:func:`run_attempts` is the way of a job through them: the agent decides on restarts, together with those of the others.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.events import Event, Note
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.requests import JobRequests
+from nblaunch.launcher.runner import JobRunner
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_client import AgentClient, RendezvousWait
 from nblaunch.nodes.messages import (
@@ -35,8 +38,8 @@ from nblaunch.nodes.messages import (
 from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, answers_of
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire.board import Slot, SlotReading
-from nblaunch.wire.loss_curve import NO_LOSSES
+from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
+from nblaunch.wire.outbox import RankResult
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4
@@ -49,7 +52,7 @@ _NUM_CURVES = 8
 
 
 class NodeLink:
-    """A launcher's connection to the other nodes of its job; a context manager. Implements ``launcher.peers.Peers``.
+    """A launcher's connection to the other nodes of its job; a context manager. Implements ``launcher.attempt.Peers``.
 
     Args:
         spec: of the launch.
@@ -277,3 +280,36 @@ class NodeLink:
 
 def _for_peers(reading: SlotReading) -> SlotReading:
     return reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
+
+
+def run_attempts(runner: JobRunner) -> tuple[AttemptReport, dict[int, RankResult]]:
+    """Run attempts until the agent wants no more; return the report and the results of its ranks.
+
+    Raises:
+        KeyboardInterrupt: the job was interrupted while it waited for other nodes.
+        JobCancelled: the job was cancelled while it waited for other nodes.
+        LaunchError: the nodes did not find each other, or workers could not be started.
+    """
+    log_path = str(runner.log.new_file("agent.log"))
+    num_workers = runner.plan.num_processes
+    with NodeLink(runner.spec, num_workers, log_path, runner.requests, runner.emit, runner.update) as link:
+        runner.notify_waiting()
+        report, rank_results = _run_attempt(runner, link, link.first_world())
+        while not runner.was_stopped(report) and (world := link.next_world()) is not None:
+            runner.next_attempt()
+            report, rank_results = _run_attempt(runner, link, world)
+        if link.last_error and not report.is_success:
+            runner.past_failures.append(link.last_error)
+    return report, rank_results
+
+
+def _run_attempt(
+    runner: JobRunner, link: NodeLink, world: WorldFormed
+) -> tuple[AttemptReport, dict[int, RankResult]]:
+    report, rank_results = runner.run_in_world(world.topology, link, world.restart_count)
+    link.conclude(report)
+    is_change = report.remote.wants_restart and not report.remote.has_cause
+    failed = not (report.is_success or runner.was_stopped(report) or is_change)
+    if failed and runner.spec.max_restarts:
+        runner.emit(Note.of_job(runner.keep_failure(report), "warning"))
+    return report, rank_results

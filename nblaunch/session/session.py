@@ -22,11 +22,10 @@ from nblaunch.errors import PayloadError
 from nblaunch.events import Event, Exited, ExitStatus, JobEnded, Returned, Started
 from nblaunch.launcher import kept
 from nblaunch.launcher.attempt import Attempt
-from nblaunch.launcher.comparison import Comparison
+from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
-from nblaunch.launcher.rank_values import RankValues
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import Replies, SessionClient, failed_ranks
 from nblaunch.session.failed_command import FailedCommand

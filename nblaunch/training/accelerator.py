@@ -40,6 +40,7 @@ from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.skipping import skip_first_batches
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.models import is_dispatched
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -55,7 +56,6 @@ from nblaunch.training.options import (
 )
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.per_process import PerProcessParts
-from nblaunch.training.placement import is_dispatched
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.shared_state import SharedState, get_shared_state

@@ -22,8 +22,7 @@ import torch
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training.collectives.dtensor import is_sharded
-from nblaunch.wire.board import Slot
-from nblaunch.wire.loss_curve import MAX_BINS, LossBins
+from nblaunch.wire.board import MAX_BINS, LossBins, Slot
 
 
 class Loop:
@@ -188,7 +187,7 @@ class LossReport:
     """Shows the losses of this rank on the board, at most twice a second: the last one, and all of them in means.
 
     Reading a value makes the process wait for the device, so losses are added up there, in bins that end at fixed
-    optimizer steps (``wire/loss_curve.py``). They are read now and then, and when a loop ends. A step is over when any
+    optimizer steps (``wire/board.py``). They are read now and then, and when a loop ends. A step is over when any
     optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
 
     Args:

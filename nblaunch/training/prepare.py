@@ -20,7 +20,7 @@ from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 from nblaunch.training.host_memory import describe_host_memory, gather_host_memory
-from nblaunch.training.models import Replacements, to_device
+from nblaunch.training.models import Replacements, stays_in_place, to_device
 from nblaunch.training.optimizer import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
@@ -28,7 +28,6 @@ from nblaunch.training.optimizer import (
     SchedulerPlaceholder,
 )
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
-from nblaunch.training.placement import stays_in_place
 from nblaunch.training.precision import Precision
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.state import AcceleratorState, GradientState

@@ -4,19 +4,16 @@ To a worker:
 
     assignment.py       the call, and what one worker has to do
     payload.py          values in memory files, pickled
-    modules.py          torch modules in the arguments, by argument path; shards of their weights
+    modules.py          torch modules in the arguments, by argument path; shards of their weights, quantised ones
     pickle_errors.py    which part of a value can't be pickled
     accelerate_states.py  states of Hugging Face Accelerate, which join the worker
 
 From a worker:
 
-    channel.py          events on a pipe
-    plain_types.py      and the values in them, in Python's own types
-    board.py            progress in shared memory
-    loss_curve.py       the losses in it, as a fixed number of means
+    channel.py          events on a pipe, values in them as Python's own types
+    board.py            progress in shared memory, the losses as a fixed number of means
     outbox.py           return value and weights
     originals.py        which weights have not changed
-    quantised.py        which weights can't change, being quantised
     exceptions.py       an exception with its causes, as text and as object
 
 Both ways between launcher and workers:

@@ -43,7 +43,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
         "nblaunch.training.checkpoints.sharded_files",
     ): "help and wrong uses need no torch",
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
-    ("nblaunch.notebook", "nblaunch.nodes.attempts"): "a launch on one machine does not load it",
+    ("nblaunch.notebook", "nblaunch.nodes.link"): "a launch on one machine does not load it",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
     ("nblaunch.dashboard.terminal", "nblaunch.dashboard.live_table"): "needs rich, which may be missing",
     (
@@ -84,8 +84,8 @@ def test_a_launch_on_one_machine_loads_nothing_for_several(kernel: Kernel) -> No
     kernel.run("def loaded(): return [name for name in sys.modules if name.startswith('nblaunch.nodes')]")
     cell = kernel.run("print(notebook_launcher(loaded, (), 2, return_all=True, max_restarts=1), loaded())")
     assert "[[], []] []" in cell.stdout
-    kernel.run("import nblaunch.nodes.attempts")
-    assert "nblaunch.nodes.attempts" in kernel.run("print(loaded())").stdout
+    kernel.run("import nblaunch.nodes.link")
+    assert "nblaunch.nodes.link" in kernel.run("print(loaded())").stdout
 
 
 def test_every_module_can_be_imported() -> None:

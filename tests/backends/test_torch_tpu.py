@@ -16,7 +16,7 @@ import pytest
 from nblaunch import backends
 from nblaunch.backends import first_use, torch_tpu, xla, xla_runtime
 from nblaunch.backends.torch_tpu import BACKEND
-from nblaunch.host import tpu, tpu_slice
+from nblaunch.host import tpu
 from nblaunch.launcher import plan
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
@@ -37,7 +37,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 0)
     install(monkeypatch)
     monkeypatch.setattr(tpu, "lock_holder", lambda: None)
-    monkeypatch.setattr(tpu_slice, "ask_metadata_server", lambda key: None)
+    monkeypatch.setattr(tpu, "ask_metadata_server", lambda key: None)
     monkeypatch.setattr(xla_runtime, "ask_metadata_server", lambda key: None)
 
 

@@ -7,7 +7,7 @@ import threading, time
 from nblaunch import dashboard
 from nblaunch.events import *
 from nblaunch.wire.board import SlotReading
-from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
+from nblaunch.wire.board import MAX_BINS, LossCurve
 
 def begin(n):
     return [AttemptStarted(-1, time.time(), "train", n, "cpu", "fork", log_dir="/logs/train-1"),

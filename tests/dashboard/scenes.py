@@ -20,8 +20,7 @@ from nblaunch.events import (
     Started,
     WorkerState,
 )
-from nblaunch.wire.board import SlotReading
-from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
+from nblaunch.wire.board import MAX_BINS, LossCurve, SlotReading
 
 START_S = 1_000.0
 

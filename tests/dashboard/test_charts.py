@@ -9,7 +9,7 @@ import pytest
 
 from nblaunch.dashboard.charts import chart, charts, mean_of, smoothed, thinned, ticks
 from nblaunch.dashboard.fold import fold_readings
-from nblaunch.wire.loss_curve import LossCurve
+from nblaunch.wire.board import LossCurve
 from tests.dashboard.scenes import START_S, sample, started, trained, view_of
 from tests.dashboard.test_render import Reader
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from nblaunch.dashboard.fold import fold_readings
-from nblaunch.dashboard.notices import notices, waiting_share
-from nblaunch.dashboard.stall import STALLED_S
+from nblaunch.dashboard.notices import STALLED_S, notices, waiting_share
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.text import live_line, render_text
 from nblaunch.dashboard.view import JobView

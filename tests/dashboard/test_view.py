@@ -30,8 +30,7 @@ from nblaunch.events import (
     WorkerState,
 )
 from nblaunch.formatting import single_line
-from nblaunch.wire.board import SlotReading
-from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
+from nblaunch.wire.board import MAX_BINS, LossCurve, SlotReading
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 
 

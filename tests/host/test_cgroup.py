@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.backends.cpu import cpu_quota
-from nblaunch.host import cgroup, memory
+from nblaunch.host import memory, proc
 
 HOST = {"MemTotal": 16_000, "MemAvailable": 9_000}
 
@@ -27,18 +27,18 @@ def own(tmp_path: Path, text: str) -> Path:
 
 
 def test_version_2_goes_from_the_own_group_to_the_root(tmp_path: Path) -> None:
-    found = cgroup.folders("memory", tmp_path, own(tmp_path, "0::/user/notebook\n"))
+    found = proc.cgroup_folders("memory", tmp_path, own(tmp_path, "0::/user/notebook\n"))
     assert found == [tmp_path / "user" / "notebook", tmp_path / "user", tmp_path]
 
 
 def test_version_1_has_a_hierarchy_for_each_controller(tmp_path: Path) -> None:
     groups = own(tmp_path, "5:cpu,cpuacct:/docker/ab\n4:memory:/docker/ab\n1:name=systemd:/\n")
     base = tmp_path / "cpu"
-    assert cgroup.folders("cpu", tmp_path, groups) == [base / "docker" / "ab", base / "docker", base]
+    assert proc.cgroup_folders("cpu", tmp_path, groups) == [base / "docker" / "ab", base / "docker", base]
 
 
 def test_without_control_groups_there_are_no_folders(tmp_path: Path) -> None:
-    assert cgroup.folders("cpu", tmp_path, tmp_path / "missing") == []
+    assert proc.cgroup_folders("cpu", tmp_path, tmp_path / "missing") == []
 
 
 @pytest.mark.parametrize(

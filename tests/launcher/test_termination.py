@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from nblaunch.host import proc
+from nblaunch.launcher.escalation import LISTEN_S, Termination
 from nblaunch.launcher.requests import JobRequests
-from nblaunch.launcher.termination import LISTEN_S, Termination
 from nblaunch.wire.board import private_slot
 
 

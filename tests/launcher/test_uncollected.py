@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.launcher.uncollected import describe_uncollected_modules
+from nblaunch.launcher.weights import describe_uncollected_modules
 from tests.kernels import Kernel
 
 net = nn.Linear(2, 2)

@@ -7,8 +7,7 @@ import torch
 
 from nblaunch.backends.cpu import BACKEND, CpuBackend
 from nblaunch.training.board_reports import BusyTime, DeviceMemoryReport, LossReport
-from nblaunch.wire.board import Slot, private_slot
-from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
+from nblaunch.wire.board import MAX_BINS, LossCurve, Slot, private_slot
 
 
 class Device(CpuBackend):

@@ -12,7 +12,7 @@ from torch import nn
 
 from nblaunch import Accelerator
 from nblaunch.errors import CheckpointError
-from nblaunch.training.checkpoints.fitting import check_weights
+from nblaunch.training.checkpoints.contents import check_weights
 from nblaunch.training.checkpoints.model_files import load_weights, read_weights, write_weights
 
 

@@ -7,8 +7,7 @@ import os
 import time
 
 from nblaunch.events import WorkerState
-from nblaunch.wire.board import Board, private_slot
-from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
+from nblaunch.wire.board import MAX_BINS, Board, LossCurve, private_slot
 
 
 def test_a_slot_says_what_was_written_in_another_process() -> None:

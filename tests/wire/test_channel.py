@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.events import Displayed, Event, Metric, Note
-from nblaunch.wire import plain_types
 from nblaunch.wire.channel import EventReceiver, EventSender
 
 
@@ -208,7 +207,7 @@ def test_what_can_not_be_read_is_named_and_does_not_cost_what_follows(
 ) -> None:
     reading, writing = os.pipe()
     receiver, sender = EventReceiver(reading, "rank 3"), EventSender(writing)
-    monkeypatch.setattr(plain_types, "_OURS", ("",))
+    monkeypatch.setattr("nblaunch.wire.channel._OURS", ("",))
     sender.send(Unknown(3, 0.0, "lost"))
     sender.send(Note(3, 1.0, "whole"))
     monkeypatch.delattr(sys.modules[__name__], "Unknown")

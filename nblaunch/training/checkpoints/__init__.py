@@ -3,12 +3,10 @@
 checkpointer.py      what the ``Accelerator`` calls
 saving.py            ``save_state``, also in a thread
 restoring.py         ``load_state``: checks a checkpoint, then loads it
-snapshot.py          the states of a job that make one checkpoint
-cpu_copies.py        copies of them in host memory, to be written while training goes on
+snapshot.py          the states of a job that make one checkpoint; copies of them, written while training goes on
 save_round.py        how ranks meet to save together
 files.py             names of the files in a checkpoint's folder, and the manifest
-contents.py          states of one rank read from these files, beside weights
-fitting.py           whether saved weights and optimizer states fit the objects
+contents.py          states of one rank read from these files, and whether they and saved weights fit the objects
 model_files.py       files of weights: safetensors or torch's format, whole or in shards
 loading.py           weights from such files into a module
 sharded_files.py     sharded models and optimizers in files of their own; shards put together

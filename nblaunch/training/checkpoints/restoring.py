@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nblaunch.errors import CheckpointError, warn
-from nblaunch.training.checkpoints import contents, files, fitting, model_files, safe_save
+from nblaunch.training.checkpoints import contents, files, model_files, safe_save
 from nblaunch.training.checkpoints.contents import Contents
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random_states
@@ -160,7 +160,7 @@ class Restorer:
         for index, model in enumerate(models):
             if manifest is None and self._state.strategy.holds_shards:
                 return  # another tool's shards, which the strategy looks for
-            fitting.check_weights(model, files.weights_file(folder, index), strict)
+            contents.check_weights(model, files.weights_file(folder, index), strict)
 
     def _load_models(self, folder: Path, manifest: Manifest | None, device: Any, strict: bool) -> bool:
         """Load weights; whether the strategy did it, and loaded optimizers as well."""

@@ -23,12 +23,12 @@ from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.events import Note
 from nblaunch.training.checkpoints import files, safe_save, save_round
-from nblaunch.training.checkpoints.cpu_copies import CpuCopies
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Report, Round, SaveOutcome
 from nblaunch.training.checkpoints.snapshot import (
     Contribution,
+    CpuCopies,
     Snapshot,
     TrainingState,
     collect,

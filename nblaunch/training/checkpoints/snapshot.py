@@ -23,9 +23,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nblaunch.backends.base import Backend
-from nblaunch.training.checkpoints import files, model_files, safe_save
-from nblaunch.training.checkpoints.cpu_copies import CpuCopies
+from nblaunch.training.checkpoints import files, loading, model_files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
+from nblaunch.training.collectives import dtensor
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import ProjectConfiguration
@@ -33,7 +33,7 @@ from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
 from nblaunch.training.strategies.base import ShardWriter
-from nblaunch.wire import quantised
+from nblaunch.wire import modules
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 
@@ -265,7 +265,7 @@ def _own_objects(state: TrainingState) -> dict[str, bytes]:
 def _weights(state: TrainingState, module: torch.nn.Module) -> dict[str, Any]:
     """Return whole weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     weights = state.strategy.state_dict(module)
-    for name in quantised.entries(module, weights):
+    for name in modules.quantised_entries(module, weights):
         if hasattr(weights[name], "__tensor_flatten__"):
             del weights[name]
     return weights
@@ -335,3 +335,52 @@ def restore_random_states(state: Mapping[str, Any], backend: Backend) -> None:
         torch.set_rng_state(state["torch_manual_seed"].cpu())
     if state.get("device"):
         backend.set_rng_state(state["device"])
+
+
+class CpuCopies:
+    """Copies nested state dicts, into the same memory every time.
+
+    New memory is what costs most of a first copy: the system clears it page by page. So the copies are kept, and only
+    one state can be held at a time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def take(self, state: Any) -> Any:
+        """Return ``state`` with a copy of every tensor; what was taken before is overwritten.
+
+        Tensors that show the same memory share a copy, too. Leaves that are no tensors are kept as they are.
+        """
+        before, self._kept = self._kept, {}
+        return self._copy(state, (), before, {})
+
+    def _copy(
+        self,
+        state: Any,
+        path: tuple[Any, ...],
+        before: Mapping[tuple[Any, ...], torch.Tensor],
+        seen: dict[Any, Any],
+    ) -> Any:
+        if dtensor.is_sharded(state):
+            held = self._copy(dtensor.local(state), path, before, seen)
+            return dtensor.on_host(state, held)
+        if isinstance(state, torch.Tensor):
+            view, _ = loading.view_of(state)
+            copy = seen.get(view) if view is not None else None
+            if copy is None:
+                copy = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())
+            return copy
+        if isinstance(state, Mapping):
+            return {key: self._copy(value, (*path, key), before, seen) for key, value in state.items()}
+        if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
+            return type(state)(self._copy(item, (*path, i), before, seen) for i, item in enumerate(state))
+        return state
+
+
+def _copy_into(kept: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        if not tensor.is_cuda or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return tensor.to("cpu", copy=True)
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)  # copied to without a detour
+    return kept.copy_(tensor)

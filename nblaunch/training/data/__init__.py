@@ -1,12 +1,11 @@
 """Prepared data loaders.
 
 prepare.py          make a prepared loader out of the user's
-adapter.py          a loader around the one that reads, torch's or torchdata's, and the state of its epoch
+adapter.py          a loader around the one that reads, torch's or torchdata's; its options, the state of its epoch
 samplers.py         samplers of the order that all ranks share, and the layers of an order
 sharding.py         which samples a rank gets
 loader.py           read them: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard
 dispatcher.py       ``DataLoaderDispatcher``, where rank 0 reads for all
-loader_options.py   options that a loader inherits from the one that it is made from
 skipping.py         loaders whose next epoch begins behind its first batches
 position.py         how far an epoch was read, for any number of ranks, and the rest of it
 resuming.py         states of loaders in checkpoints

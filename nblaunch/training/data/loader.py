@@ -24,8 +24,14 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, rng
-from nblaunch.training.data.adapter import FINISHED, ORDER, DataLoaderAdapter, DataLoaderStateMixin
-from nblaunch.training.data.loader_options import inherited_options, order_options
+from nblaunch.training.data.adapter import (
+    FINISHED,
+    ORDER,
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    inherited_options,
+    order_options,
+)
 from nblaunch.training.data.position import Position, rest_of_order, rest_of_stream
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,

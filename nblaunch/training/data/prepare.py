@@ -15,9 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
+from nblaunch.training.data.adapter import inherited_options, is_stateful, order_options
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
-from nblaunch.training.data.loader_options import inherited_options, is_stateful, order_options
 from nblaunch.training.data.samplers import SeedableRandomSampler, innermost, layers, order_of
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,

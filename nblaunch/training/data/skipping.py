@@ -8,9 +8,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from nblaunch.training.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, stateful_loader
+from nblaunch.training.data.adapter import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    inherited_options,
+    is_stateful,
+    order_options,
+    stateful_loader,
+)
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.loader_options import inherited_options, is_stateful, order_options
 from nblaunch.training.data.samplers import SkipBatchSampler, order_of
 
 

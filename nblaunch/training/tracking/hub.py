@@ -22,7 +22,7 @@ from nblaunch.packages import is_installed
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
-from nblaunch.wire.plain_types import plain
+from nblaunch.wire.channel import plain
 
 _MAX_TEXT = 200  # characters of a text that travels to the launcher
 

@@ -24,7 +24,7 @@ import nblaunch.utils
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, backends, context
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.strategy import shards_line
-from nblaunch.training.strategies.fsdp2.views import return_no_views
+from nblaunch.training.strategies.fsdp2.units import return_no_views
 from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
 
 

@@ -28,12 +28,19 @@ from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedSchedul
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
 from nblaunch.training.strategies.base import Strategy, TrainingSetup
-from nblaunch.training.strategies.deepspeed import checkpoint, clipping
+from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
-from nblaunch.training.strategies.deepspeed.optimizer import EngineOptimizer, EngineScheduler
-from nblaunch.training.strategies.deepspeed.precision import EnginePrecision
+from nblaunch.training.strategies.deepspeed.engine import (
+    EngineOptimizer,
+    EnginePrecision,
+    EngineScheduler,
+    check_clipping,
+    last_total_norm,
+    set_max_norm,
+    total_norm,
+)
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugins
@@ -254,7 +261,7 @@ class DeepSpeedStrategy(Strategy):
         self._is_step_due = False
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        clipping.set_max_norm(self.engine, self.engine.gradient_clipping())
+        set_max_norm(self.engine, self.engine.gradient_clipping())
         return not self.engine.was_step_applied()
 
     def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
@@ -265,11 +272,11 @@ class DeepSpeedStrategy(Strategy):
     ) -> torch.Tensor:
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        clipping.check_request(self.engine, parameters, max_norm, norm_type)
+        check_clipping(self.engine, parameters, max_norm, norm_type)
         if not self._is_boundary:
-            return clipping.last_total_norm(self.engine)
-        total = clipping.total_norm(self.engine)
-        clipping.set_max_norm(self.engine, max_norm)
+            return last_total_norm(self.engine)
+        total = total_norm(self.engine)
+        set_max_norm(self.engine, max_norm)
         return total
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:

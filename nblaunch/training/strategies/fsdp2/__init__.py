@@ -1,11 +1,9 @@
 """Models sharded over ranks with torch's ``fully_shard``; or over the devices of one process, by XLA's compiler.
 
-plugin.py                     the user's settings
-strategy.py                   what ``prepare`` and the training loop call
-over_devices.py               the same for one process that drives several devices
-units.py                      which modules are gathered as one
-weights.py                    where the shards of a rank are filled from
-views.py                      what a unit may return
-activation_checkpointing.py   activations that are computed anew in backward
-fsdp_internals.py             what torch has no public way to ask
+plugin.py           the user's settings
+strategy.py         what ``prepare`` and the training loop call
+over_devices.py     the same for one process that drives several devices
+units.py            which modules are gathered as one, what they may return, activations computed anew
+weights.py          where the shards of a rank are filled from
+fsdp_internals.py   what torch has no public way to ask
 """

@@ -108,7 +108,7 @@ class DeviceShardsStrategy(Strategy):
                 self._backend.shard(sent, dimension)
                 state[prefix + name] = sent
 
-    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as checkpoints.fitting asks
+    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as checkpoints.contents asks
 
     def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Cut activations by rows, so that the compiler gathers weights rather than activations."""

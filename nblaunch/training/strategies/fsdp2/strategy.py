@@ -26,12 +26,11 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.fsdp2 import fsdp_internals
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
-from nblaunch.training.strategies.fsdp2.activation_checkpointing import checkpoint_activations
-from nblaunch.training.strategies.fsdp2.views import return_no_views
+from nblaunch.training.strategies.fsdp2.units import checkpoint_activations, return_no_views
 from nblaunch.training.strategies.fsdp2.weights import WholeWeights
 from nblaunch.training.strategies.sharded import ShardedStrategy, shards_to_send
 from nblaunch.training.strategies.tensor_parallel import is_cut, share_weights, warn_of_whole
-from nblaunch.wire import quantised
+from nblaunch.wire import modules
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
@@ -148,7 +147,7 @@ class Fsdp2Strategy(ShardedStrategy):
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
         # A shard would be a plain tensor, without what its library keeps with it.
-        return ignored | {one for one in model.parameters() if quantised.is_quantised(one)}
+        return ignored | {one for one in model.parameters() if modules.is_quantised(one)}
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -1,20 +1,31 @@
-"""Which modules of a model are sharded as a unit: gathered together before their forward, and freed together after it.
+"""The units of a sharded model: modules gathered together before their forward, and freed together after it.
 
 model (what is left)     one unit for what belongs to no other: embedding, norm, head
   layers.0 ... layers.N  a unit each: memory holds one of them at a time as a whole
+
+A unit returns no views, but tensors of their own that show the same memory. Torch gathers a unit's weights for
+backward in a hook on the tensors that it returned. On a view, as a linear layer returns for batches of sequences, that
+hook is lost when the user goes on with ``x += y``, and torch (from 2.12) warns of it at each such unit in any case.
+
+Its activations can be computed anew in backward instead of being kept.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from nblaunch.training.collectives import nested
 from nblaunch.training.models import repeated_blocks
 
 MIN_NUM_PARAMS = 100_000_000
@@ -184,3 +195,94 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
         if all(modules <= inside or not modules & inside for modules in tied):
             kept.append((name, unit))
     return kept
+
+
+def return_no_views(module: nn.Module) -> None:
+    """Have ``module`` return no views. To be called before ``fully_shard``, whose hooks run after those there are."""
+    module.register_forward_hook(_without_views, with_kwargs=True)
+
+
+@torch.compiler.disable  # as torch's own hooks are, which see next what this returns
+def _without_views(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> Any | None:
+    # Containers of other kinds may not be the same, once rebuilt.
+    is_known = isinstance(output, (torch.Tensor, list, tuple, dict))
+    if not is_known or not torch.is_grad_enabled():
+        return None
+    returned = {id(leaf): leaf for leaf in nested.leaves(output) if isinstance(leaf, torch.Tensor)}
+    views = [tensor for tensor in returned.values() if tensor.requires_grad and tensor._base is not None]
+    if not views:
+        return None
+    # Memory that goes by two names stays as it is: autograd knows what writing to one does to the other.
+    others = [leaf for leaf in nested.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+    shown = [_memory(tensor) for tensor in (*returned.values(), *others)]
+    own: dict[int, torch.Tensor] = {
+        id(view): _AsOwnTensor.apply(view)
+        for view in views
+        if sum(memory is view._base for memory in shown) == 1
+    }
+    # One hook that stays is enough to gather a unit's weights.
+    num_left = len(views) - len(own)
+    if 0 < num_left < sum(tensor.requires_grad for tensor in returned.values()):
+        _ignore_warning(type(module).__name__)
+    return nested.map_tensors(lambda tensor: own.get(id(tensor), tensor), output) if own else None
+
+
+@functools.cache
+def _ignore_warning(unit: str) -> None:
+    """Have torch not warn of the views of such units, as of biases and masks that they hand on."""
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({unit}\) returned a view", UserWarning)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+class _AsOwnTensor(torch.autograd.Function):
+    """A view's memory as a tensor of its own. Writing to it counts for what autograd has saved of the view, too."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+# What layers of generating models are given to keep tokens in, in the words of transformers.
+_CACHES = ("past_key_value", "past_key_values", "layer_past")
+
+
+def checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
+    """Have ``module`` compute its activations anew in backward, instead of keeping them.
+
+    In its own ``forward``, which the hooks that gather and free weights are around: the second time runs while they
+    are gathered for backward. Empty caches of a generating model are left out: the second time would find them filled.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        kwargs = _without_empty_caches(kwargs)
+        saving = torch.autograd.graph.save_on_cpu(pin_memory=True) if is_offloaded else nullcontext()
+        with saving:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = checkpointed
+
+
+def _without_empty_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    caches = [name for name in _CACHES if kwargs.get(name) is not None]
+    if not caches or any(_is_filled(kwargs[name]) for name in caches):
+        return kwargs  # with tokens that a user computes on: torch says where that can't be done twice
+    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
+
+
+def _is_filled(cache: Any) -> bool:
+    """Return whether a cache of transformers, or of a user's own, has tokens."""
+    length = getattr(cache, "get_seq_length", None)
+    return bool(length()) if callable(length) else bool(cache)

@@ -1,0 +1,177 @@
+"""What the user's loop meets of a DeepSpeed engine: its optimizer and scheduler, clipping, and 16-bit weights.
+
+The engine clips, steps, clears gradients and moves its own schedule on in one call, which is made where the loop calls
+``optimizer.step()``. It holds gradients in shards, so that their norm is a collective; until it steps, the user's limit
+is only set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+
+from nblaunch.backends.base import Backend
+from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.collectives import nested
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.precision import AutocastForward, Precision, restore_forward
+
+
+class EnginePrecision(Precision):
+    """What is left of mixed precision where the engine scales losses, and holds fp32 copies of its 16-bit weights.
+
+    Args:
+        other: the precision that the process would use otherwise; gives its name.
+    """
+
+    def __init__(self, other: Precision) -> None:
+        super().__init__(other._backend)
+        self.name = other.name
+
+    def prepare_forward(self, model: torch.nn.Module) -> None:
+        """Let ``model`` take fp32 batches and give fp32 outputs, as it does with autocast."""
+        restore_forward(model)
+        if self.name != "no":
+            wrapped = CastForward(model, self)
+            model.__dict__.update(_original_forward=wrapped.original, forward=wrapped)
+
+
+class CastForward(AutocastForward):
+    """Call a model's ``forward`` on inputs in the number format of its weights, with outputs in fp32.
+
+    Floating-point inputs only: an engine's weights are in 16 bits, and most layers take no mixture.
+    """
+
+    def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
+        super().__init__(model, precision)
+        self.parameters = model.parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
+        if dtype in (torch.float16, torch.bfloat16):
+
+            def cast(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+            args, kwargs = nested.map_tensors(cast, args), nested.map_tensors(cast, kwargs)
+        return nested.to_fp32(self.original(*args, **kwargs))
+
+
+def check_clipping(
+    engine: Any, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> None:
+    """Raise ValueError where an engine can't clip as it is asked to."""
+    if norm_type != 2:
+        raise ValueError(f"norm_type={norm_type} can't be used with DeepSpeed, which clips by the 2-norm")
+    configured = engine.gradient_clipping()
+    if configured and configured != max_norm:
+        raise ValueError(
+            f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={configured} of the DeepSpeed "
+            'configuration; set it in one place, or write "auto" there'
+        )
+    own = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
+    given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    if given != own:
+        raise ValueError(
+            f"clip_grad_norm_ was given {len(given)} trainable parameters, but DeepSpeed clips all {len(own)} of its "
+            "model at once; pass model.parameters()"
+        )
+
+
+def set_max_norm(engine: Any, max_norm: float) -> None:
+    """Have the next step clip to ``max_norm``; 0: not at all."""
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = max_norm
+    elif max_norm and max_norm != engine.gradient_clipping():  # plain fp32, where gradients lie on every rank
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
+
+
+def total_norm(engine: Any) -> torch.Tensor:
+    """Return the norm of all gradients, in true size. All ranks must call it, between backward and step."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
+        norms = [optimizer.scaled_global_norm()]
+    elif hasattr(optimizer, "_get_norm_groups"):  # stage 3
+        norms = optimizer._get_norm_groups()
+    else:
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        if not gradients:
+            return last_total_norm(engine)  # bf16 with fp32 gradients: measured in the step
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    groups = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norms])
+    if bool((groups < 0).any()):  # how the engine says that gradients overflowed
+        return torch.tensor(float("inf"))
+    return torch.linalg.vector_norm(groups) / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
+
+
+def last_total_norm(engine: Any) -> torch.Tensor:
+    """Return the norm at the step before; 0 where there was none."""
+    return torch.as_tensor(engine.get_global_grad_norm() or 0.0, dtype=torch.float32)
+
+
+class EngineOptimizer(AcceleratedOptimizer):
+    """A prepared optimizer that an engine steps. Its ``param_groups`` and state are those of this rank's shard.
+
+    Args:
+        engine: DeepSpeed's, with an optimizer.
+        step: steps the engine; returns whether the step was left out because gradients overflowed.
+        accumulation: says when to step.
+        precision: of the process.
+        backend: notified of every step.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        step: Callable[[], bool],
+        accumulation: AccumulationState,
+        precision: Precision,
+        backend: Backend,
+    ) -> None:
+        super().__init__(engine.optimizer, accumulation, precision, backend, place_state=False)
+        self.engine = engine
+        self._step_engine = step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine clears gradients where it has stepped."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the engine; nothing in the middle of an accumulation window.
+
+        Raises:
+            ValueError: a closure was given.
+        """
+        if closure is not None:
+            raise ValueError("DeepSpeed's engine takes no closure: call optimizer.step() without one")
+        if self._accumulation.sync_gradients:
+            self._is_overflow = self._step_engine()
+            self._backend.step_boundary()
+
+    def reduce_gradients(self, wanted: Container[int] | None = None) -> None:
+        """Do nothing: the engine averages gradients in backward."""
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"
+
+
+class EngineScheduler(AcceleratedScheduler):
+    """A prepared scheduler that the engine steps with each of its own steps.
+
+    Args:
+        scheduler: the engine's.
+        optimizer: of the same engine.
+        accumulation: of the process.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: EngineOptimizer, accumulation: AccumulationState) -> None:
+        super().__init__(scheduler, [optimizer], accumulation)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine steps its scheduler."""
+
+
+# Names of Accelerate, by which trainers recognise what an engine moves on.
+DeepSpeedOptimizerWrapper = EngineOptimizer
+DeepSpeedSchedulerWrapper = EngineScheduler
