@@ -39,24 +39,26 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
 }
 """Option -> the setting, its value, and the help."""
 
-UNUSED = {"same_network": 0, "quiet": 0, "enable_cpu_affinity": 0, "tee": 1, "role": 1}
+UNUSED = {
+    "same_network": 0, "quiet": 0, "enable_cpu_affinity": 0, "no_tpu_cluster": 0, "tee": 1, "role": 1,
+    "main_training_function": 1, "parallelism_config_sp_backend": 1, "parallelism_config_sp_seq_length": 1,
+    "parallelism_config_sp_seq_length_is_variable": 1, "parallelism_config_sp_attn_implementation": 1,
+}  # fmt: skip
 """Options of ``accelerate launch`` without effect -> the number of their values."""
 
-_IN_SCRIPT = (
-    "set it in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=2, ...)), or by the variables "
-    "ACCELERATE_USE_PARALLELISM_CONFIG=true, PARALLELISM_CONFIG_TP_SIZE=2 and so on"
-)
+_LETTERS = {"quiet": ["-q"], "tee": ["-t"]}
+_EVERY_MACHINE = "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank"
 
 REFUSED = {
     "no_python": "only Python scripts and modules can be launched",
     "use_megatron_lm": "Megatron-LM is not available in nblaunch",
     "megatron_lm_": "Megatron-LM is not available in nblaunch",
-    "use_parallelism_config": _IN_SCRIPT,
-    "parallelism_config_": _IN_SCRIPT,
     "fp8_": "set it in the script: Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs(...)])",
-    "mpirun_hostfile": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",
-    "tpu_cluster": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",
-    "deepspeed_hostfile": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",
+    **dict.fromkeys(("mpirun_hostfile", "tpu_cluster", "tpu_use_sudo", "vm", "env"), _EVERY_MACHINE),
+    **dict.fromkeys(
+        ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"), _EVERY_MACHINE
+    ),
+    "deepspeed_multinode_launcher": _EVERY_MACHINE,
     "aws_": "launching on Amazon SageMaker is not available in nblaunch",
 }
 """Options of ``accelerate launch``, or their prefixes, for features that nblaunch does not have -> the reason."""
@@ -93,7 +95,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         _add_setting(groups[setting_.group], setting_)
     for name, num_values in UNUSED.items():
         options: dict[str, Any] = {"action": "store_true"} if num_values == 0 else {}
-        parser.add_argument(*spellings(name), dest=f"unused_{name}", help=argparse.SUPPRESS, **options)
+        flags = [*_LETTERS.get(name, ()), *spellings(name)]
+        parser.add_argument(*flags, dest=f"unused_{name}", help=argparse.SUPPRESS, **options)
 
 
 def _add_setting(group: Any, setting: Setting) -> None:

@@ -33,6 +33,9 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "DEEPSPEED": {"strategy": "deepspeed"},
 }
 
+_OF_SEQUENCES = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+"""Settings of DeepSpeed's sequence parallelism."""
+
 _UNUSED = {
     "main_training_function": "the whole script runs in every process",
     "same_network": "rdzv_backend selects how machines find each other",
@@ -43,6 +46,7 @@ _UNUSED = {
     "deepspeed_hostfile": "every machine runs nblaunch launch",
     "deepspeed_exclusion_filter": "every machine runs nblaunch launch",
     "deepspeed_inclusion_filter": "every machine runs nblaunch launch",
+    **{f"parallelism_config_{name}": "it is for parallelism_config_sp_size" for name in _OF_SEQUENCES},
 }
 """Keys of ``accelerate config`` that have no effect -> why."""
 
@@ -50,7 +54,6 @@ _REFUSED = {
     "fp8_config": "a recipe of fp8 in a file, not by Accelerator(kwargs_handlers=[AORecipeKwargs(...)]),",
     "megatron_lm_config": "Megatron-LM",
     "mpirun_config": "launching through mpirun",
-    "parallelism_config": "combined parallelism by a file, not by Accelerator(parallelism_config=...),",
     "tpu_use_cluster": "starting the machines of a TPU pod from one of them",
     "tpu_name": "starting the machines of a TPU pod from one of them",
     "tpu_zone": "starting the machines of a TPU pod from one of them",

@@ -6,6 +6,7 @@ arguments of the plugins of ``Accelerator``.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -168,6 +169,8 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
         settings["fsdp_plugin"] = _fsdp_arguments(resolved)
     if resolved["strategy"] == "deepspeed":
         settings["deepspeed_plugin"] = _deepspeed_arguments(resolved)
+    if resolved.group("parallelism_config"):
+        settings["parallelism_config"] = _parallelism_arguments(resolved)
     return settings
 
 
@@ -185,6 +188,21 @@ def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
     if names is not None:
         plugin["transformer_cls_names_to_wrap"] = [name.strip() for name in names.split(",")]
     return plugin
+
+
+def _parallelism_arguments(resolved: Resolved) -> dict[str, Any]:
+    chosen = resolved.group("parallelism_config")
+    chosen.pop("use_parallelism_config", None)
+    sizes = {name: value for name, value in chosen.items() if name.endswith("_size")}
+    total, num_processes = math.prod(sizes.values()), resolved["num_processes"]
+    if sizes.get("parallelism_config_sp_size", 1) > 1:
+        raise ConfigError(
+            "parallelism_config_sp_size: DeepSpeed's sequence parallelism is not available in nblaunch"
+        )
+    if 1 < total != num_processes is not None:
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(f"num_processes={num_processes}, but {shown} is {total}; they must be equal")
+    return {name.removeprefix("parallelism_config_"): value for name, value in chosen.items()}
 
 
 def _deepspeed_arguments(resolved: Resolved) -> dict[str, Any]:

@@ -33,6 +33,7 @@ GROUPS = {
     "dynamo_config": "compiling models (torch.compile)",
     "fsdp_config": "fully sharded data parallel, with --use_fsdp",
     "deepspeed_config": "DeepSpeed, with --use_deepspeed",
+    "parallelism_config": "how processes are divided among forms of parallelism; sizes multiply to their number",
     "running": "while it runs",
 }
 """Group -> title. Groups that end in ``_config`` are mappings in files, as Accelerate writes them."""
@@ -173,6 +174,36 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("zero3_init_flag", Flag(), None, "no effect: build the model in deepspeed.zero.Init()"),
         ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16 bit weights in one piece"),
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
+    ),
+    "parallelism_config": (
+        ("use_parallelism_config", Switch(), False, "divide processes; any size below says so as well"),
+        (
+            "parallelism_config_dp_replicate_size",
+            Whole(1),
+            None,
+            "replicas of the model; each reads its own data",
+        ),
+        (
+            "parallelism_config_dp_shard_size",
+            Whole(1),
+            None,
+            "processes over which a replica is sharded (FSDP2)",
+        ),
+        ("parallelism_config_tp_size", Whole(1), None, "processes that compute every layer together"),
+        ("parallelism_config_cp_size", Whole(1), None, "processes that cut a sequence among them"),
+        ("parallelism_config_cp_backend", Choice(("torch",)), None, "how sequences are cut"),
+        (
+            "parallelism_config_cp_comm_strategy",
+            Choice(("allgather", "alltoall")),
+            None,
+            "how these exchange keys and values",
+        ),
+        (
+            "parallelism_config_sp_size",
+            Whole(1),
+            None,
+            "only 1: DeepSpeed's sequence parallelism is not available",
+        ),
     ),
     "running": (
         (

@@ -192,12 +192,15 @@ def given_plugin(
 
 
 def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> ParallelismConfig | None:
-    """Return how the ranks are divided: as given, as before, or as the environment says; None: not at all.
+    """Return how the ranks are divided: as given, as before, or as launched or in the environment; None: not at all.
 
     Raises:
         TypeError: it is no ``ParallelismConfig``.
     """
     if given is None:
+        launched = context.current().accelerator_defaults.get("parallelism_config")
+        if kept is None and launched is not None:
+            return ParallelismConfig.of_launch(launched)
         asked = env.read("ACCELERATE_USE_PARALLELISM_CONFIG")
         return kept or (ParallelismConfig() if asked else None)
     if not isinstance(given, ParallelismConfig):

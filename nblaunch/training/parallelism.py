@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -127,6 +128,15 @@ class ParallelismConfig:
         if self.cp_enabled and self.cp_handler is None:
             self.cp_handler = TorchContextParallelConfig()
         self.check()
+
+    @classmethod
+    def of_launch(cls, values: Mapping[str, Any]) -> ParallelismConfig:
+        """Return the configuration of a launch: fields by name, and ``cp_comm_strategy``."""
+        strategy = values.get("cp_comm_strategy")
+        handler = None if strategy is None else TorchContextParallelConfig(strategy)
+        return cls(
+            **{key: value for key, value in values.items() if key != "cp_comm_strategy"}, cp_handler=handler
+        )
 
     def check(self) -> None:
         """Raise what the class does for settings that can't be used; they may have been assigned."""

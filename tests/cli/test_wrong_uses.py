@@ -49,6 +49,12 @@ def assert_refused(ended: Ended, *words: str) -> None:
         ),
         ("--machine_rank 1 train.py", ["machine_rank=1", "num_machines=1"]),
         ("--num_machines 2 train.py", ["main_process_ip"]),
+        (
+            "--num_processes 2 --parallelism_config_dp_shard_size 2 --parallelism-config-tp-size 2 train.py",
+            ["num_processes=2", "parallelism_config_tp_size=2", "is 4"],
+        ),
+        ("--parallelism_config_sp_size 2 train.py", ["sequence parallelism is not available"]),
+        ("--deepspeed_inclusion_filter a train.py", ["on every machine"]),
         ("--megatron_lm_tp_degree 2 train.py", ["Megatron-LM is not available"]),
         ("--no_python train.py", ["only Python"]),
         ("--config_file none.yaml train.py", ["none.yaml", "no such file"]),

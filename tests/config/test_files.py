@@ -206,6 +206,23 @@ def test_a_file_of_accelerate_for_fsdp_is_read_as_it_is(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_of_accelerate_that_divides_processes_is_read_as_it_is(tmp_path: Path) -> None:
+    text = """
+num_processes: 4
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 1
+  parallelism_config_cp_size: 2
+  parallelism_config_cp_comm_strategy: alltoall
+  parallelism_config_sp_seq_length_is_variable: true
+"""
+    settings = accelerator_settings(resolve([files.read(written(tmp_path, text))]))
+    assert settings["parallelism_config"] == {
+        "dp_replicate_size": 1, "dp_shard_size": 2, "tp_size": 1, "cp_size": 2, "cp_comm_strategy": "alltoall",
+    }  # fmt: skip
+
+
 def test_a_file_of_accelerate_for_deepspeed_is_read_as_it_is(tmp_path: Path) -> None:
     deepspeed = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none",
                  "gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero3_init_flag": True,

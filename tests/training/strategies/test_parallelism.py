@@ -19,6 +19,7 @@ from nblaunch import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
+    context,
     notebook_launcher,
 )
 from nblaunch.training import arguments
@@ -354,6 +355,17 @@ def test_sizes_come_from_the_environment() -> None:
         found = Accelerator().parallelism_config
     assert found is not None
     assert found.total_size == 1
+
+
+def test_a_launch_may_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"dp_shard_size": 2, "cp_size": 2, "cp_comm_strategy": "alltoall"}
+    monkeypatch.setattr(context.current(), "accelerator_defaults", {"parallelism_config": chosen})
+    found = arguments.resolve_parallelism(None, None)
+    assert found is not None
+    assert (found.dp_shard_size, found.cp_size, found.tp_size) == (2, 2, 1)
+    assert found.cp_handler == TorchContextParallelConfig("alltoall")
+    own = ParallelismConfig(tp_size=2)
+    assert arguments.resolve_parallelism(own, None) is own
 
 
 def test_a_lone_process_needs_no_mesh() -> None:
