@@ -42,7 +42,7 @@ export PIP_NO_INPUT = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main browser colab-env test-xla test-xla-older test-tpu-compiler test-torch-tpu xla-env lint format stubs golden bench picture docs notebooks wheel clean
+.PHONY: help setup demo test test-main browser colab-env test-gpu test-xla test-xla-older test-tpu-compiler test-torch-tpu xla-env lint format stubs golden bench picture docs notebooks wheel clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ colab-env: $(COLAB_STAMP)  ## make the interpreter for kernels as in Colab, and 
 $(COLAB_STAMP): tests/tools/colab_env.py constraints-colab.txt $(STAMP)
 	$(BIN)/python $< $(@D)
 	@touch $@
+
+test-gpu:  ## on a machine with NVIDIA GPUs: all its tests and benchmarks, about 15 minutes; the figures are in artifacts/gpu.md
+	$(PYTHON) -m tests.hardware.report $(ARGS)
 
 ifeq ($(strip $(ARGS)),)
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own

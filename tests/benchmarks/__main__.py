@@ -20,6 +20,7 @@ TITLES = {
     "faults": "A hundred launches with faults",
     "step_overhead": "Step overhead",
     "gpu": "GPUs",
+    "gpu_launches": "Launches from a kernel that has used its GPU",
     "lotteries": "Lotteries",
     "checkpoints": "Checkpoints under faults",
     "background": "Background jobs",

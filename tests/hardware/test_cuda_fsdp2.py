@@ -1,4 +1,4 @@
-"""Sharded training on real GPUs, a rank on each. Skipped where there are fewer than two."""
+"""Sharded training on real GPUs, a rank on each. On one GPU, one rank; skipped where there is none."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from tests.training.strategies.test_fsdp2 import Network, epoch, prepared
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        BACKEND.affinity() == 0 or BACKEND.device_count() < 2, reason="fewer than two CUDA GPUs here"
-    ),
+    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
 ]
+of_two = pytest.mark.skipif(BACKEND.device_count() < 2, reason="NCCL joins two GPUs or more")
 
 
 def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -30,6 +29,13 @@ def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float]
     return results, accelerator.get_state_dict(rest[0])
 
 
+def test_one_rank_learns_what_it_learns_unsharded() -> None:
+    ((expected, _),) = ranks.run(_train, 1, None, "no", backend="cuda")
+    ((found, _),) = ranks.run(_train, 1, {}, "no", backend="cuda")
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@of_two
 @pytest.mark.parametrize(
     ("settings", "precision"),
     [({}, "no"), ({"cpu_offload": True}, "no"), ({"activation_checkpointing": True}, "no"), ({}, "bf16")],
@@ -60,6 +66,7 @@ def _train_in_fp16() -> tuple[list[bool], float]:
     return skipped, total
 
 
+@of_two
 def test_all_ranks_leave_out_a_step_that_overflows_on_one() -> None:
     (first, total), (second, _) = ranks.run(_train_in_fp16, 2, backend="cuda")
     assert first == second
@@ -82,6 +89,7 @@ def _allocated() -> tuple[float, float]:
     )
 
 
+@of_two
 def test_no_gpu_ever_holds_the_model() -> None:
     for held, peak in ranks.run(_allocated, 2, backend="cuda"):
         assert 0.49 < held < 0.55
@@ -98,5 +106,6 @@ def _save_and_load(folder: str) -> bool:
     return expected == pytest.approx(again, rel=1e-3)
 
 
+@of_two
 def test_checkpoints_in_parts(tmp_path: Path) -> None:
     assert ranks.run(_save_and_load, 2, str(tmp_path / "state"), backend="cuda") == [True, True]

@@ -286,6 +286,38 @@ def fail():
     assert _launch(kernel, options=", num_processes=2")[0][1]["group"] == "nccl"
 
 
+SPIN = """
+def spin():
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        # On a GPU the process waits in cudaStreamSynchronize, which takes all of a core.
+        if accelerator.device.type == "cuda":
+            torch.cuda._sleep(1 << 40)
+            torch.cuda.current_stream().synchronize()
+        while True:
+            pass
+    accelerator.wait_for_everyone()
+"""
+
+
+def test_a_rank_that_spins_in_the_driver_is_a_hang(start: StartKernel) -> None:
+    kernel = start(**ONE)
+    kernel.run(SPIN)
+    assert_spinning_is_a_hang(kernel, "cuda")
+
+
+def assert_spinning_is_a_hang(kernel: Kernel, backend: str) -> None:
+    cell = kernel.run(
+        f"notebook_launcher(spin, (), 2, backend={backend!r}, hang_timeout_s=5, on_hang='stop', interrupt_grace_s=1)",
+        raises="JobHung",
+        timeout_s=100,
+    )
+    assert cell.error is not None
+    assert "rank 1" in cell.error.value, cell.describe()
+    assert "in spin" in cell.error.value, cell.describe()
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 HOLD = """

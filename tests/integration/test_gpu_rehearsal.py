@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import gpu
-from tests.hardware import test_cuda, test_cuda_kernel
+from tests.benchmarks import gpu, gpu_launches
+from tests.benchmarks.__main__ import TITLES
+from tests.hardware import report, test_cuda, test_cuda_kernel
 from tests.kernels import Kernel
 from tests.training import ranks
 from tests.training.ranks import rank_server  # noqa: F401  a fixture
@@ -75,6 +76,53 @@ def test_loader_processes(kernel: Kernel) -> None:
     cell = kernel.run("notebook_launcher(read, (), 2, backend='cpu', return_all=True)", timeout_s=100)
     assert cell.value == [True, True]
     kernel.wait_for_no_processes()
+
+
+def test_a_rank_that_spins(kernel: Kernel) -> None:
+    kernel.run(test_cuda_kernel.SPIN)
+    test_cuda_kernel.assert_spinning_is_a_hang(kernel, "cpu")
+
+
+def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(
+        gpu_launches, "BEFORE", {"a backward": gpu_launches.BEFORE["a backward"], "nothing": "import nowhere"}
+    )
+    counted, left_out = gpu_launches.rows("cpu", 2, 1)
+    assert (counted.value, counted.holds) == ("2/2", True)
+    assert left_out.value == "not measured: nowhere is not installed"
+
+
+def test_the_report_has_what_passed_what_did_not_and_every_figure(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 0\n"
+        "@pytest.mark.skip('no GPU')\ndef test_other(): pass\n"
+    )
+    parts = (
+        report.Part("tests", "it works", (str(tmp_path / "test_it.py"), "-p", "no:cacheprovider")),
+        report.Part("speed", "it is fast", benchmark="gpu"),
+    )
+    assert not report.run(parts, tmp_path / "artifacts")
+    found = json.loads((tmp_path / "artifacts/gpu.json").read_text())["parts"]
+    assert (found["tests"]["passed"], list(found["tests"]["failed"])) == (1, ["test_bad"])
+    assert found["tests"]["skipped"] == {"test_other": "no GPU"}
+    assert found["speed"]["good"]
+    assert found["speed"]["rows"][0]["what"] == "GPUs of this machine"
+    page = (tmp_path / "artifacts/gpu.md").read_text()
+    assert "## tests: NOT GOOD" in page
+    assert "| GPUs of this machine |" in page
+
+
+def test_every_part_of_the_report_can_be_collected() -> None:
+    files = [word for part in report.PARTS for word in part.tests if word.endswith(".py")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", *files],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert {part.benchmark for part in report.PARTS} - {""} <= TITLES.keys()
 
 
 def test_what_is_asked_of_a_fresh_process() -> None:

@@ -1,0 +1,81 @@
+"""How many launches succeed in one kernel that has used its GPU before, without a restart; accelerate's beside ours.
+
+    python -m tests.benchmarks.gpu_launches      # 17 launches in each of three kernels, about 5 minutes on a GPU
+
+accelerate shares no GPU between processes and starts none for one, so it is measured on two GPUs or more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from nblaunch.backends.cuda import BACKEND
+from tests.benchmarks.bench import Row, call, count, free_port, kernel, show
+
+LAUNCHES = 17
+BEFORE = {
+    "a forward": "model = torch.nn.Linear(8, 8, device={device!r}); model(torch.ones(2, 8, device={device!r}))",
+    "a backward": "torch.nn.Linear(8, 8, device={device!r})(torch.ones(2, 8, device={device!r})).sum().backward()",
+    "import bitsandbytes": "import bitsandbytes",
+}
+
+
+def measure() -> Iterator[Row]:
+    num_gpus = BACKEND.device_count() if BACKEND.affinity() else 0
+    if not num_gpus:
+        yield Row("GPUs of this machine", "none: nothing to measure")
+        return
+    yield from rows("cuda", LAUNCHES, num_gpus)
+
+
+def rows(device: str, num_launches: int, num_devices: int) -> Iterator[Row]:
+    """Launches of two processes on ``device``, by what the kernel has done before."""
+    for what, cell in BEFORE.items():
+        name = f"launches after {what} in the kernel"
+        module = cell.rpartition("import ")[2] if cell.startswith("import ") else ""
+        if module and importlib.util.find_spec(module) is None:
+            yield Row(name, f"not measured: {module} is not installed")
+            continue
+        libraries = ["nblaunch"]
+        if importlib.util.find_spec("accelerate") is not None and num_devices > 1:
+            libraries.append("accelerate")
+        for library in libraries:
+            with kernel() as started:
+                started.run(cell.format(device=device))
+                failures = call(started, in_kernel_failures, library, device, num_launches)
+            good, note = num_launches - len(failures), failures[0][:80] if failures else ""
+            row = count(f"{name}, {library}", good, num_launches, note)
+            yield row if library == "nblaunch" else Row(row.what, row.value)
+
+
+def in_kernel_failures(library: str, backend: str, num_launches: int) -> list[str]:
+    """Launch so many times; return the errors of launches that failed."""
+    launch = importlib.import_module(library).notebook_launcher
+    options: dict[str, Any] = (
+        {"backend": backend, "dashboard": "none"} if library == "nblaunch" else {"use_port": str(free_port())}
+    )
+    failures = []
+    for _ in range(num_launches):
+        try:
+            launch(_add_up, (library,), num_processes=2, **options)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    return failures
+
+
+def _add_up(library: str) -> None:
+    import torch
+
+    accelerator = importlib.import_module(library).Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(8, 1))
+    accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).sum())
+    total = accelerator.reduce(torch.ones(1, device=accelerator.device), "sum")
+    assert total.item() == accelerator.num_processes == 2
+
+
+if __name__ == "__main__":
+    sys.exit(int(not show("Launches from a kernel that has used its GPU", measure())))
