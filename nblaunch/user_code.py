@@ -13,6 +13,9 @@ _LIBRARY_FOLDERS = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
+_PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
+"""Parts of paths of installed packages: also those of the user, of ``PYTHONPATH``, and of the system below a venv."""
+
 
 def is_own_file(filename: str) -> bool:
     """Return whether the file is part of nblaunch."""
@@ -21,7 +24,9 @@ def is_own_file(filename: str) -> bool:
 
 def is_user_file(filename: str) -> bool:
     """Return whether the file is a notebook cell or a module of the user's: neither installed nor part of Python."""
-    return not filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>"))
+    if filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>")):
+        return False
+    return not any(folder in filename for folder in _PACKAGE_FOLDERS)
 
 
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:

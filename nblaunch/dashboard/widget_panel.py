@@ -258,8 +258,13 @@ class Panel:
         the cell has ended, and for good if a page requests its state.
         """
         self._buttons.close()
-        parts = [part for part in dict.fromkeys(self._all()) if part not in (self.root, self.root.layout)]
-        self.root.children = [widgets.HTML(lasting, layout=self.root.layout)]
+        parts = list(dict.fromkeys(self._all()))
+        # A widget that is as old as the panel: a page that was reloaded can't create a new one, whose layout it would
+        # have to know already, and would then show none at all (ipywidgets 7).
+        self._title.value = lasting
+        self.root.children = [self._title]
+        kept = list(_with_parts(self.root))
+        parts = [part for part in parts if part not in kept]
         for part in parts:
             part.close()
         _when_idle_for(KEPT_S, self._close_root)

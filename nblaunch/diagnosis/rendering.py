@@ -87,9 +87,19 @@ def _notes_of(error: BaseException) -> list[str]:
 def cell_name(filename: str) -> str:
     """Return ``Cell In[5]`` for the file name of a compiled notebook cell; other names unchanged."""
     shell = _shell()
-    format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    parts = format_name(filename) if format_name is not None else None
-    return " ".join(parts) if parts else filename
+    compiler: Any = getattr(shell, "compile", None)
+    if hasattr(compiler, "format_code_name"):
+        parts = compiler.format_code_name(filename)
+        return " ".join(parts) if parts else filename
+    # IPython 7 keeps no names of cells, but they follow from their text; by a setting, all have the same.
+    if compiler is None or not filename.endswith(".py") or compiler.get_code_name("", "", 0) == filename:
+        return filename
+    cells = shell.history_manager.input_hist_raw  # without newlines at the end
+    for number in range(len(cells) - 1, 0, -1):
+        texts = (cells[number], f"{cells[number]}\n")
+        if any(compiler.get_code_name(text, text, number) == filename for text in texts):
+            return f"Cell In[{number}]"
+    return filename
 
 
 def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:

@@ -156,4 +156,4 @@ class Termination:
         self._requests.interrupt()
         if is_handled:
             return f"the {self._grace_s:g} s after SIGTERM are over; ranks are interrupted"
-        return "no rank looks at accelerator.should_stop or handles SIGTERM, so ranks are interrupted"
+        return "no rank checks accelerator.should_stop or handles SIGTERM, so ranks are interrupted"

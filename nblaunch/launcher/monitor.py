@@ -214,10 +214,10 @@ class DeviceLeakCheck:
 
     def _describe(self, reading: DeviceReading) -> str:
         growth = formatting.size(self._growth(reading))
-        text = f"{reading.name}: {growth} more of its memory are taken than before the launch"
+        text = f"{reading.name}: {growth} more of its memory is used than before the launch"
         owners = _growing(self._before[reading.name].by_process, reading.by_process)
         if not owners:
-            return f"{text}, though all its processes have ended; another program took them (nvidia-smi lists who)"
+            return f"{text}, though all its processes have ended; another program uses it (nvidia-smi lists them)"
         return f"{text}: " + ", ".join(f"{_name(pid)} took {formatting.size(taken)}" for pid, taken in owners)
 
 

@@ -38,6 +38,24 @@ def train(num_steps, fails=False):
     return step
 """
 
+# Rank 1 leaves the loop for a nap in the middle of training; the others wait for it in a collective.
+HANGS = """
+import time
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from nblaunch import Accelerator, notebook_launcher
+
+def train():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(list(range(10_000)), batch_size=1))
+    for step, batch in enumerate(loader):
+        time.sleep(0.02)
+        if step == 100 and accelerator.process_index == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1))
+"""
+
 
 def bars(page: Page, cell: int) -> list[float]:
     """How far the progress bars below a cell are, in percent; those of ranks."""

@@ -8,30 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.browser.lab import Browser, Lab, Page, write_notebook
-from tests.browser.panel import button, num_widgets
+from tests.browser.panel import HANGS, button, num_widgets
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
-# Rank 1 leaves the loop for a nap in the middle of training; the others wait for it in a collective.
-SETUP = """
-import time
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
-from nblaunch import Accelerator, notebook_launcher
-
-def train():
-    accelerator = Accelerator()
-    loader = accelerator.prepare(DataLoader(list(range(10_000)), batch_size=1))
-    for step, batch in enumerate(loader):
-        time.sleep(0.02)
-        if step == 100 and accelerator.process_index == 1:
-            time.sleep(1000)
-        dist.all_reduce(torch.ones(1))
-"""
 REPORTED, STOPPED = 1, 2
 CELLS = (
-    SETUP,
+    HANGS,
     "job = notebook_launcher(train, (), 3, backend='cpu', background=True, hang_timeout_s=5)",
     "notebook_launcher(train, (), 3, backend='cpu', hang_timeout_s=5, on_hang='stop')",
 )

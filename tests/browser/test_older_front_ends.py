@@ -14,6 +14,7 @@ import pytest
 from tests.browser.classic import Classic
 from tests.browser.lab import Browser, Lab, Page, write_notebook
 from tests.browser.panel import (
+    HANGS,
     RANK_BARS,
     RED,
     SETUP,
@@ -32,7 +33,7 @@ import importlib.metadata as m
 print(*(m.version(name) for name in ("ipykernel", "ipython", "ipywidgets", "jupyterlab", "notebook")))
 """
 
-FIRST, STOPPED, RESULT, FAILING, SECOND, RELOADED = range(1, 7)
+FIRST, STOPPED, RESULT, FAILING, SECOND, RELOADED, BLOCKED, HANGING_SETUP, HANGING = range(1, 10)
 CELLS = (
     SETUP + VERSIONS,
     "notebook_launcher(train, (1000,), 2)",
@@ -41,6 +42,9 @@ CELLS = (
     "notebook_launcher(train, (1000, True), 2)",
     "notebook_launcher(train, (50,), 2)",
     "job = notebook_launcher(train, (100_000,), 2, background=True)",
+    "notebook_launcher(train, (100_000,), 2)",
+    HANGS,
+    "job = notebook_launcher(train, (), 3, backend='cpu', background=True, hang_timeout_s=5)",
 )
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -88,13 +92,13 @@ def test_bars_advance_while_the_cell_runs_and_a_table_stays(server: Lab | Classi
     (server.folder / "enough").unlink()
 
 
-def test_a_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Page) -> None:
+def test_a_double_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Page) -> None:
     page.run(STOPPED)
     page.wait_for_text(STOPPED, "rank 1 at step ")
     button(page, STOPPED, "Stacks").click()
     page.wait_for_text(STOPPED, "in train: time.sleep(0.02)")
     page.screenshot(picture(server, "stacks"))
-    button(page, STOPPED, "Stop").click()
+    button(page, STOPPED, "Stop").dblclick()
     page.wait_for_text(STOPPED, "stopped early on request after")
     assert num_widgets(page, STOPPED) == 0
     page.screenshot(picture(server, "stopped"))
@@ -116,6 +120,7 @@ def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Clas
     page.screenshot(picture(server, "failed"))
     page.run(SECOND)
     page.wait_for_text(SECOND, "done in")
+    assert page.text(SECOND).count("50/50") == 3  # of the job and of two ranks
     page.wait_until_idle(SECOND)
 
 
@@ -156,3 +161,28 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     page.wait_for_text(RELOADED, "stopped early on request after")
     assert "✓ done" in page.text(RELOADED)
     assert len(bars(page, RELOADED)) == 0
+
+
+def test_the_table_of_a_cell_that_ran_meanwhile_is_there_after_a_reload(
+    server: Lab | Classic, page: Page
+) -> None:
+    page.run(BLOCKED)
+    page.wait_until(lambda: len(bars(page, BLOCKED)) == 2, "two bars")
+    page.save()
+    page.reload()
+    (server.folder / "enough").touch()
+    page.wait_for_text(BLOCKED, "done in")
+    assert page.text(BLOCKED).count("✓ done") == 3  # of the job and of two ranks
+    page.screenshot(picture(server, "reloaded"))
+
+
+def test_a_hang_is_seen_where_it_is(server: Lab | Classic, page: Page) -> None:
+    page.run(HANGING_SETUP)
+    page.wait_until_idle(HANGING_SETUP)
+    page.run(HANGING)
+    page.wait_for_text(HANGING, "waiting in all_reduce (cell")
+    page.wait_for_text(HANGING, "no progress for")
+    page.screenshot(picture(server, "hang"))
+    button(page, HANGING, "Kill").click()
+    button(page, HANGING, "Confirm kill").click(delay=600)  # not a double click
+    page.wait_for_text(HANGING, "cancelled after")

@@ -83,6 +83,9 @@ def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, br
         assert len(re.findall(r"^\d\s+✓ done", page.text(launch), re.MULTILINE)) == 4
         assert f"[0] epoch {EPOCHS - 1}: loss" in page.text(launch)
         assert "{'accuracy': 0.9" in page.text(launch)
+        # The curve and the epochs end at the last ones.
+        assert re.search(rf"loss.*\n.* in {22 * EPOCHS:,} steps", page.text(launch))
+        assert re.search(rf"^all\s+✓ done\s+{EPOCHS}(/{EPOCHS})?\s", page.text(launch), re.MULTILINE)
         page.wait_until_idle(len(quickstart.cells) - 1)
         # A widget stays for some seconds, for pages that were reloaded meanwhile.
         page.wait_until(lambda: has_no_widget_state(saved_outputs(page, launch)[0]), "the last widget to go")
@@ -142,7 +145,7 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
 
     page.run(AGAIN)
     page.wait_until(lambda: len(bars(page, AGAIN)) == 2, "two bars in the other cell")
-    button(page, AGAIN, "Stop").click()
+    button(page, AGAIN, "Stop").dblclick()  # does not interrupt: the result is there
     # This page's own output is replaced; in the one from before the reload, the widgets turn into the table.
     for cell in (TWO, AGAIN):
         page.wait_for_text(cell, "stopped early on request after")

@@ -221,7 +221,7 @@ def test_a_process_that_keeps_memory_is_named() -> None:
     before, after = {mine: GB // 2, 5: GB}, {mine: GB, hosts: 2 * GB, 5: GB}
     (line,) = DeviceLeakCheck(_Devices((_gpu(1.0, before),), (_gpu(3.5, after),)), patience_s=0).leaks()
     assert line.startswith(
-        "GPU 0: 2.50 GB more of its memory are taken than before the launch: "
+        "GPU 0: 2.50 GB more of its memory is used than before the launch: "
         f"process {hosts} of the host took 2.00 GB, process {mine} ("
     )
     assert line.endswith("took 500 MB")
