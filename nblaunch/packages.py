@@ -67,44 +67,53 @@ def when_imported(name: str, change: Change) -> None:
     module = sys.modules.get(name)
     if module is not None:
         change(module)
-    else:
-        sys.meta_path.insert(0, _Finder(name, change))
+        return
+    _finder.changes.setdefault(name, []).append(change)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module through the other finders and wraps its loader; removes itself after the import."""
+    """Finds modules through the other finders and wraps their loaders; removes itself when nothing is left to change.
 
-    def __init__(self, name: str, change: Change) -> None:
-        self._name = name
-        self._change = change
-        self._is_searching = False
+    Args:
+        changes: name of a module -> its changes, in the order in which they are made.
+    """
+
+    def __init__(self) -> None:
+        self.changes: dict[str, list[Change]] = {}
+        self._searched: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name or self._is_searching:
+        if fullname not in self.changes or fullname in self._searched:
             return None
-        self._is_searching = True  # find_spec() below calls all finders, including this one
+        self._searched.add(fullname)  # find_spec() below calls all finders, including this one
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._is_searching = False
+            self._searched.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
+            spec.loader = _Loader(spec.loader)
         return spec
 
     def finish(self, module: ModuleType) -> None:
-        if self in sys.meta_path:
+        changes = self.changes.pop(module.__name__, [])
+        if not self.changes and self in sys.meta_path:
             sys.meta_path.remove(self)
-        self._change(module)
+        for change in changes:
+            change(module)
+
+
+_finder = _Finder()
 
 
 class _Loader(importlib.abc.Loader):
     """A wrapper of a loader that calls the finder when the module has been executed."""
 
-    def __init__(self, inner: importlib.abc.Loader, finder: _Finder) -> None:
+    def __init__(self, inner: importlib.abc.Loader) -> None:
         self._inner = inner
-        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
@@ -115,4 +124,4 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        self._finder.finish(module)
+        _finder.finish(module)
