@@ -82,7 +82,7 @@ TABLE = {
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "MB that the log of a rank may take; the middle is dropped"),
         Variable("NBLAUNCH_POST_MORTEM", _FLAG, False, "keep workers at a failure, for nblaunch.debug()"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in the platform's folder"),
-        Variable("TERM", _TEXT, "", "kind of terminal; a dumb one has no colours and no arrow keys"),
+        Variable("TERM", _TEXT, "", "kind of terminal; a dumb one has no colours"),
         Variable("NO_COLOR", _TEXT, "", "anything: no colours on terminals"),
         Variable("FORCE_COLOR", _TEXT, "", "anything: colours, also where the output is no terminal"),
         Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),

@@ -11,7 +11,7 @@ remedy, and exit code 2.
 
     config.py            ``nblaunch config``
       questions.py       what it asks
-      prompts.py         how it asks, in a terminal or through a pipe
+      prompts.py         how it asks, line by line
     launch.py            ``nblaunch launch``
       script_job.py      its job in a terminal: output, signals, exit code
     jobs.py, attach.py, logs.py, stop.py   ``nblaunch jobs`` and so on: jobs launched with ``detach=True``

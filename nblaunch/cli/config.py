@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.cli import UsageError
-from nblaunch.cli.prompts import asker
+from nblaunch.cli.prompts import Asker
 from nblaunch.cli.questions import Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
@@ -111,7 +111,7 @@ def _ask(path: Path) -> int:
     known = files.read(path).values if path.exists() else {}
     if known:
         print(f"The defaults are those of {path}; settings without a question are kept.")
-    return _write(path, ask_all(asker(), Machine.here(), known))
+    return _write(path, ask_all(Asker(), Machine.here(), known))
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> int:
