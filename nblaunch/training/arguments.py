@@ -32,7 +32,7 @@ from nblaunch.training.options import (
 )
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies import PLUGINS, StrategyPlugin
-from nblaunch.training.strategies.default import DefaultPlugin
+from nblaunch.training.strategies.ddp import DefaultPlugin
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 from nblaunch.training.strategies.tensor_parallel import TensorParallelPlugin
 

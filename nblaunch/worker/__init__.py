@@ -3,9 +3,8 @@
 bootstrap.py         the life of a worker: set-up, the function, results, end
 process_control.py   session, end with the parent, signals and interrupts, stacks on request
 inherited.py         what a forked worker must forget of the kernel
-trainers.py          Trainers and their arguments that were made in the notebook
+libraries.py         hooks on libraries: progress, plain text, Trainers that were made in the notebook
 output.py            output to the log file, displays to the launcher
-progress.py          steps, bars and parameters of code that does not use nblaunch
 delivery.py          the return value, then the weights
 failure.py           the user's exception, made ready to travel
 debugger.py          answers the kernel about the frames of this worker; pdb

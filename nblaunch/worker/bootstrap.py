@@ -43,7 +43,7 @@ from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.modules import modules_at, optimizers_in
 from nblaunch.wire.originals import Originals
-from nblaunch.worker import inherited, output, process_control, progress
+from nblaunch.worker import inherited, libraries, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import send_failure
 
@@ -168,7 +168,7 @@ class _Worker:
         process_control.watch_faults(assignment.stacks_path)
         inherited.reset_after_fork(kernel_streams)
         payload.send_cells_by_value()
-        progress.watch(self.slot)
+        libraries.count_progress(self.slot)
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)
         backend.prepare_worker(assignment.topology)

@@ -1,7 +1,8 @@
 """What a forked worker inherits from the kernel and must forget.
 
 A fork copies memory, but neither threads nor the other ends of sockets. Each function here knows one library, looks at
-it only if the kernel has imported it, and leaves the worker as if it had been started on its own.
+it only if the kernel has imported it, and leaves the worker as if it had been started on its own. ``libraries.py`` has
+those that are changed after a later import, too.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NoReturn
 
-from nblaunch import packages
 from nblaunch.backends import process_group
 from nblaunch.wire import accelerate_states
-from nblaunch.worker import trainers
+from nblaunch.worker import libraries
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -39,11 +38,10 @@ def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
     _redirect_kernel_streams(kernel_streams)
     _drop_kernel_messages()
     _forget_figures()
-    _detach_tqdm()
-    _detach_rich()
+    libraries.show_plain_text()
     _disown_processes()
     accelerate_states.reset_in_worker()
-    trainers.let_them_join()
+    libraries.renew_trainers()
     process_group.forget_inherited()
 
 
@@ -133,57 +131,6 @@ def _forget_figures() -> None:
     helpers: Any = sys.modules.get("matplotlib._pylab_helpers")
     if helpers is not None:
         helpers.Gcf.figs.clear()
-
-
-def _detach_tqdm() -> None:
-    """Make bars plain text, one status line a rank, whether tqdm was imported in a cell or is inside the function.
-
-    The notebook class overrides the plain one's methods to talk to a widget that no worker can reach. Without these
-    overrides it *is* the plain one. The lock is replaced too: it is shared between processes, and a worker killed
-    while it held it would stop every bar of the kernel for ever.
-    """
-    packages.when_imported("tqdm.std", _keep_to_one_line)
-    packages.when_imported("tqdm.notebook", _undo_widgets)
-
-
-def _keep_to_one_line(std: Any) -> None:
-    _renew_lock(std)
-    os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a thread of the worker may hold it
-    std.tqdm._instances.clear()
-    std.tqdm.moveto = _stay
-
-
-def _renew_lock(std: Any) -> None:
-    std.tqdm.set_lock(threading.RLock())
-
-
-def _undo_widgets(notebook: Any) -> None:
-    cls = notebook.tqdm_notebook
-    for name in ("__init__", "__iter__", "update", "close", "reset", "clear", "display", "status_printer"):
-        if name in vars(cls):
-            delattr(cls, name)
-
-
-def _stay(self: Any, lines: int) -> None:
-    """Move no cursor, which a log does not have: nested bars share a rank's one status line."""
-
-
-def _detach_rich() -> None:
-    """Make rich write plain lines, also to consoles that the kernel made: of a live display, the last state.
-
-    In a notebook it redraws live displays in a widget, and in a terminal by moving the cursor; a worker has neither,
-    and every frame would stay in the cell.
-    """
-    packages.when_imported("rich.console", _be_a_printer)
-
-
-def _be_a_printer(console: Any) -> None:
-    console.Console.is_jupyter = property(lambda self: False, _ignore)
-    console.Console.is_dumb_terminal = property(lambda self: True)
-
-
-def _ignore(self: object, value: object) -> None:
-    """Ignore what a console reports about where it runs."""
 
 
 def _disown_processes() -> None:

@@ -11,11 +11,11 @@ import pytest
 SCRIPT = """
 import io, sys
 from nblaunch.wire.board import private_slot
-from nblaunch.worker import progress
+from nblaunch.worker import libraries
 if {is_before}:
     import torch, tqdm
 slot = private_slot()
-progress.watch(slot)
+libraries.count_progress(slot)
 import torch, tqdm
 
 def shown():

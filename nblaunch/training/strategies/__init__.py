@@ -1,9 +1,8 @@
 """Ways to spread a model over processes: one file or folder each.
 
 base.py             what a strategy has to do, and in which order it is called
-default.py          what is used where no plugin is passed: chooses one of the next two, or a lone process
-ddp.py              gradients averaged during backward, by torch's DistributedDataParallel
-reduce_at_step.py   gradients averaged at the optimizer's step, for XLA
+ddp.py              where no plugin is passed, every rank holds the whole model: gradients averaged during backward by
+                    torch's DistributedDataParallel, or at the optimizer's step for XLA; a lone process
 sharded.py          what strategies with shards of weights have in common; shard_files.py: their files
 tensor_parallel.py  layers cut over ranks by torch's ``parallelize_module`` or transformers
 fsdp2/              weights sharded with torch's ``fully_shard``

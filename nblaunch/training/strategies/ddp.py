@@ -1,8 +1,17 @@
-"""Data parallelism with torch's wrapper: every rank holds the whole model, gradients are averaged during backward."""
+"""Strategies for where no plugin is passed: every rank trains the whole model, as its device needs it.
+
+    DdpStrategy            torch's wrapper averages gradients during backward
+    ReduceAtStepStrategy   gradients are averaged where the optimizer steps, without a wrapper
+    SingleStrategy         a lone process
+
+XLA averages gradients inside the graph of a step, which a wrapper that reacts in backward would break up. Buffers,
+as the statistics of batch normalisation, stay each rank's own there; those of rank 0 are saved.
+"""
 
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -19,9 +28,60 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, Waiting, waiting
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
-from nblaunch.training.strategies.base import Strategy
-from nblaunch.training.strategies.reduce_at_step import checksum
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.tensor_parallel import is_cut
+
+
+class ReduceAtStepStrategy(Strategy):
+    """Leaves the model as it is, with rank 0's weights on every rank; the backend averages gradients at the step."""
+
+    name = "reduce_at_step"
+
+    def __init__(self) -> None:
+        self._checksums: list[int | None] = []
+
+    def before_move(self, model: torch.nn.Module) -> None:
+        """Take checksums while the weights are on the host; :meth:`setup_module` compares them over ranks.
+
+        Comparing has to wait for the move: where workers build their models one after the other, the next one waits
+        for this one's to move.
+        """
+        self._checksums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
+
+    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
+        """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send."""
+        everyones = operations.gather_object([self._checksums])
+        if len({len(one) for one in everyones}) > 1:
+            counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
+            raise ValueError(
+                f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
+            )
+        for tensor, *values in zip(_tensors(model), *everyones, strict=True):
+            if len(set(values)) > 1:
+                operations.broadcast(tensor)
+        return model
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()  # nothing is reduced before the step in any case
+
+    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        warn(
+            "join_uneven_inputs has no effect on this device: all ranks take part in every step; keep even_batches=True"
+        )
+        return nullcontext()
+
+
+def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a checksum of the bytes of a CPU tensor; reading them copies no page."""
+    if hasattr(tensor, "__tensor_flatten__"):  # made of several, as torchao's quantised weights are
+        names, _ = tensor.__tensor_flatten__()
+        return hash(tuple(checksum(getattr(tensor, name)) for name in names))
+    flat = tensor.contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
@@ -225,3 +285,33 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
 def _own(prepared: Any) -> Any:
     """Return what communicates in a prepared object: inside a compiled model's wrapper, or a prepared optimizer's."""
     return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else models.uncompiled(prepared)
+
+
+class DefaultPlugin(StrategyPlugin):
+    """The choice among a lone process, DistributedDataParallel, and gradients averaged at the optimizer's step.
+
+    Args:
+        options: arguments of DistributedDataParallel.
+    """
+
+    def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
+        self.options = options
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        if setup.process.topology.world_size == 1:
+            return SingleStrategy()
+        if setup.process.backend.reduces_gradients_at_step:
+            return ReduceAtStepStrategy()
+        return DdpStrategy(self.options)
+
+
+class SingleStrategy(Strategy):
+    """Leaves the model of a lone process as it is."""
+
+    name = "single"
+
+    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
+        return model
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()

@@ -1,0 +1,189 @@
+"""Hooks on libraries that the user's function may import, before or after the worker starts.
+
+Progress of code that does not use nblaunch: steps of optimizers, bars of tqdm, parameters of new modules are counted
+in the rank's slot of the board. By them the launcher distinguishes a rank that works from one that hangs, and knows
+which ranks have built a model instead of receiving it.
+
+Display: tqdm and rich write plain lines.
+
+A ``Trainer`` or ``TrainingArguments`` of transformers that was made in a notebook cell takes its place in a worker.
+Both keep what they found out about their process: device, number of GPUs, batch size per process, an Accelerator. These
+attributes are found out anew when one of them is first used on an object that another process made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from nblaunch import packages
+from nblaunch.wire.board import Slot
+
+
+def count_progress(slot: Slot) -> None:
+    """Count on ``slot`` from now on, also what libraries do that are imported later."""
+    packages.when_imported("torch.optim.optimizer", lambda module: _watch_optimizers(module, slot))
+    packages.when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
+    packages.when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
+
+
+def _watch_optimizers(module: Any, slot: Slot) -> None:
+    import torch
+
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
+            slot.count_update()
+
+    module.register_optimizer_step_post_hook(count)
+
+
+def _watch_parameters(module: Any, slot: Slot) -> None:
+    def count(owner: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:
+            slot.add_built_bytes(parameter.numel() * parameter.element_size())
+
+    module.register_module_parameter_registration_hook(count)
+
+
+def _watch_bars(module: Any, slot: Slot) -> None:
+    """Count updates of bars, at most ten a second while a bar is iterated over."""
+    update = module.tqdm.update
+
+    def update_and_note(self: Any, n: float | None = 1) -> Any:
+        if n:
+            slot.note_progress()
+        return update(self, n)
+
+    module.tqdm.update = update_and_note
+
+
+def show_plain_text() -> None:
+    """Make bars and consoles plain text, whether their library was imported in a cell or is inside the function.
+
+    tqdm has one status line a rank. The class for notebooks overrides the plain one's methods to talk to a widget that
+    no worker can reach; without these overrides it *is* the plain one. The lock is replaced too: it is shared between
+    processes, and a worker killed while it held it would stop every bar of the kernel for ever.
+
+    rich would redraw live displays in a widget, and in a terminal by moving the cursor; a worker has neither, and every
+    frame would stay in the cell. Of a live display the last state is written, also by consoles that the kernel made.
+    """
+    packages.when_imported("tqdm.std", _keep_to_one_line)
+    packages.when_imported("tqdm.notebook", _undo_widgets)
+    packages.when_imported("rich.console", _be_a_printer)
+
+
+def _keep_to_one_line(std: Any) -> None:
+    _renew_lock(std)
+    os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a thread of the worker may hold it
+    std.tqdm._instances.clear()
+    std.tqdm.moveto = _stay
+
+
+def _renew_lock(std: Any) -> None:
+    std.tqdm.set_lock(threading.RLock())
+
+
+def _undo_widgets(notebook: Any) -> None:
+    cls = notebook.tqdm_notebook
+    for name in ("__init__", "__iter__", "update", "close", "reset", "clear", "display", "status_printer"):
+        if name in vars(cls):
+            delattr(cls, name)
+
+
+def _stay(self: Any, lines: int) -> None:
+    """Move no cursor, which a log does not have: nested bars share a rank's one status line."""
+
+
+def _be_a_printer(console: Any) -> None:
+    console.Console.is_jupyter = property(lambda self: False, _ignore)
+    console.Console.is_dumb_terminal = property(lambda self: True)
+
+
+def _ignore(self: object, value: object) -> None:
+    """Ignore what a console reports about where it runs."""
+
+
+_MARK = "_nblaunch_worker"
+"""Attribute with the name of the process that found out the others: plain text, since arguments are saved to files."""
+
+
+_OF_ARGUMENTS = ("_setup_devices", "_n_gpu", "distributed_state")
+_OF_TRAINERS = (
+    "accelerator",
+    "gather_function",
+    "_train_batch_size",
+    "is_fsdp_enabled",
+    "is_deepspeed_enabled",
+)
+
+
+def renew_trainers() -> None:
+    """Have ``Trainer`` and ``TrainingArguments`` look at this worker, as soon as they are imported."""
+    worker = os.urandom(8).hex()
+    packages.when_imported("transformers.training_args", lambda module: _watch_arguments(module, worker))
+    packages.when_imported("transformers.trainer", lambda module: _watch_trainers(module, worker))
+
+
+def _watch_arguments(module: Any, worker: str) -> None:
+    cls = module.TrainingArguments
+    find_out = getattr(cls._setup_devices, "func", None) or cls._setup_devices.fget
+
+    def renew(arguments: Any) -> None:
+        vars(arguments)["_setup_devices"] = find_out(arguments)
+
+    for name in _OF_ARGUMENTS:
+        setattr(cls, name, _Renewed(name, worker, renew, ()))
+
+
+def _watch_trainers(module: Any, worker: str) -> None:
+    def renew(trainer: Any) -> None:
+        _ = trainer.args.device  # joins the process group by the arguments' own settings
+        trainer._train_batch_size = trainer.args.train_batch_size
+        trainer.create_accelerator_and_postprocess()
+
+    for name in _OF_TRAINERS:
+        setattr(module.Trainer, name, _Renewed(name, worker, renew, _OF_TRAINERS))
+
+
+class _Renewed:
+    """An attribute that is found out anew, with others, on an object that this worker did not make.
+
+    Args:
+        name: of the attribute.
+        worker: name of this process.
+        renew: finds out all attributes of an object that are marked together.
+        evidence: attributes of which an object that was made elsewhere has one; empty: an object without any is treated
+            in the same way, as its own class finds them out when they are first used.
+    """
+
+    def __init__(self, name: str, worker: str, renew: Callable[[Any], None], evidence: Sequence[str]) -> None:
+        self._name = name
+        self._worker = worker
+        self._renew = renew
+        self._evidence = evidence
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        values = vars(instance)
+        self._update(instance, values)
+        try:
+            return values[self._name]
+        except KeyError:
+            raise AttributeError(
+                f"{type(instance).__name__!r} object has no attribute {self._name!r}"
+            ) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._update(instance, vars(instance))
+        vars(instance)[self._name] = value
+
+    def _update(self, instance: Any, values: dict[str, Any]) -> None:
+        if values.get(_MARK) == self._worker:
+            return
+        values[_MARK] = self._worker
+        if not self._evidence or not values.keys().isdisjoint(self._evidence):
+            self._renew(instance)
