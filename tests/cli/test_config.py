@@ -178,7 +178,7 @@ def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch:
     [
         ("", ["ended before", "Where will the script run?"]),
         ("here\ncpu\n", ["ended before", "How many processes"]),
-        ("here\nabacus\n", ["What should compute?", "'abacus'", "number from 1 to 4"]),
+        ("here\nabacus\n", ["What should compute?", "'abacus'", "number from 1 to 7"]),
         ("here\ncpu\nmany\n", ["'many'", "whole number"]),
         ("several\n1\n", ["'1'", "at least 2"]),
         ("several\n1:1\n", ["'1:1'", "at least 2"]),
