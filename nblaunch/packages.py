@@ -74,14 +74,11 @@ def when_imported(name: str, change: Change) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules through the other finders and wraps their loaders; removes itself when nothing is left to change.
-
-    Args:
-        changes: name of a module -> its changes, in the order in which they are made.
-    """
+    """Finds modules by the other finders and wraps their loaders; removes itself when nothing is left to change."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}
+        """Name of a module -> its changes, in the order in which they are made."""
         self._searched: set[str] = set()
 
     def find_spec(
