@@ -145,6 +145,20 @@ emit(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss 
     run(shared, "close(d)")
 
 
+def test_a_front_end_that_draws_no_widgets_shows_what_runs_and_then_the_table(shared: Kernel) -> None:
+    cell = shared.submit("run(dashboard.choose(), 2, 40)", allow_stdin=True)
+    cell.wait_for(lambda cell: cell.displays, what="an output")
+    (live,) = cell.displays
+    assert "train" in live.data["text/plain"]
+    assert "2 processes" in live.data["text/plain"]
+    assert "summary" in live.data["text/plain"]
+    cell.wait()
+    (table,) = cell.displays
+    assert "train: done in" in table.data["text/plain"]
+    assert "<script" not in table.data["text/html"]
+    assert "[1] line 3" in cell.stdout.splitlines()  # the pane for output was in the widgets alone
+
+
 @pytest.mark.parametrize("kind", ["auto", "widgets"])
 def test_without_a_user_there_are_no_widgets(shared: Kernel, kind: str) -> None:
     cell = shared.run(f"run(dashboard.choose({kind!r}), 2, 12)", allow_stdin=False)
