@@ -27,6 +27,9 @@ TPU_COMPILER_STAMP := $(TPU_COMPILER_VENV)/.installed
 # torch_tpu, which changes torch wherever it is installed.
 TORCH_TPU_VENV := .venv-torch-tpu
 TORCH_TPU_STAMP := $(TORCH_TPU_VENV)/.installed
+# The packages of a notebook service's image, one file of tests/images each; its Python must be the one that `make` takes.
+PROFILE ?= colab-2026-08
+IMAGE_VENV = .venv-image-$(PROFILE)
 CONSTRAINTS ?= constraints.txt
 # Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
@@ -42,7 +45,7 @@ export PIP_NO_INPUT = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main browser colab-env test-gpu test-xla test-xla-older test-tpu-compiler test-torch-tpu xla-env lint format stubs golden bench picture docs notebooks wheel clean
+.PHONY: help setup demo test test-main browser colab-env test-gpu test-xla test-xla-older test-tpu-compiler test-torch-tpu test-images xla-env lint format stubs golden bench picture docs notebooks wheel clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -160,6 +163,11 @@ $(TORCH_TPU_STAMP): tests/torch_tpu/requirements.txt pyproject.toml $(CONSTRAINT
 	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --requirement $<
 	@touch $@
 
+test-images:  ## run all notebooks and a launch of each kind as on Colab or Kaggle, and in marimo (PROFILE=colab-2026-08, see tests/images; 3 GB); not part of `make test`
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
+	$(PYTHON) tests/tools/image_env.py $(PROFILE) $(IMAGE_VENV)
+	IMAGE=$(PROFILE) $(IMAGE_VENV)/bin/python -m pytest tests/images -W ignore::DeprecationWarning $(ARGS)
+
 xla-env: $(XLA_STAMP)  ## make the environment for the XLA tests (2.6 GB)
 
 $(XLA_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
@@ -193,5 +201,5 @@ picture: setup browser  ## take the README's picture of the dashboard again, in 
 	$(BIN)/python -m tests.tools.picture
 
 clean:  ## remove .venv and everything that tools left
-	rm -rf $(VENV) $(XLA_VENV) $(XLA_OLDER_VENV) $(TPU_COMPILER_VENV) $(TORCH_TPU_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(XLA_OLDER_VENV) $(TPU_COMPILER_VENV) $(TORCH_TPU_VENV) .venv-image-* .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
