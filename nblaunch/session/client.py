@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -30,7 +30,10 @@ from nblaunch.wire.messages import (
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
-"""From an interrupt or the first failure until ranks that still run are freed: they may wait for those that do not."""
+"""From the first failure until ranks that still run are freed: they may wait for those that do not."""
+
+_INTERRUPTED_PATIENCE_S = 0.1
+"""The same from an interrupt on."""
 
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
@@ -170,13 +173,15 @@ class SessionClient:
                 self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
             if troubled_s is None and (self.num_interrupts or failed_ranks(replies)):
                 troubled_s = time.monotonic()
-            if troubled_s is not None and self.busy and time.monotonic() - troubled_s > _PATIENCE_S:
+            patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
+            if troubled_s is not None and self.busy and time.monotonic() - troubled_s > patience_s:
                 self._interrupt_waiting(replies.keys() - left)
                 left |= replies.keys()
         return {rank: replies[rank] for rank in sorted(replies)}
 
-    def _interrupt_waiting(self, done: Iterable[int]) -> None:
+    def _interrupt_waiting(self, done: Collection[int]) -> None:
         """Interrupt the busy ranks. Those in a collective return once all others have left the group."""
+        self._group += bool(done)  # also where no rank fails by it
         self._signal(self.busy)
         for rank in done:
             self._send(rank, LeaveGroup())
