@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernels import Kernel
+from tests.profiles import PROFILES, python_of
 
 PREAMBLE = """
 import torch, nblaunch
@@ -20,12 +23,14 @@ def loop():
 """
 
 
-def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    cell = kernel.submit("notebook_launcher(loop, num_processes=3, dashboard='text')", is_typed_into=True)
-    for line in ("p step, total", "n", "n", "total = 100", "c"):
-        cell.type(line)
-    cell.wait()
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(profile: str) -> None:
+    with Kernel.start(python=python_of(profile)) as kernel:
+        kernel.run(PREAMBLE)
+        cell = kernel.submit("notebook_launcher(loop, num_processes=3, dashboard='text')", is_typed_into=True)
+        for line in ("p step, total", "n", "n", "total = 100", "c"):
+            cell.type(line)
+        cell.wait()
     assert "(1, 1)" in cell.stdout
     assert "-> accelerator.reduce" in cell.stdout
     assert cell.status == "ok", cell.describe()

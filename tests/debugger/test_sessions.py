@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernels import Kernel
+from tests.profiles import PROFILES, python_of
 
 PREAMBLE = """
 import os, torch, nblaunch
@@ -28,10 +29,10 @@ for number in range(2, 4):
 """
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Kernel]:
+@pytest.fixture(scope="module", params=PROFILES)
+def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """A kernel with a session of three ranks, which the magics use."""
-    with Kernel.start() as kernel:
+    with Kernel.start(python=python_of(request.param)) as kernel:
         kernel.submit(
             PREAMBLE, is_typed_into=True
         ).wait()  # connects the stdin, which no test leaves behind then
