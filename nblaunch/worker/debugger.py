@@ -85,11 +85,14 @@ class Debugger:
             self._lines.put("q")
 
     def end_command(self, error: BaseException | None) -> None:
-        """Keep the frames in which a command of a session has failed, until the next begins."""
+        """Keep the frames in which a command of a session has failed, until the next begins.
+
+        Those of the user's code alone: the others may hold connections on whose end other ranks wait.
+        """
         sys.settrace(None)  # pdb may have been stepping still
         self._is_idle = True
         if error is not None:
-            self._stand_at(error)
+            self._traceback = frames.up_to_user_code(from_first_user_frame(error.__traceback__))
 
     def stop_at(self, frame: FrameType) -> None:
         """Open pdb in this thread, at a frame that has called ``breakpoint()``. The caller must return at once."""

@@ -29,6 +29,18 @@ def frames_of_traceback(tb: TracebackType | None) -> list[FrameType]:
     return frames[::-1]
 
 
+def up_to_user_code(tb: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames that the user's code has called; None without any of the user's."""
+    last, one = None, tb
+    while one is not None:
+        last = one if is_user_file(one.tb_frame.f_code.co_filename) else last
+        one = one.tb_next
+    if last is None:
+        return None
+    last.tb_next = None
+    return tb
+
+
 def _with_callers(frame: FrameType | None) -> list[FrameType]:
     frames = []
     while frame is not None:
