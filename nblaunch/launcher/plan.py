@@ -246,7 +246,7 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
             f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start through "
-            "a forkserver, and nothing has to be restarted."
+            f"a {'spawn' if _IS_MACOS else 'forkserver'}, and nothing has to be restarted."
         )
     if spec.start_method != "auto":
         return spec.start_method, "asked for"
