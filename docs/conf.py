@@ -56,6 +56,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 add_module_names = False
 
+html_show_copyright = False
 html_theme = "furo"
 html_title = f"nblaunch {version}"
 html_static_path = ["_static"]

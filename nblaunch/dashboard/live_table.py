@@ -120,13 +120,13 @@ def _rows(view: JobView, table: Table) -> RichTable:
         drawn.add_column(name, justify="right", no_wrap=True)
     has_detail = any(row.detail for row in table.rows)
     if has_detail:
-        drawn.add_column("output", no_wrap=True, overflow="ellipsis", ratio=1)
+        drawn.add_column("output", ratio=1)  # the only one that rich may make narrower
     starting = "starting" if is_starting(view) else ""
     for row in table.rows:
         cells: list[RenderableType] = [Text(row.label), _state(row, starting)]
         cells += [_bar(row)] if has_bar else []
         cells += map(Text, row.cells)
-        cells += [Text(row.detail, style="dim")] if has_detail else []
+        cells += [Text(row.detail, style="dim", no_wrap=True, overflow="ellipsis")] if has_detail else []
         drawn.add_row(*cells)
     return drawn
 

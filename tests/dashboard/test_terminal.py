@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from nblaunch.dashboard.ansi import has_colour
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.live_table import LiveTable
+from nblaunch.dashboard.live_table import LiveTable, renderable
 from nblaunch.dashboard.terminal import LiveDisplay, LiveLine, TextDashboard, columns_of, cut, open_live
-from nblaunch.events import LogLines, Note
+from nblaunch.events import LogLines, Note, Stalled
 from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +249,17 @@ def test_the_progress_of_a_job_is_starting_until_its_first_step(
         screen.write(read(user))
         assert "starting" not in screen.text
         live.clear()
+
+
+def test_a_long_position_of_a_rank_leaves_the_other_columns_their_width() -> None:
+    stall = Stalled(1, START_S + 13, f"/home/ada/{'folder/' * 20}train.py, line 18", "", 3.0)
+    console = Console(file=io.StringIO(), width=140)
+    with console.capture() as drawn:
+        console.print(renderable(fold_readings(view_of([stall], trained(3)), [], START_S + 22)))
+    lines = drawn.get().splitlines()
+    assert [line.split()[0] for line in lines[1:6]] == ["rank", "all", "0", "1", "2"]
+    assert "no progress for 12 s" in lines[4]
+    assert max(map(len, lines)) <= 140
 
 
 def test_a_table_that_is_higher_than_the_terminal_is_cut() -> None:
