@@ -39,7 +39,7 @@ _ENDED = "the session has ended, and what its ranks had is gone; session.restart
 
 
 Replies = dict[int, ReceivedReply]
-"""rank -> its received."""
+"""rank -> its reply."""
 
 
 class SessionClient:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from nblaunch import dashboard as dashboards
+from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
@@ -98,14 +99,25 @@ class Session:
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def execute(self, code: str, *, ranks: Sequence[int] | None = None) -> RankValues:
+    def ranks(self, *ranks: int) -> ChosenRanks:
+        """Return some of the ranks, for commands to these alone: ``session.ranks(0, 2).execute("loss.item()")``.
+
+        Args:
+            *ranks: which; none = all.
+
+        Raises:
+            ValueError: there are no such ranks.
+        """
+        with HiddenLauncherFrames():
+            return ChosenRanks(self, self._checked_ranks(ranks or None))
+
+    def execute(self, code: str) -> RankValues:
         """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
 
         What they print is shown in the running cell, with the rank.
 
         Args:
             code: Python.
-            ranks: which; None = all.
 
         Returns:
             rank -> the value of a last expression; None on ranks without one. Tensors arrive on the CPU, and an
@@ -116,6 +128,10 @@ class Session:
             WorkerDied: a rank has ended; the session has then ended, too.
             BaseException: what the code raised on the first rank that failed, with its original type.
         """
+        __tracebackhide__ = True
+        return self.ranks().execute(code)
+
+    def _execute_code(self, code: str, ranks: Sequence[int]) -> RankValues:
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             self._count += 1
@@ -151,25 +167,25 @@ class Session:
             NameError: a rank has no such variable.
         """
         __tracebackhide__ = True
-        if not name.isidentifier():
-            raise ValueError(f"{name!r} is no name of a variable; session.execute() takes expressions")
-        return self.execute(name)
+        return self.ranks()[name]
 
-    def put(self, *, ranks: Sequence[int] | None = None, **values: Any) -> None:
+    def put(self, **values: Any) -> None:
         """Set variables on the ranks: ``session.put(lr=0.1)``.
 
         Args:
-            ranks: which; None = all.
             **values: name -> value, pickled; tensors are shared by the ranks until one writes to them.
 
         Raises:
             PayloadError: a value can't be pickled.
         """
         __tracebackhide__ = True
+        self.ranks().put(**values)
+
+    def _put(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
+        __tracebackhide__ = True
         with HiddenLauncherFrames():
-            chosen = self._checked_ranks(ranks)
             with _memory_file(values) as fd:
-                replies = self._request(chosen, Assign(), [fd])
+                replies = self._request(ranks, Assign(), [fd])
             self._outcome(replies).with_traceback().raise_error()
 
     def run(
@@ -211,7 +227,7 @@ class Session:
         command = Call(sends_weights_of=tuple(attempt.plan.modules))
         _emit(shown, [attempt.start_event(), *self._started()])
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
-            replies = self._request(self.ranks, command, [saved.fd])
+            replies = self._request(self._runner.ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
             self._keep_failures(replies)
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
@@ -281,11 +297,6 @@ class Session:
         return self._runner.topology.world_size
 
     @property
-    def ranks(self) -> range:
-        """All ranks."""
-        return self._runner.ranks
-
-    @property
     def pids(self) -> dict[int, int]:
         """Rank -> process."""
         return dict(self._runner.pids)
@@ -298,10 +309,10 @@ class Session:
     def status(self) -> RankValues:
         """Return rank -> ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
         if not self.is_running:
-            return RankValues(dict.fromkeys(self.ranks, "ended"))
+            return RankValues(dict.fromkeys(self._runner.ranks, "ended"))
         client = self._client
         busy = f"busy for {time.monotonic() - client.busy_since_s:.0f} s"
-        return RankValues({rank: busy if rank in client.busy else "idle" for rank in self.ranks})
+        return RankValues({rank: busy if rank in client.busy else "idle" for rank in self._runner.ranks})
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
@@ -374,11 +385,10 @@ class Session:
         Raises:
             ValueError: there are no such ranks.
         """
-        chosen = sorted(set(self.ranks if ranks is None else ranks))
-        if not chosen or not set(chosen) <= set(self.ranks):
-            raise ValueError(
-                f"ranks={ranks!r}: this session has the ranks {self.ranks[0]} to {self.ranks[-1]}"
-            )
+        known = self._runner.ranks
+        chosen = sorted(set(known if ranks is None else ranks))
+        if not chosen or not set(chosen) <= set(known):
+            raise ValueError(f"ranks {ranks!r}: this session has the ranks {known[0]} to {known[-1]}")
         return chosen
 
     def _outcome(self, replies: Replies) -> JobOutcome:
@@ -416,6 +426,43 @@ class Session:
         )
 
 
+class ChosenRanks:
+    """Some ranks of a session, made by :meth:`Session.ranks`; its methods are those of :class:`Session`, for these.
+
+    Args:
+        session: that has them.
+        ranks: which.
+    """
+
+    def __init__(self, session: Session, ranks: Sequence[int]) -> None:
+        self._session = session
+        self._ranks = ranks
+
+    def execute(self, code: str) -> RankValues:
+        """Run ``code`` on these ranks, as :meth:`Session.execute` does on all."""
+        __tracebackhide__ = True
+        return self._session._execute_code(code, self._ranks)
+
+    def put(self, **values: Any) -> None:
+        """Set variables on these ranks, as :meth:`Session.put` does on all."""
+        __tracebackhide__ = True
+        self._session._put(values, self._ranks)
+
+    def __getitem__(self, name: str) -> RankValues:
+        """Return rank -> the value of a variable.
+
+        Raises:
+            NameError: a rank has no such variable.
+        """
+        __tracebackhide__ = True
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is no name of a variable; execute() takes expressions")
+        return self.execute(name)
+
+    def __repr__(self) -> str:
+        return f"<{formatting.ranks(self._ranks)} of {self._session!r}>"
+
+
 def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
     """Run the call of ``spec`` on a session, as :meth:`Session.run` describes.
 
@@ -445,7 +492,11 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
     spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
     outcome = session._run_call(spec, dashboards.choose(dashboard))
     outcome.with_traceback().raise_error()
-    return [outcome.values.get(rank) for rank in session.ranks] if spec.return_all else outcome.values.get(0)
+    return (
+        [outcome.values.get(rank) for rank in range(session.num_processes)]
+        if spec.return_all
+        else outcome.values.get(0)
+    )
 
 
 def names_on_ranks(session: Session) -> set[str]:

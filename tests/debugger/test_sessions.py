@@ -81,7 +81,7 @@ def test_the_next_command_gives_the_frames_up(failed: Kernel) -> None:
         raises="ValueError",
     )
     assert failed.run("set(session.inspect('seen() is None').values())").value == {False}
-    failed.run("session.execute('1', ranks=[0])")
+    failed.run("session.ranks(0).execute('1')")
     assert failed.run("set(session.inspect('seen() is None').values())").value == {True}
     for call in ("session.debug_channel()", "nblaunch.debug(job=session)"):
         assert failed.run(call, raises="RuntimeError").error is not None
@@ -133,5 +133,5 @@ def test_an_interrupt_at_the_prompt_ends_the_command(shared: Kernel) -> None:
 
 def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
     assert failed.run("nblaunch.debug()", raises="RuntimeError").error is not None
-    cell = failed.run("_ = session.execute('breakpoint()', ranks=[0])")
+    cell = failed.run("_ = session.ranks(0).execute('breakpoint()')")
     assert "passed over" in cell.stdout

@@ -29,7 +29,7 @@ def shared() -> Iterator[Kernel]:
 
 def test_ranks_have_the_variables_of_the_notebook_and_keep_their_own(shared: Kernel) -> None:
     shared.run("session.execute('rank = int(os.environ[\"RANK\"]); mine = base + rank')")
-    cell = shared.run("dict(session['mine']), dict(session.execute('mine + 1', ranks=[1, 3]))")
+    cell = shared.run("dict(session['mine']), dict(session.ranks(1, 3).execute('mine + 1'))")
     assert cell.value == ({0: 40, 1: 41, 2: 42, 3: 43}, {1: 42, 3: 44})
 
 
@@ -41,7 +41,7 @@ def test_equal_values_are_shown_once(shared: Kernel) -> None:
 def test_code_runs_as_in_a_cell(shared: Kernel) -> None:
     shared.run("session.execute('import asyncio\\nawait asyncio.sleep(0)\\nhas_waited = True')")
     assert shared.run(
-        "dict(session.execute('%env RANK', ranks=[2])), set(session['has_waited'].values())"
+        "dict(session.ranks(2).execute('%env RANK')), set(session['has_waited'].values())"
     ).value == (
         {2: "2"},
         {True},
@@ -50,7 +50,7 @@ def test_code_runs_as_in_a_cell(shared: Kernel) -> None:
 
 
 def test_all_that_a_command_prints_is_in_its_cell(shared: Kernel) -> None:
-    cell = shared.run("_ = session.execute('for i in range(200): print(\"line\", i)', ranks=[1])")
+    cell = shared.run("_ = session.ranks(1).execute('for i in range(200): print(\"line\", i)')")
     assert cell.stdout.splitlines()[0] == "[1] line 0"
     assert shared.run("_ = session.execute('print(\"next\")')").stdout == "[0-3] next\n"
 
@@ -76,9 +76,9 @@ def test_values_that_can_not_travel_are_described(shared: Kernel) -> None:
 
 
 def test_values_are_sent_to_ranks(shared: Kernel) -> None:
-    shared.run("session.put(ranks=[0, 2], batch=torch.arange(3))")
-    assert shared.run("session.execute('batch.tolist()', ranks=[0, 2])").result == "[0, 2] [0, 1, 2]"
-    cell = shared.run("session.execute('batch', ranks=[1])", raises="NameError")
+    shared.run("session.ranks(0, 2).put(batch=torch.arange(3))")
+    assert shared.run("session.ranks(0, 2).execute('batch.tolist()')").result == "[0, 2] [0, 1, 2]"
+    cell = shared.run("session.ranks(1)['batch']", raises="NameError")
     assert cell.error is not None
 
 
@@ -179,7 +179,7 @@ def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:
 
 
 def test_wrong_arguments_are_refused_at_once(shared: Kernel) -> None:
-    for call in ("session.execute('1', ranks=[4])", "session.execute('1', ranks=[])", "session['a b']"):
+    for call in ("session.ranks(4)", "session['a b']"):
         assert shared.run(call, raises="ValueError").error is not None
     assert shared.run("session.run(3)", raises="TypeError").error is not None
     assert shared.run("session.execute('1')").result == "[0-3] 1"
