@@ -68,6 +68,17 @@ def test_a_process_group_is_up_and_survives_a_failed_command(shared: Kernel) -> 
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
 
 
+def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(shared: Kernel) -> None:
+    # torch's own frames, which refer to the group, are in the traceback that is kept for the debugger.
+    shared.run(
+        "rank = 'torch.distributed.get_rank()'\n"
+        "session.execute(f'torch.distributed.all_reduce(torch.ones(2, dtype=torch.int16 if {rank} == 0 else None))')",
+        raises="RuntimeError",
+    )
+    reduce = "x = torch.ones(2); torch.distributed.all_reduce(x); x.sum().item()"
+    assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
+
+
 def test_values_that_can_not_travel_are_described(shared: Kernel) -> None:
     cell = shared.run(
         "import threading; session.put(name='x'); type(session.execute('__import__(\"threading\").Lock()')[0]).__name__"
