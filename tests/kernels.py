@@ -329,6 +329,8 @@ class Kernel:
             AssertionError: the cell ended otherwise than expected.
             KernelTimeout: it did not end.
         """
+        if raises:
+            request.setdefault("stop_on_error", False)
         cell = self.submit(source, **request).wait(timeout_s)
         raised = cell.reply.get("ename") if cell.reply else None
         if raised != raises or cell.status == "aborted":
@@ -349,14 +351,17 @@ class Kernel:
             if self._stdin is None:
                 # The kernel asks for input where the request came from, by this name.
                 self._stdin = self._manager.connect_stdin(identity=self._token.encode())
-        content = {
-            "code": source,
-            "silent": False,
-            "store_history": True,
-            "user_expressions": {},
-            "allow_stdin": False,
-            "stop_on_error": True,
-        } | request
+        content = (
+            {
+                "code": source,
+                "silent": False,
+                "store_history": True,
+                "user_expressions": {},
+                "allow_stdin": False,
+                "stop_on_error": not is_typed_into,  # with it ipykernel 6 aborts also a cell that is sent right after
+            }
+            | request
+        )
         message = self._manager.session.send(self._shell, "execute_request", content)
         cell = Cell(self, source, message["header"]["msg_id"])
         self._cells[cell.msg_id] = cell

@@ -56,12 +56,11 @@ class Debugger:
         self._rank = rank
         self._connection = connection
         self._sending = threading.Lock()
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._terminal: _Terminal | None = None  # of the pdb that was opened last
         self._released = threading.Event()
         self._traceback: TracebackType | None = None
         self._stops: Counter[tuple[str, int]] = Counter()
         self._is_idle = False
-        self._is_open = False
 
     def start(self) -> None:
         """Receive commands from now on, in a thread."""
@@ -81,8 +80,9 @@ class Debugger:
         """Give up the frames of the last command of a session, and what pdb has of them."""
         self._traceback, self._is_idle = None, False
         self._stops.clear()
-        if self._is_open:
-            self._lines.put("q")
+        if self._terminal is not None:
+            self._terminal.put_line("q")
+            self._terminal = None
 
     def end_command(self, error: BaseException | None) -> None:
         """Keep the frames in which a command of a session has failed, until the next begins.
@@ -98,8 +98,8 @@ class Debugger:
         """Open pdb in this thread, at a frame that has called ``breakpoint()``. The caller must return at once."""
         at = frame.f_code.co_filename, frame.f_lineno
         self._stops[at] += 1
-        terminal = _Terminal(self._send, self._lines, Prompted("", (*at, self._stops[at]), at))
-        _Pdb(terminal).set_trace(frame)
+        self._terminal = _Terminal(self._send, Prompted("", (*at, self._stops[at]), at))
+        _Pdb(self._terminal).set_trace(frame)
 
     def _stand_at(self, error: BaseException) -> None:
         self._traceback = from_first_user_frame(error.__traceback__) or error.__traceback__
@@ -118,16 +118,18 @@ class Debugger:
             if isinstance(command, Release):
                 self._released.set()
             elif isinstance(command, Line):
-                self._lines.put(command.text)
+                if self._terminal is not None:
+                    self._terminal.put_line(command.text)
             elif isinstance(command, Debug):
-                self._is_open = True
-                threading.Thread(target=self._debug, name="nblaunch-pdb", daemon=True).start()
+                self._terminal = terminal = _Terminal(self._send, Prompted(""))
+                threading.Thread(
+                    target=self._debug, args=(terminal,), name="nblaunch-pdb", daemon=True
+                ).start()
             else:
                 self._reply(command)
 
-    def _debug(self) -> None:
+    def _debug(self, terminal: _Terminal) -> None:
         """Run pdb at the failure, or where the function is. Stepping is not possible: neither frame goes on."""
-        terminal = _Terminal(self._send, self._lines, Prompted(""))
         try:
             traceback = self._traceback
             frame = None if traceback is not None else frames.innermost_user_frame(self._stack())
@@ -138,7 +140,6 @@ class Debugger:
             post_mortem.reset()
             post_mortem.interaction(frame, traceback)
         finally:
-            self._is_open = False
             terminal.end()
 
     def _reply(self, command: Inspect | ReadVariables) -> None:
@@ -179,21 +180,26 @@ class Debugger:
 
 
 class _Terminal:
-    """What pdb reads from and writes to: the connection with the kernel.
+    """What one pdb reads from and writes to: the connection with the kernel.
+
+    Lines that it has not read when it is left are lost with it: the next pdb must not take them for its own.
 
     Args:
         send: takes messages for the kernel.
-        lines: what the kernel has sent.
         first: what the first prompt says besides the text.
     """
 
     encoding = "utf-8"
 
-    def __init__(self, send: Callable[[Any], None], lines: queue.SimpleQueue[str], first: Prompted) -> None:
+    def __init__(self, send: Callable[[Any], None], first: Prompted) -> None:
         self._send = send
-        self._lines = lines
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._next = first
         self._written: list[str] = []
+
+    def put_line(self, text: str) -> None:
+        """Take a line that the kernel has sent."""
+        self._lines.put(text)
 
     def write(self, text: str) -> int:
         """Keep what pdb prints until it waits for a line."""

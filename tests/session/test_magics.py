@@ -53,7 +53,7 @@ def test_names_of_ranks_are_completed_in_cells_on_ranks(shared: Kernel) -> None:
 
 def test_wrong_lines_are_refused(shared: Kernel) -> None:
     for line in ("%%ranks 7\n1", "%%ranks a\n1", "%ranks begin", "%ranks start x", "%ranks use os"):
-        assert shared.run(line, raises="ValueError", stop_on_error=False).error is not None
+        assert shared.run(line, raises="ValueError").error is not None
     assert shared.run("%ranks status").result == "[0-2] 'idle'"
 
 
