@@ -219,7 +219,7 @@ def work(until):
     kept = made_up.run("notebook_launcher(leave, (2_000_000_000,))")
     assert "GPU 0: 2.00 GB more of its memory is used than before the launch" in kept.stdout
     failed = made_up.run("notebook_launcher(leave, (3_000_000_000, True))", raises="AssertionError")
-    assert "GPU 0: 3.00 GB more of its memory are taken" in failed.stdout
+    assert "GPU 0: 3.00 GB more of its memory is used than before the launch" in failed.stdout
     seen = tmp_path / "seen"
     cell = made_up.submit(f"notebook_launcher(work, ({str(seen)!r},), dashboard='html')")
     cell.wait_for(

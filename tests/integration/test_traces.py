@@ -11,8 +11,9 @@ from tests.kernels import Kernel
 WATCH = """
 import gc, signal, socket, tempfile, threading, psutil
 
-# The kernel's own: a socket for each thread that prints, collected every ten seconds; the history, opened when written.
-KERNELS_OWN = ("eventfd", "history.sqlite", "IPythonHistorySavingThread")
+# The kernel's own: a socket for each thread that prints, collected every ten seconds; the history and its folder, open
+# while it is written.
+KERNELS_OWN = ("eventfd", "history.sqlite", "profile_default", "IPythonHistorySavingThread")
 
 def not_of_kernel(items):
     return [item for item in items if not any(own in str(item) for own in KERNELS_OWN)]

@@ -73,7 +73,7 @@ def test_unknown_arguments_and_members() -> None:
          "gradient_accumulation_steps=2 and gradient_accumulation_plugin were both given"),
         ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, ValueError, "set it in one place"),
         ({"rng_types": ["tpu"]}, ValueError,
-         "rng_types item='tpu' is unknown; valid are 'generator', 'torch', 'cuda', 'xla'"),
+         "rng_types item='tpu' is unknown; valid are 'generator', 'torch', 'cuda', 'xpu', 'xla'"),
         ({"kwargs_handlers": ["x"]}, ValueError, "none of DistributedDataParallelKwargs, GradScalerKwargs"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "more than one AutocastKwargs"),
     ],

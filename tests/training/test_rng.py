@@ -51,7 +51,7 @@ def test_ranks_can_have_seeds_of_their_own() -> None:
 
 
 def test_unknown_generators_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rng_type='npu'.*'generator', 'torch', 'cuda', 'xla'"):
+    with pytest.raises(ValueError, match=r"rng_type='npu'.*'generator', 'torch', 'cuda', 'xpu', 'xla'"):
         rng.synchronize_rng_state("npu")
     rng.synchronize_rng_state("torch")
 
