@@ -39,6 +39,14 @@ def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
+def line_of(tb: TracebackType) -> int:
+    """Return the line of a traceback's entry; the first of its function where Python knows none.
+
+    An interrupt may come at an instruction that belongs to no line, as the jump of a ``while True: pass``.
+    """
+    return tb.tb_lineno or tb.tb_frame.f_code.co_firstlineno
+
+
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield closure variables and globals that the function's own code names and that have a value, with it."""
     code = function.__code__

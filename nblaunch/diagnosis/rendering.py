@@ -14,7 +14,7 @@ from typing import Any
 
 from nblaunch.diagnosis.rebuilding import make_traceback, put_before, stand_in
 from nblaunch.events import ExceptionInfo, FrameInfo
-from nblaunch.user_code import is_own_file
+from nblaunch.user_code import is_own_file, line_of
 from nblaunch.wire.exceptions import fewer_lines, set_attribute
 
 _MAX_FRAMES = 3
@@ -184,7 +184,7 @@ def _without(tb: TracebackType | None, is_hidden: Callable[[TracebackType], bool
         tb = tb.tb_next
     result: TracebackType | None = None
     for entry in reversed(entries):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, line_of(entry))
     return result
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any
 
-from nblaunch.user_code import from_first_user_frame
+from nblaunch.user_code import from_first_user_frame, line_of
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
@@ -174,9 +174,9 @@ class Debugger:
         tb = self._traceback
         while tb is not None:
             if tb.tb_frame is frame:
-                return tb.tb_lineno
+                return line_of(tb)
             tb = tb.tb_next
-        return frame.f_lineno
+        return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 class _Terminal:

@@ -119,7 +119,7 @@ def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:
 
 
 def _frames(tb: TracebackType | None) -> list[FrameInfo]:
-    steps = list(traceback.walk_tb(tb))
+    steps = [(frame, lineno or frame.f_code.co_firstlineno) for frame, lineno in traceback.walk_tb(tb)]
     if len(steps) > _MAX_FRAMES:
         steps = steps[: _MAX_FRAMES // 2] + steps[-_MAX_FRAMES // 2 :]
     return [

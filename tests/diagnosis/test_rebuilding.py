@@ -142,3 +142,18 @@ def test_made_tracebacks_name_file_line_and_function(tmp_path: Path) -> None:
         (str(file), 5, "<lambda>", "raise ValueError"),
     ]
     assert make_traceback([]) is None
+
+
+def test_an_error_between_two_lines_is_described() -> None:
+    """An interrupt may come at an instruction that belongs to no line."""
+
+    def loop() -> None:
+        raise KeyboardInterrupt
+
+    # Source: Objects/locations.md of CPython: runs of instructions without a location.
+    loop.__code__ = loop.__code__.replace(co_linetable=b"\xff" * 8)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        loop()
+    failed = describe_failure(0, caught.value)
+    assert failed.info.frames[-1].lineno == loop.__code__.co_firstlineno
+    assert names_in(rebuild(failed))[-1] == "loop"
