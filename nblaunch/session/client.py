@@ -154,14 +154,20 @@ class SessionClient:
     def _collect(self) -> Replies:
         """Wait for the replies of the busy ranks; interrupt those that wait for a rank that has failed."""
         replies: Replies = {}
-        left: set[int] = set()
+        sent_out: set[int] = set()
+        leaving: set[int] = set()
         troubled_s: float | None = None
-        while self.busy:
+        while self.busy or leaving:
             prompting = [self.channel.connections[rank].fileno() for rank in self.busy - self.channel.gone]
-            ready = wait([*(self._connections[rank].fileno() for rank in self.busy), *prompting], _TICK_S)
-            for rank in [rank for rank in self.busy if self._connections[rank].fileno() in ready]:
-                replies[rank] = self._receive(rank)
-                self.names.update(replies[rank].reply.new_names)
+            expected = [*self.busy, *leaving]
+            ready = wait([*(self._connections[rank].fileno() for rank in expected), *prompting], _TICK_S)
+            for rank in [rank for rank in expected if self._connections[rank].fileno() in ready]:
+                received = self._receive(rank)
+                if rank in leaving:
+                    leaving.discard(rank)
+                    continue
+                replies[rank] = received
+                self.names.update(received.reply.new_names)
                 self.busy.discard(rank)
             if not self._runner.is_running:
                 self.raise_end()  # a process that a rank has left behind may keep its connection open
@@ -174,18 +180,24 @@ class SessionClient:
             if troubled_s is None and (self.num_interrupts or failed_ranks(replies)):
                 troubled_s = time.monotonic()
             patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
-            if troubled_s is not None and self.busy and time.monotonic() - troubled_s > patience_s:
-                self._interrupt_waiting(replies.keys() - left)
-                left |= replies.keys()
+            waits = self.busy or leaving
+            if troubled_s is not None and waits and time.monotonic() - troubled_s > patience_s:
+                new = replies.keys() - sent_out
+                self._interrupt_waiting(new)
+                sent_out |= new
+                leaving |= new
         return {rank: replies[rank] for rank in sorted(replies)}
 
     def _interrupt_waiting(self, done: Collection[int]) -> None:
-        """Interrupt the busy ranks. Those in a collective return once all others have left the group."""
+        """Interrupt the busy ranks, and let those that are done leave the group.
+
+        Ranks in a collective return once those that they wait for have left it. A rank that was interrupted inside of
+        a collective leaves only when this has ended, too: so nothing waits here for the replies.
+        """
         self._group += bool(done)  # also where no rank fails by it
         self._signal(self.busy)
         for rank in done:
             self._send(rank, LeaveGroup())
-            self._receive(rank)
 
     def _send(self, rank: int, command: Command, files: Sequence[int] = ()) -> None:
         try:

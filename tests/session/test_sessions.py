@@ -79,6 +79,32 @@ def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(s
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
 
 
+def test_an_interrupt_ends_collectives_that_wait_for_each_other(shared: Kernel) -> None:
+    # Rank 2 has begun one without waiting, and can leave its group only when rank 3 has, which waits for rank 0.
+    shared.run(
+        """
+waits = '''
+import time
+rank = torch.distributed.get_rank()
+torch.distributed.barrier()
+if rank == 2:
+    torch.distributed.all_reduce(torch.ones(3), async_op=True)
+print("begun")
+if rank in (1, 3):
+    torch.distributed.all_reduce(torch.ones(3))
+time.sleep(100)
+'''
+"""
+    )
+    cell = shared.submit("session.execute(waits)").wait_for_text("begun")
+    shared.interrupt()
+    error = cell.wait().error
+    assert error is not None
+    assert error.name == "KeyboardInterrupt"
+    reduce = "x = torch.ones(2); torch.distributed.all_reduce(x); x.sum().item()"
+    assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
+
+
 def test_values_that_can_not_travel_are_described(shared: Kernel) -> None:
     cell = shared.run(
         "import threading; session.put(name='x'); type(session.execute('__import__(\"threading\").Lock()')[0]).__name__"
