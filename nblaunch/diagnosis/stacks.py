@@ -24,10 +24,7 @@ _NATIVE_S = 0.2
 
 _DEADLINE_S = 1.0
 _QUIET_S = 0.03
-"""Seconds without growth after which a file that ends with an outermost frame is complete."""
-
-_OUTERMOST = (b" in <module>\n", b" in _bootstrap\n", b"  ...\n")
-"""Ends of stacks: of the main thread, of another one, of one too deep to be shown. faulthandler writes line by line."""
+"""Seconds without growth after which a file is complete; faulthandler writes line by line."""
 
 _STACK_BYTES = 1 << 14
 """Largest size of the stacks of a rank."""
@@ -151,19 +148,8 @@ class StackDump:
                     self._ask(rank, NATIVE_STACKS_SIGNAL)
         if sizes != self._sizes:
             self._sizes, self._changed_s = sizes, now
-        have_all = all(self._has_ended(rank) for rank in sizes)
+        have_all = all(sizes[rank] > self._offsets[rank] for rank in sizes)
         self.is_done = (have_all and now - self._changed_s > _QUIET_S) or now - self._began_s > _DEADLINE_S
-
-    def _has_ended(self, rank: int) -> bool:
-        """Return whether a stack is there to its outermost frame: its process may be kept from running meanwhile."""
-        if self._sizes[rank] == self._offsets[rank]:
-            return False
-        try:
-            with self._paths[rank].open("rb") as file:
-                file.seek(max(self._offsets[rank], self._sizes[rank] - max(map(len, _OUTERMOST))))
-                return file.read().endswith(_OUTERMOST)
-        except OSError:  # the log folder may be deleted while the job runs
-            return True
 
     def positions(self) -> dict[int, Position]:
         """Return the position of each rank."""

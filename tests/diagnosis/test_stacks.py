@@ -73,23 +73,6 @@ def test_a_worker_that_is_blocked_in_native_code_answers_too(tmp_path: Path) -> 
     assert "wait_in_native_code" in dump.positions()[3].where
 
 
-def test_a_stack_that_is_not_written_to_its_end_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "stacks"
-    path.touch()
-    with _worker(tmp_path / "its own", "compute") as pid:
-        dump = StackDump({3: pid}, {3: path})
-        path.write_text("Current thread 0x1 (most recent call first):\n")
-        began = time.monotonic()
-        while time.monotonic() - began < 0.2:  # longer than the time that a file may rest
-            dump.poll()
-        assert not dump.is_done
-        with path.open("a") as file:
-            file.write('  File "cell.py", line 3 in step\n  File "cell.py", line 5 in <module>\n')
-        while not dump.is_done:
-            dump.poll()
-    assert "line 3 in step" in dump.positions()[3].where
-
-
 def test_a_real_dump_of_two_threads(tmp_path: Path) -> None:
     ready, go = threading.Event(), threading.Event()
 
