@@ -231,7 +231,8 @@ class DebugChannel:
         """Let ranks at a breakpoint go on, those also that come to it later: they'll wait where they need the rank."""
         if stop is None:
             return
-        self._continued.add(stop)
-        for rank in [one for one, prompt in self.prompts.items() if prompt.stop == stop]:
-            del self.prompts[rank]
-            self._send(rank, Line(text="continue"))
+        with self._receiving:  # or a prompt that another thread receives right now would wait for ever
+            self._continued.add(stop)
+            for rank in [one for one, prompt in self.prompts.items() if prompt.stop == stop]:
+                del self.prompts[rank]
+                self._send(rank, Line(text="continue"))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +68,10 @@ def test_python_answers_between_two_instructions_while_it_can(tmp_path: Path) ->
 def test_a_worker_that_is_blocked_in_native_code_answers_too(tmp_path: Path) -> None:
     path = tmp_path / "stacks"
     with _worker(path, "wait_in_native_code") as pid:
+        while (
+            psutil.Process(pid).status() != psutil.STATUS_SLEEPING
+        ):  # it says that it is ready before it waits
+            time.sleep(0.001)
         dump = StackDump({3: pid}, {3: path})
         while not dump.is_done:
             dump.poll()
