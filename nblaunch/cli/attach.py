@@ -6,10 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from nblaunch.cli import UsageError
+from nblaunch.cli.jobs import add_job_argument, chosen_job
 from nblaunch.cli.script_job import exit_code, text_dashboards
 from nblaunch.detached.attached import AttachedRunner
-from nblaunch.detached.folder import find
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,17 +19,12 @@ def add_parser(subparsers: Any) -> None:
         description="Show all output of a job that was launched with detach=True, from the first line, and its "
         "progress, to its end. Ctrl-C leaves; the job goes on. The exit code is that of the rank that failed first.",
     )
-    parser.add_argument(
-        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
-    )
+    add_job_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Follow the job, and return the exit code."""
-    try:
-        runner = AttachedRunner(find(arguments.job), text_dashboards())
-    except (LookupError, PermissionError) as error:
-        raise UsageError(str(error.args[0])) from None
+    runner = AttachedRunner(chosen_job(arguments), text_dashboards())
     runner.follow()
     try:
         runner.wait()

@@ -1,4 +1,4 @@
-"""``nblaunch jobs``: the detached jobs of this user on this machine."""
+"""``nblaunch jobs``: the detached jobs of this user on this machine; and the choice of one for the other commands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.cli import UsageError
 from nblaunch.detached import jobs
+from nblaunch.detached.folder import JobFolder, find
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,3 +45,22 @@ def run(arguments: argparse.Namespace) -> int:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
+
+
+def add_job_argument(parser: argparse.ArgumentParser) -> None:
+    """Let a command take the name of a job."""
+    parser.add_argument(
+        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
+    )
+
+
+def chosen_job(arguments: argparse.Namespace) -> JobFolder:
+    """Return the folder of the job that was named.
+
+    Raises:
+        UsageError: there is none, or its folder is not private to the user.
+    """
+    try:
+        return find(arguments.job)
+    except (LookupError, PermissionError) as error:
+        raise UsageError(str(error.args[0])) from None

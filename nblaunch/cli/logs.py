@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from nblaunch.cli import UsageError
-from nblaunch.detached.folder import find
+from nblaunch.cli.jobs import add_job_argument, chosen_job
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,19 +16,14 @@ def add_parser(subparsers: Any) -> None:
         help="print the log of a job that outlives its notebook",
         description="Print all that a rank of a job has printed by now, also of a job that has ended or was lost.",
     )
-    parser.add_argument(
-        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
-    )
+    add_job_argument(parser)
     parser.add_argument("--rank", type=int, default=0, help="of which rank; default: 0")
     parser.add_argument("--attempt", type=int, help="of which attempt, from 0; default: the last")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the log, and return the exit code."""
-    try:
-        folder = find(arguments.job)
-    except (LookupError, PermissionError) as error:
-        raise UsageError(str(error.args[0])) from None
+    folder = chosen_job(arguments)
     attempts = folder.attempts()
     attempt = attempts[-1] if arguments.attempt is None and attempts else arguments.attempt
     if attempt not in attempts:

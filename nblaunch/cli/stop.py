@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from nblaunch.cli import UsageError
-from nblaunch.detached.folder import find
+from nblaunch.cli.jobs import add_job_argument, chosen_job
 from nblaunch.detached.requests import RemoteRequests
 
 
@@ -18,9 +18,7 @@ def add_parser(subparsers: Any) -> None:
         description="Let the training loops of a job end early and well: accelerator.should_stop turns true at the "
         "same step on every rank. A function that never looks at it goes on; see the options.",
     )
-    parser.add_argument(
-        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
-    )
+    add_job_argument(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--interrupt", action="store_true", help="interrupt every rank, as the notebook's button does"
@@ -30,10 +28,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Send the request, and return the exit code."""
-    try:
-        folder = find(arguments.job)
-    except (LookupError, PermissionError) as error:
-        raise UsageError(str(error.args[0])) from None
+    folder = chosen_job(arguments)
     if not folder.is_watched:
         raise UsageError(f"{folder.id} does not run any more")
     requests = RemoteRequests(folder.path)

@@ -165,10 +165,10 @@ class SessionClient:
                 received = self._receive(rank)
                 if rank in leaving:
                     leaving.discard(rank)
-                    continue
-                replies[rank] = received
-                self.names.update(received.reply.new_names)
-                self.busy.discard(rank)
+                else:
+                    replies[rank] = received
+                    self.names.update(received.reply.new_names)
+                    self.busy.discard(rank)
             if not self._runner.is_running:
                 self.raise_end()  # a process that a rank has left behind may keep its connection open
             self._output.pump()
