@@ -135,17 +135,3 @@ def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
     assert failed.run("nblaunch.debug()", raises="RuntimeError").error is not None
     cell = failed.run("_ = session.ranks(0).execute('breakpoint()')")
     assert "passed over" in cell.stdout
-
-
-def test_lines_for_a_pdb_that_has_ended_are_not_read_by_the_next(failed: Kernel) -> None:
-    cell = failed.submit("nblaunch.debug()", is_typed_into=True)
-    cell.wait_for_input()
-    failed.interrupt()
-    assert cell.wait().error is not None
-    failed.run("for _ in range(20): session.execute('0')")  # each ends the pdb that was left open
-    cell = failed.submit("session.ranks(1).execute('breakpoint()\\n5')", is_typed_into=True)
-    for line in ("p 40 + 2", "c"):
-        cell.type(line)
-    cell.wait()
-    assert "42" in cell.stdout, cell.describe()
-    assert cell.result == "[1] 5"
