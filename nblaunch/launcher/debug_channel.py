@@ -132,9 +132,10 @@ class DebugChannel:
         """Send pdb of a rank a line. If the rank goes on by it, so do those that wait at the same breakpoint."""
         del self.prompts[rank]
         self._sent_s = time.monotonic()
-        self._send(rank, Line(text=text))
         if text.split()[:1] and text.split()[0] in _RESUMING:
+            # Before the line: another thread may receive at once that the rank has gone on, and forget where it was.
             self._continue_others(self._stops.pop(rank, None))
+        self._send(rank, Line(text=text))
 
     def forget_stops(self) -> None:
         """Begin anew, for another command of a session: what ranks wait with is not of it."""

@@ -113,7 +113,8 @@ def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Clas
     assert num_widgets(page, FAILING) > 0
     assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
     bar = page.output(FAILING).locator(RANK_BARS).nth(1)
-    assert bar.evaluate("bar => getComputedStyle(bar.firstChild).backgroundColor") == RED
+    color = "bar => getComputedStyle(bar.firstChild).backgroundColor"
+    page.wait_until(lambda: bar.evaluate(color) == RED, "a red bar")  # none while the rows are being replaced
     (server.folder / "looked").touch()
     page.wait_for_text(FAILING, "failed in rank 1 after")
     page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
