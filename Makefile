@@ -36,7 +36,7 @@ ARGS ?=
 # How many tests run at a time: one more than there are cores, since tests wait for processes and kernels half of their
 # time. A module's tests stay together.
 WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
-# Anything here has failed tests of a whole run tried once more, one at a time and by name.
+# Anything here has files with failed tests of a whole run tried once more, one test at a time and by name.
 AGAIN ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -101,16 +101,19 @@ test: setup browser colab-env
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Run all of one suite. $(1): the interpreter, $(2): the name of its reports, a cache for its failures included.
+# Run all of one suite. $(1): the interpreter, $(2): where the tests are, $(3): options. What is tried again are whole
+# files: tests of a notebook in a browser go on from where those before them have left it.
 define whole_suite
-	@$(1) -m pytest $(2) --numprocesses $(WORKERS) --maxprocesses 4 --no-loadscope-reorder || { status=$$?; \
+	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 4 --no-loadscope-reorder || { status=$$?; \
 	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
-	echo; echo "What failed is tried once more. What passes now is flaky, which is a defect: see tests/flaky.md."; \
-	$(1) -m pytest $(2) --last-failed --last-failed-no-failures none --maxfail 10 --verbose; }
+	files=$$($(1) -m pytest $(2) $(3) --last-failed --last-failed-no-failures none --collect-only --quiet | sed -n 's/::.*//p' | sort -u); \
+	if [ -z "$$files" ]; then exit $$status; fi; \
+	echo; echo "Files with failures are tried once more. What passes now is flaky, which is a defect: see tests/flaky.md."; \
+	$(1) -m pytest $(3) $$files --maxfail 10 --verbose; }
 endef
 
 test-main: setup browser colab-env  ## run all tests but those with XLA
-	$(call whole_suite,$(BIN)/python,)
+	$(call whole_suite,$(BIN)/python,,)
 
 # The browser tests say what is missing where there is none; elsewhere than where changes are accepted they are skipped.
 browser: $(BROWSER_STAMP)  ## find Chromium for the browser tests; install Debian's where that needs no password
@@ -129,7 +132,7 @@ test-gpu:  ## on a machine with NVIDIA GPUs: all its tests and benchmarks, about
 
 ifeq ($(strip $(ARGS)),)
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own
-	$(call whole_suite,PJRT_DEVICE=CPU $(XLA_VENV)/bin/python,$(XLA_TESTS) --override-ini cache_dir=.pytest_cache/xla)
+	$(call whole_suite,PJRT_DEVICE=CPU $(XLA_VENV)/bin/python,$(XLA_TESTS),--override-ini cache_dir=.pytest_cache/xla)
 else
 test-xla: xla-env
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS)
