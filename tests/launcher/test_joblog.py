@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -18,6 +19,8 @@ from nblaunch.launcher.joblog import JobLog
 @pytest.fixture
 def keep_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", "3")
+    # Every so many folders of a process the making of one prunes as well: none of this test's, whatever ran before it.
+    monkeypatch.setattr(joblog, "_job_numbers", itertools.count(1))
 
 
 def test_folders_of_others_are_not_pruned_whatever_their_names(tmp_path: Path, keep_three: None) -> None:
