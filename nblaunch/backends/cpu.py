@@ -41,12 +41,16 @@ class CpuBackend(Backend):
         return usable_cores()
 
     def fork_hazard(self) -> str | None:
+        # Accelerate looks for torch_xla when it is imported, once for all.
+        if getattr(sys.modules.get("accelerate.utils.imports"), "_torch_xla_available", False):
+            return "Hugging Face Accelerate was imported in this process and takes torch_xla for its device"
         return None
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         # Accelerate would otherwise make N unconnected processes of N workers on a machine without a GPU.
         changes: dict[str, str | None] = {
             "ACCELERATE_USE_CPU": "true",
+            "USE_TORCH_XLA": "false",  # as installed, it is the device of Accelerate and transformers before any other
             **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON,
         }
         if topology.num_nodes == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernels import Kernel
@@ -54,6 +56,39 @@ notebook_launcher(train, (nn.Linear(1, 1),), 2, start_method={method!r}, return_
     )
     one = (2, "cpu", list(range(20)), "MULTI_CPU")
     assert cell.value == [one, one]
+
+
+TORCH_XLA = {
+    "__init__.py": "",
+    "runtime.py": "def device_type():\n    return 'TPU'\n",
+    "core/xla_model.py": "def xla_device():\n    raise RuntimeError('no TPU')\n",
+    "distributed/parallel_loader.py": "class MpDeviceLoader:\n    pass\n",
+    "distributed/xla_multiprocessing.py": "",
+}
+
+
+@pytest.mark.parametrize("imported", ["in the kernel", "inside"])
+def test_accelerate_uses_the_cpu_beside_an_installed_torch_xla(tmp_path: Path, imported: str) -> None:
+    for name, text in TORCH_XLA.items():
+        file = tmp_path / "torch_xla" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    with Kernel.start(env={"PYTHONPATH": str(tmp_path), "NBLAUNCH_LOG_DIR": str(tmp_path)}) as kernel:
+        if imported == "in the kernel":
+            kernel.run("import accelerate")
+        cell = kernel.run(
+            """
+from nblaunch import notebook_launcher
+def train():
+    import torch
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    total = accelerator.reduce(torch.tensor(accelerator.process_index + 1), "sum")
+    return accelerator.num_processes, accelerator.device.type, total.item()
+notebook_launcher(train, (), 2, backend="cpu", return_all=True)
+"""
+        )
+    assert cell.value == [(2, "cpu", 3)] * 2
 
 
 def test_accelerate_computes_with_the_precision_of_the_launch(shared: Kernel) -> None:
