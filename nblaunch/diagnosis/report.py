@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nblaunch.diagnosis.memory import MemoryRecord
-from nblaunch.events import ExitStatus, Failed, Returned, WeightsSent
+from nblaunch.events import EpochEnded, ExitStatus, Failed, Returned, WeightsSent
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.modules import ArgPath
+
+_NUM_EPOCHS_KEPT = 64
 
 
 @dataclass
@@ -67,6 +70,7 @@ class AttemptReport:
         stopped_early: all ranks left their loops at the same step, on request.
         last_readings: last readings of the board.
         memory: of host and workers during the attempt.
+        epochs: the last ends of epochs of any rank, oldest first.
         kept: ranks that go on running, for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
         hang: the hang for which the job was stopped; None otherwise.
@@ -83,6 +87,7 @@ class AttemptReport:
     stopped_early: bool = False
     last_readings: list[SlotReading] = field(default_factory=list)
     memory: MemoryRecord | None = None
+    epochs: deque[EpochEnded] = field(default_factory=lambda: deque(maxlen=_NUM_EPOCHS_KEPT))
     kept: list[int] = field(default_factory=list)
     unkillable: dict[int, str] = field(default_factory=dict)
     hang: Hang | None = None

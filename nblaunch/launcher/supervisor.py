@@ -24,6 +24,7 @@ from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.engines.base import KILL_PATIENCE_S
 from nblaunch.events import (
+    EpochEnded,
     Event,
     Exited,
     ExitStatus,
@@ -264,6 +265,8 @@ class Supervisor:
                 self._report.returned.setdefault(event.rank, event)
             elif isinstance(event, WeightsSent):
                 self._report.weights.setdefault(event.rank, {})[event.path] = event
+            elif isinstance(event, EpochEnded):
+                self._report.epochs.append(event)
             elif isinstance(event, Failed) and event.rank not in self._report.returned:
                 self._report.failed.setdefault(event.rank, event)
                 if self._attempt.keeps_workers:

@@ -271,6 +271,7 @@ class NodeLink:
             returned={
                 rank: messages.returned_for_peers(returned) for rank, returned in report.returned.items()
             },
+            epochs=tuple(report.epochs),
             stop=replace(self._stop),
         )
 

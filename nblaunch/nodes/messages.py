@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nblaunch import formatting
-from nblaunch.events import Event, ExitStatus, Failed, Returned, ValueLocation
+from nblaunch.events import EpochEnded, Event, ExitStatus, Failed, Returned, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
 
@@ -100,6 +100,7 @@ class Summary(Event):
         failed: ranks whose function raised.
         exits: ranks whose process ended, and when.
         returned: ranks whose function returned.
+        epochs: the last ends of epochs.
         stop: state of the agreement on a common last step.
     """
 
@@ -107,6 +108,7 @@ class Summary(Event):
     failed: Mapping[int, Failed] = field(default_factory=dict)
     exits: Mapping[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     returned: Mapping[int, Returned] = field(default_factory=dict)
+    epochs: tuple[EpochEnded, ...] = ()
     stop: StopState = field(default_factory=StopState)
 
 

@@ -94,6 +94,9 @@ class PeerStates:
             if reading.rank in own:
                 peer.readings[reading.rank] = _moved(reading, peer.ahead_s)
         events: list[Event] = []
+        for ended in summary.epochs:
+            if ended.rank in own:
+                events += self._once(f"epoch {ended.epoch}", ended.rank, ended)
         for rank, returned in _of(own, summary.returned).items():
             self.failures.returned.setdefault(rank, returned)
             events += self._once("returned", rank, Returned(rank, returned.time_s))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import DistNetworkError, TCPStore
+from torch.utils.data import DataLoader
 
 import nblaunch
 from nblaunch import Accelerator, notebook_launcher
@@ -36,12 +37,13 @@ def listening() -> list[str]:
 
 
 def train(model: nn.Module, steps: int) -> dict[str, Any]:
-    """Steps of real training; every rank sees other data."""
+    """An epoch of real training; every rank sees other data."""
     accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(steps * accelerator.num_processes), batch_size=1))
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     torch.manual_seed(accelerator.process_index)
     listens = listening()
-    for _ in range(steps):
+    for _ in loader:
         loss = wrapped(torch.randn(8, 4)).pow(2).mean()
         accelerator.backward(loss)
         optimizer.step()

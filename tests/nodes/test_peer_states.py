@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.events import Event, ExceptionInfo, Exited, ExitStatus, Failed, Returned
+from nblaunch.events import EpochEnded, Event, ExceptionInfo, Exited, ExitStatus, Failed, Returned
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.nodes.peer_states import PeerStates
@@ -108,6 +108,18 @@ def test_failures_and_ends_are_emitted_once_and_kept() -> None:
     assert others.must_stop
     assert others.failures.failed == {3: failed(3)}
     assert others.failures.labels[3] == "node 1 (host beta)"
+
+
+def test_the_end_of_an_epoch_is_emitted_once_however_often_it_is_sent() -> None:
+    others = peers()
+    first, second = (EpochEnded(2, 1.0, number, 0.5, 2.0) for number in (1, 2))
+    of_another = EpochEnded(4, 1.0, 1, 0.5, 2.0)
+    sent = [(first,), (first, second, of_another), (second,)]
+    emitted = [
+        others.update([heartbeat("b", count, summary=summary(epochs=epochs))], 101.0)[0]
+        for count, epochs in enumerate(sent)
+    ]
+    assert emitted == [[first], [second], []]
 
 
 def test_a_node_reports_on_its_own_ranks_alone() -> None:

@@ -45,6 +45,13 @@ def test_they_train_together(pair: Pair, static: Settings) -> None:
     assert {str(value["weights"]) for value in values} == {str(outcome["model"]) for outcome in outcomes}
     for launch in launches:
         assert rows(launch) == dict.fromkeys(range(3), "done")
+    # The means of the epoch are those of all ranks, on both.
+    here, there = (
+        re.findall(r"^ *epoch .*training loss.*\n *1 +(\d\S+)", launch.output, re.MULTILINE)
+        for launch in launches
+    )
+    assert here == there
+    assert len(here) == 1
     if pair.has_cable:
         assert {value["interface"] for value in values} == {"cable"}
         own = {"014DC90A", "024DC90A"}  # 10.201.77.1 and .2, as the system writes them

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.events import ExceptionInfo, ExitStatus, Failed, FrameInfo, Returned, ValueLocation, WorkerState
+from nblaunch.events import (
+    EpochEnded,
+    ExceptionInfo,
+    ExitStatus,
+    Failed,
+    FrameInfo,
+    Returned,
+    ValueLocation,
+    WorkerState,
+)
 from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.wire import schema
 from nblaunch.wire.board import SlotReading
@@ -27,6 +36,7 @@ _HEARTBEAT = Heartbeat(
         failed={1: Failed(1, 2.0, ExceptionInfo("ValueError", "wrong", cause=_INFO, parts=(_INFO, _INFO)))},
         exits={0: (ExitStatus(-9), 3.0)},
         returned={2: Returned(2, 4, ValueLocation(5, 6, ("result[0]",)), sends=(0, "model"))},
+        epochs=(EpochEnded(1, 2.0, 3, math.inf, 4.5), EpochEnded(0, 2.0, 3)),
         stop=StopState(True, 1, -1, {0: (5, 1)}),
     ),
 )  # fmt: skip
