@@ -4,15 +4,18 @@ train running for 12 s on 2 processes (cpu, fork)
 rank  state     progress              epoch  step       steps/s  loss
    0  training  ━━━━━━━╸━━━━━━━━━━━━  1/4    450/1,000     10.0  0.5321
    1  waiting   ━━━━━━━╸━━━━━━━━━━━━  1/4    450/1,000     10.0  0.5330
+
+A terminal that is too narrow has fewer columns.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO, final
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -26,6 +29,11 @@ from nblaunch.dashboard.text import folded_lines, is_starting
 from nblaunch.dashboard.view import JobView
 
 _BAR_WIDTH = 20
+_GAP = 2  # between two columns
+_FIXED_WIDTHS = {"progress": _BAR_WIDTH, "output": 24}  # the latter is the least
+
+_DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
+"""Columns in the order in which a narrow terminal does without them."""
 
 
 @final
@@ -50,8 +58,8 @@ class LiveTable:
         """Show the progress of a job."""
         self._drawn = view
         live = self._live or self._start()
-        live.console.size = size_of(self._to)
-        live.update(renderable(view), refresh=True)
+        live.console.size = size = size_of(self._to)
+        live.update(renderable(view, size[0]), refresh=True)
 
     def clear(self) -> None:
         """Remove the table; the cursor is then at the beginning of an empty line."""
@@ -94,8 +102,8 @@ class LiveTable:
         return self._live
 
 
-def renderable(view: JobView) -> RenderableType:
-    """Return the headline, the rows, and remarks about them."""
+def renderable(view: JobView, width: int) -> RenderableType:
+    """Return the headline, the rows, and remarks about them, for a terminal of ``width`` columns."""
     table = tabulate(view)
     head = Text(no_wrap=True, overflow="ellipsis")
     head.append(f"{table.name} ", style="bold")
@@ -106,29 +114,52 @@ def renderable(view: JobView) -> RenderableType:
         remarks += [Text(notice.text, style="yellow"), *(Text(f"    {line}") for line in notice.lines)]
     remarks += [Text(f"warning: {text}", style="yellow") for text in table.warnings]
     folded = [Text(line, no_wrap=True, overflow="ellipsis") for line in folded_lines(table)]
-    return Group(head, _rows(view, table), *folded, *remarks)
+    return Group(head, _rows(view, table, width), *folded, *remarks)
 
 
-def _rows(view: JobView, table: Table) -> RichTable:
-    drawn = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    drawn.add_column("rank", justify="right", no_wrap=True)
-    drawn.add_column("state", no_wrap=True)
-    has_bar = any(row.fraction is not None for row in table.rows)
-    if has_bar:
-        drawn.add_column("progress", width=_BAR_WIDTH, no_wrap=True)
-    for name in table.columns:
-        drawn.add_column(name, justify="right", no_wrap=True)
-    has_detail = any(row.detail for row in table.rows)
-    if has_detail:
-        drawn.add_column("output", ratio=1)  # the only one that rich may make narrower
+def _rows(view: JobView, table: Table, width: int) -> RichTable:
     starting = "starting" if is_starting(view) else ""
-    for row in table.rows:
-        cells: list[RenderableType] = [Text(row.label), _state(row, starting)]
-        cells += [_bar(row)] if has_bar else []
-        cells += map(Text, row.cells)
-        cells += [Text(row.detail, style="dim", no_wrap=True, overflow="ellipsis")] if has_detail else []
+    columns: dict[str, list[RenderableType]] = {
+        "rank": [Text(row.label) for row in table.rows],
+        "state": [_state(row, starting) for row in table.rows],
+    }
+    if any(row.fraction is not None for row in table.rows):
+        columns["progress"] = [_bar(row) for row in table.rows]
+    for index, name in enumerate(table.columns):
+        columns[name] = [Text(row.cells[index]) for row in table.rows]
+    if any(row.detail for row in table.rows):
+        columns["output"] = [
+            Text(row.detail, style="dim", no_wrap=True, overflow="ellipsis") for row in table.rows
+        ]
+    widths = {name: _width(name, cells) for name, cells in columns.items()}
+    drawn = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    shown = _fitting(widths, width)
+    for name in shown:
+        if name == "output":
+            drawn.add_column(name, ratio=1)  # takes what is left
+        else:
+            justify = "left" if name in ("state", "progress") else "right"
+            drawn.add_column(name, justify=justify, width=widths[name], no_wrap=True)
+    for cells in zip(*(columns[name] for name in shown), strict=True):
         drawn.add_row(*cells)
     return drawn
+
+
+def _width(name: str, cells: Sequence[RenderableType]) -> int:
+    if name in _FIXED_WIDTHS:
+        return _FIXED_WIDTHS[name]
+    return max(cell_len(name), *(cell.cell_len for cell in cells if isinstance(cell, Text)))
+
+
+def _fitting(widths: Mapping[str, int], width: int) -> list[str]:
+    """Return the names of the columns that fit side by side: a number that is cut would be worse than none."""
+    shown = list(widths)
+    for name in _DISPENSABLE:
+        if sum(widths[name] + _GAP for name in shown) - _GAP <= width:
+            break
+        if name in shown:
+            shown.remove(name)
+    return shown
 
 
 def _state(row: Row, instead: str) -> Text:

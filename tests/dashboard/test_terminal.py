@@ -24,7 +24,7 @@ from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.live_table import LiveTable, renderable
 from nblaunch.dashboard.terminal import LiveDisplay, LiveLine, TextDashboard, columns_of, cut, open_live
-from nblaunch.events import LogLines, Note, Stalled
+from nblaunch.events import HostMemory, LogLines, Note, Stalled
 from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
 
 ROOT = Path(__file__).parents[2]
@@ -251,15 +251,22 @@ def test_the_progress_of_a_job_is_starting_until_its_first_step(
         live.clear()
 
 
-def test_a_long_position_of_a_rank_leaves_the_other_columns_their_width() -> None:
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_narrow_terminal_has_fewer_columns_and_no_cell_is_cut_but_a_long_position(width: int) -> None:
     stall = Stalled(1, START_S + 13, f"/home/ada/{'folder/' * 20}train.py, line 18", "", 3.0)
-    console = Console(file=io.StringIO(), width=140)
+    memory = [HostMemory(rank, START_S + 13, 812_000_000) for rank in range(3)]
+    console = Console(file=io.StringIO(), width=width)
     with console.capture() as drawn:
-        console.print(renderable(fold_readings(view_of([stall], trained(3)), [], START_S + 22)))
+        view = fold_readings(view_of([stall, *memory], trained(3)), [], START_S + 22)
+        console.print(renderable(view, width))
     lines = drawn.get().splitlines()
     assert [line.split()[0] for line in lines[1:6]] == ["rank", "all", "0", "1", "2"]
-    assert "no progress for 12 s" in lines[4]
-    assert max(map(len, lines)) <= 140
+    assert {"state", "step", "loss"} <= set(lines[1].split())
+    assert ("steps/s" in lines[1], "peak memory" in lines[1]) == (width >= 100, width >= 140)
+    assert ["…" in line for line in lines[1:6]] == [False] * 3 + [width >= 80, False]
+    assert ("no progress for 12 s" in lines[4]) == (width >= 80)
+    assert "100/1,000" in lines[5]
+    assert max(map(len, lines)) <= width
 
 
 def test_a_table_that_is_higher_than_the_terminal_is_cut() -> None:
