@@ -12,6 +12,7 @@ JupyterLab 4 and 3. Used by the browser tests and by ``make picture``.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -181,8 +182,19 @@ class Page:
     def wait_for_text(self, index: int, text: str, timeout_s: float = WAIT_S) -> None:
         self.wait_until(lambda: text in self.text(index), f"{text!r} below cell {index}", timeout_s)
 
+    def wait_for_matches(self, index: int, pattern: str, count: int) -> None:
+        """Wait until ``pattern`` is found ``count`` times below a cell; its ``^`` is the start of any line."""
+        regex = re.compile(pattern, re.MULTILINE)
+        self.wait_until(
+            lambda: len(regex.findall(self.text(index))) == count,
+            f"{count} of {pattern!r} below cell {index}",
+        )
+
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
         """Wait until ``condition()`` is true, asked ten times a second.
+
+        What is live is replaced several times a second, and a job's last view once more by its table: what is asked
+        about these waits here, since a single look may come between two of them.
 
         Raises:
             AssertionError: it was not in time; the screenshot ``failed.png`` shows what was there instead.

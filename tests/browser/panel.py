@@ -79,6 +79,24 @@ def num_widgets(page: Page, cell: int) -> int:
     return page.output(cell).locator(".jupyter-widgets").count()
 
 
+def wait_for_table(page: Page, cell: int) -> None:
+    """Wait until the table of an ended job has taken the place of its widgets."""
+    page.wait_until(lambda: num_widgets(page, cell) == 0, f"the widgets of cell {cell} to go")
+
+
+def show_lines_of(page: Page, cell: int, rank: int, other: int) -> None:
+    """Click on the tab of ``rank``, which works while the cell runs, and wait until lines of ``other`` are gone."""
+    page.output(cell).get_by_text(f"rank {rank}", exact=True).click()
+    page.wait_for_text(cell, f"rank {rank} at step 10 <b>not bold</b>")
+    page.wait_until(lambda: f"rank {other} at step" not in page.text(cell), f"lines of rank {rank} alone")
+
+
+def wait_for_red_bar(page: Page, cell: int, rank: int) -> None:
+    bar = page.output(cell).locator(RANK_BARS).nth(rank)
+    color = "bar => getComputedStyle(bar.firstChild).backgroundColor"
+    page.wait_until(lambda: bar.evaluate(color) == RED, f"a red bar of rank {rank}")
+
+
 def saved_outputs(page: Page, cell: int) -> tuple[Any, list[Any]]:
     """Save; returns the notebook's metadata and what a cell's outputs hold in the file."""
     saved = page.save()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.browser.lab import Browser, Lab, Page, write_notebook
-from tests.browser.panel import HANGS, button, num_widgets
+from tests.browser.panel import HANGS, button, wait_for_table
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -40,12 +40,13 @@ def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     page.screenshot("hang.png", page.output(REPORTED))
     rows = page.output(REPORTED).locator("tr")
     waiting = rows.filter(has_text="waiting in all_reduce (cell 1, line 14)")
-    assert waiting.count() == 2
+    page.wait_until(lambda: waiting.count() == 2, "the two ranks that wait")
     # Within sight, not behind the right edge, and without a step now.
     right = page.output(REPORTED).bounding_box()["width"]  # type: ignore[index]
     cell = waiting.first.locator("td").first
-    assert cell.bounding_box()["x"] + cell.bounding_box()["width"] < right  # type: ignore[index]
-    assert re.search(r"\t0\t0(\t|$)", waiting.first.inner_text())
+    right_of = "element => element.getBoundingClientRect().right"
+    page.wait_until(lambda: cell.evaluate(right_of) < right, "the state within sight")
+    page.wait_until(lambda: re.search(r"\t0\t0(\t|$)", waiting.first.inner_text()), "rates of 0")
     button(page, REPORTED, "Kill").click()
     button(page, REPORTED, "Confirm kill").click(delay=600)  # not a double click
     page.wait_for_text(REPORTED, "cancelled after")
@@ -54,7 +55,7 @@ def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
 def test_the_rank_that_others_wait_for_is_the_one_that_failed(page: Page) -> None:
     page.run(STOPPED)
     page.wait_for_text(STOPPED, "failed in rank 1 after")
-    page.wait_until(lambda: num_widgets(page, STOPPED) == 0, "the widgets to go")
+    wait_for_table(page, STOPPED)
     page.wait_until_idle(STOPPED)
     page.cell(STOPPED).scroll_into_view_if_needed()
     page.screenshot("hang_stopped.png", page.output(STOPPED))

@@ -5,7 +5,6 @@ Kernel and server are those of ``make colab-env``. Pictures of each stage are wr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import nbformat
@@ -15,8 +14,6 @@ from tests.browser.classic import Classic
 from tests.browser.lab import Browser, Lab, Page, write_notebook
 from tests.browser.panel import (
     HANGS,
-    RANK_BARS,
-    RED,
     SETUP,
     bars,
     button,
@@ -24,6 +21,9 @@ from tests.browser.panel import (
     have_advanced,
     num_widgets,
     saved_outputs,
+    show_lines_of,
+    wait_for_red_bar,
+    wait_for_table,
 )
 from tests.profiles import python_of
 
@@ -79,14 +79,12 @@ def test_bars_advance_while_the_cell_runs_and_a_table_stays(server: Lab | Classi
     samples: list[list[float]] = []
     page.wait_until(lambda: have_advanced(page, FIRST, samples, 2), "each bar at four values")
     assert page.is_running(FIRST), f"the training was too short to be seen: {samples}"
-    page.output(FIRST).get_by_text("rank 1", exact=True).click()  # its tab: works while the cell runs
-    page.wait_for_text(FIRST, "rank 1 at step 10 <b>not bold</b>")
-    assert "rank 0 at step" not in page.text(FIRST)
+    show_lines_of(page, FIRST, rank=1, other=0)
     page.screenshot(picture(server, "live"))
     (server.folder / "enough").touch()
     page.wait_for_text(FIRST, "done in")
-    page.wait_until(lambda: num_widgets(page, FIRST) == 0, "the widgets to go")
-    assert len(re.findall(r"^\d\s+✓ done", page.text(FIRST), re.MULTILINE)) == 2
+    wait_for_table(page, FIRST)
+    page.wait_for_matches(FIRST, r"^\d\s+✓ done", 2)
     page.wait_until_idle(FIRST)
     page.screenshot(picture(server, "done"))
     (server.folder / "enough").unlink()
@@ -100,7 +98,7 @@ def test_a_double_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Pag
     page.screenshot(picture(server, "stacks"))
     button(page, STOPPED, "Stop").dblclick()
     page.wait_for_text(STOPPED, "stopped early on request after")
-    assert num_widgets(page, STOPPED) == 0
+    wait_for_table(page, STOPPED)
     page.screenshot(picture(server, "stopped"))
     page.run(RESULT)
     page.wait_for_text(RESULT, "True")
@@ -111,17 +109,15 @@ def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Clas
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
     assert num_widgets(page, FAILING) > 0
-    assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
-    bar = page.output(FAILING).locator(RANK_BARS).nth(1)
-    color = "bar => getComputedStyle(bar.firstChild).backgroundColor"
-    page.wait_until(lambda: bar.evaluate(color) == RED, "a red bar")  # none while the rows are being replaced
+    page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
+    wait_for_red_bar(page, FAILING, rank=1)
     (server.folder / "looked").touch()
     page.wait_for_text(FAILING, "failed in rank 1 after")
-    page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
+    wait_for_table(page, FAILING)
     page.screenshot(picture(server, "failed"))
     page.run(SECOND)
     page.wait_for_text(SECOND, "done in")
-    assert page.text(SECOND).count("50/50") == 3  # of the job and of two ranks
+    page.wait_for_matches(SECOND, "50/50", 3)  # of the job and of two ranks
     page.wait_until_idle(SECOND)
 
 
@@ -143,7 +139,7 @@ def test_the_saved_notebook_opens_with_its_tables(
             (FAILING, "failed in rank 1"),
         ):
             sent.wait_for_text(cell, text)
-        assert len(re.findall(r"^\d\s+✓ done", sent.text(FIRST), re.MULTILINE)) == 2
+        sent.wait_for_matches(FIRST, r"^\d\s+✓ done", 2)
         assert sent.page.locator(".jupyter-widgets").count() == 0
         sent.cell(FIRST).scroll_into_view_if_needed()
         sent.screenshot(picture(server, "sent"))
@@ -160,8 +156,8 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     button(page, RELOADED, "Stop").click()
     # This page does not know the output as the job's own: it is the widgets that turn into the table.
     page.wait_for_text(RELOADED, "stopped early on request after")
-    assert "✓ done" in page.text(RELOADED)
-    assert len(bars(page, RELOADED)) == 0
+    page.wait_for_text(RELOADED, "✓ done")
+    page.wait_until(lambda: len(bars(page, RELOADED)) == 0, "the bars to go")
 
 
 def test_the_table_of_a_cell_that_ran_meanwhile_is_there_after_a_reload(
@@ -173,7 +169,7 @@ def test_the_table_of_a_cell_that_ran_meanwhile_is_there_after_a_reload(
     page.reload()
     (server.folder / "enough").touch()
     page.wait_for_text(BLOCKED, "done in")
-    assert page.text(BLOCKED).count("✓ done") == 3  # of the job and of two ranks
+    page.wait_for_matches(BLOCKED, "✓ done", 3)  # of the job and of two ranks
     page.screenshot(picture(server, "reloaded"))
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.browser.lab import Browser, Lab, Page, write_notebook
+from tests.browser.panel import wait_for_table
 from tests.dashboard.feed import FEED
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -176,6 +177,7 @@ def test_nothing_moves_between_the_start_and_the_end(lab: Lab, page: Page) -> No
         assert "nothing printed" not in page.text(TWO)  # a silent job has no empty pane
         assert output.evaluate(FITS)
     page.wait_for_text(TWO, "done in")
+    wait_for_table(page, TWO)
     assert output.evaluate(HEADS) == places[0]
 
 

@@ -15,7 +15,6 @@ import pytest
 from tests.browser.lab import Browser, Lab, Page, write_notebook
 from tests.browser.panel import (
     RANK_BARS,
-    RED,
     SETUP,
     bars,
     button,
@@ -23,6 +22,9 @@ from tests.browser.panel import (
     have_advanced,
     num_widgets,
     saved_outputs,
+    show_lines_of,
+    wait_for_red_bar,
+    wait_for_table,
 )
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
@@ -76,13 +78,13 @@ def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, br
         rank_bars = page.output(launch).locator(RANK_BARS)
         page.wait_until(lambda: rank_bars.evaluate_all(glides), "a bar that glides")
         page.wait_for_text(launch, "done in", 120)
+        # The static table, the lines of the ranks, the result; no widget is left.
+        wait_for_table(page, launch)
+        page.wait_for_matches(launch, r"^\d\s+✓ done", 4)
+        page.wait_for_text(launch, f"[0] epoch {EPOCHS - 1}: loss")
+        page.wait_for_text(launch, "{'accuracy': 0.9")
         page.cell(launch).scroll_into_view_if_needed()
         page.screenshot("quickstart_done.png")
-        # The static table, the lines of the ranks, the result; no widget is left.
-        assert num_widgets(page, launch) == 0
-        assert len(re.findall(r"^\d\s+✓ done", page.text(launch), re.MULTILINE)) == 4
-        assert f"[0] epoch {EPOCHS - 1}: loss" in page.text(launch)
-        assert "{'accuracy': 0.9" in page.text(launch)
         # The curve and the epochs end at the last ones.
         assert re.search(rf"loss.*\n.* in {22 * EPOCHS:,} steps", page.text(launch))
         assert re.search(rf"^all\s+✓ done\s+{EPOCHS}(/{EPOCHS})?\s", page.text(launch), re.MULTILINE)
@@ -99,21 +101,18 @@ def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, br
 def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     page.run(FAILING)
     page.wait_until(lambda: len(bars(page, FAILING)) == 2, "two bars")
-    page.output(FAILING).get_by_text("rank 1", exact=True).click()  # its tab: works while the cell runs
-    page.wait_for_text(FAILING, "rank 1 at step 10 <b>not bold</b>")
-    assert "rank 0 at step" not in page.text(FAILING)
+    show_lines_of(page, FAILING, rank=1, other=0)
     # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     assert num_widgets(page, FAILING) > 0
-    bar = page.output(FAILING).locator(RANK_BARS).nth(1)
-    assert bar.evaluate("bar => getComputedStyle(bar.firstChild).backgroundColor") == RED
-    assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
+    wait_for_red_bar(page, FAILING, rank=1)
+    page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
     page.screenshot("failing_live.png")
     (lab.folder / "looked").touch()
     page.wait_for_text(FAILING, "failed in rank 1 after")
-    page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
-    assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
-    assert "ValueError: the loss of <i>this</i> rank is nan" in page.text(FAILING)
+    wait_for_table(page, FAILING)
+    page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
+    page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     page.wait_until_idle(FAILING)  # cells that are run before this one has failed are not executed
     page.screenshot("failed.png")
 
@@ -133,8 +132,8 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     button(page, ONE, "Kill").click()
     button(page, ONE, "Confirm kill").click(delay=600)  # not a double click
     page.wait_for_text(ONE, "cancelled after")
-    assert num_widgets(page, ONE) == 0
-    assert len(bars(page, TWO)) == 2
+    wait_for_table(page, ONE)
+    page.wait_until(lambda: len(bars(page, TWO)) == 2, "the bars of the other job")
 
     page.save()
     page.reload()
@@ -149,9 +148,9 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     # This page's own output is replaced; in the one from before the reload, the widgets turn into the table.
     for cell in (TWO, AGAIN):
         page.wait_for_text(cell, "stopped early on request after")
-        assert "✓ done" in page.text(cell)
-        assert len(bars(page, cell)) == 0
-    assert num_widgets(page, AGAIN) == 0
+        page.wait_for_text(cell, "✓ done")
+        page.wait_until(lambda cell=cell: len(bars(page, cell)) == 0, "the bars to go")  # type: ignore[misc]
+    wait_for_table(page, AGAIN)
     page.screenshot("stopped.png")
     page.run(RESULT)
     page.wait_for_text(RESULT, "True")
