@@ -138,8 +138,8 @@ def _rows(view: JobView, table: Table, width: int) -> RichTable:
         if name == "output":
             drawn.add_column(name, ratio=1)  # takes what is left
         else:
-            justify = "left" if name in ("state", "progress") else "right"
-            drawn.add_column(name, justify=justify, width=widths[name], no_wrap=True)
+            is_text = name in ("state", "progress")
+            drawn.add_column(name, justify="left" if is_text else "right", width=widths[name], no_wrap=True)
     for cells in zip(*(columns[name] for name in shown), strict=True):
         drawn.add_row(*cells)
     return drawn
