@@ -152,41 +152,55 @@ class SessionClient:
         return replies
 
     def _collect(self) -> Replies:
-        """Wait for the replies of the busy ranks; interrupt those that wait for a rank that has failed."""
+        """Wait until no rank is busy, nor leaving the group; free ranks that wait for one that has failed.
+
+        A rank is busy, then done; where another has failed, those that are done leave the group, and reply again.
+        """
         replies: Replies = {}
-        sent_out: set[int] = set()
+        done: set[int] = set()
         leaving: set[int] = set()
-        troubled_s: float | None = None
+        failed_since_s: float | None = None
         while self.busy or leaving:
-            prompting = [self.channel.connections[rank].fileno() for rank in self.busy - self.channel.gone]
-            expected = [*self.busy, *leaving]
-            ready = wait([*(self._connections[rank].fileno() for rank in expected), *prompting], _TICK_S)
-            for rank in [rank for rank in expected if self._connections[rank].fileno() in ready]:
+            for rank in self._wait([*self.busy, *leaving]):
                 received = self._receive(rank)
                 if rank in leaving:
-                    leaving.discard(rank)
-                else:
-                    replies[rank] = received
-                    self.names.update(received.reply.new_names)
-                    self.busy.discard(rank)
-            if not self._runner.is_running:
-                self.raise_end()  # a process that a rank has left behind may keep its connection open
-            self._output.pump()
-            self.channel.receive_available()
-            if self.channel.prompts and not self.num_interrupts:
-                debugging.answer_prompt(self.channel, self.interrupt)
-            if self.num_interrupts:
-                self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
-            if troubled_s is None and (self.num_interrupts or failed_ranks(replies)):
-                troubled_s = time.monotonic()
-            patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
-            waits = self.busy or leaving
-            if troubled_s is not None and waits and time.monotonic() - troubled_s > patience_s:
-                new = replies.keys() - sent_out
-                self._interrupt_waiting(new)
-                sent_out |= new
-                leaving |= new
+                    leaving.remove(rank)
+                    continue
+                replies[rank] = received
+                self.names.update(received.reply.new_names)
+                self.busy.remove(rank)
+                done.add(rank)
+            self._serve()
+            if failed_since_s is None and (self.num_interrupts or failed_ranks(replies)):
+                failed_since_s = time.monotonic()
+            if (self.busy or leaving) and self._is_over(failed_since_s):
+                self._interrupt_waiting(done)
+                leaving |= done
+                done.clear()
         return {rank: replies[rank] for rank in sorted(replies)}
+
+    def _wait(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the ranks that have replied, after a tick at the latest; a prompt ends the wait, too."""
+        prompting = [self.channel.connections[rank].fileno() for rank in self.busy - self.channel.gone]
+        descriptors = {rank: self._connections[rank].fileno() for rank in ranks}
+        ready = wait([*descriptors.values(), *prompting], _TICK_S)
+        return [rank for rank, descriptor in descriptors.items() if descriptor in ready]
+
+    def _serve(self) -> None:
+        """Show output, answer prompts of the debugger, and interrupt again; raise the end of the workers."""
+        if not self._runner.is_running:
+            self.raise_end()  # a process that a rank has left behind may keep its connection open
+        self._output.pump()
+        self.channel.receive_available()
+        if self.channel.prompts and not self.num_interrupts:
+            debugging.answer_prompt(self.channel, self.interrupt)
+        if self.num_interrupts:
+            self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
+
+    def _is_over(self, failed_since_s: float | None) -> bool:
+        """Return whether ranks that still run had the time to end by themselves since the first failure."""
+        patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
+        return failed_since_s is not None and time.monotonic() - failed_since_s > patience_s
 
     def _interrupt_waiting(self, done: Collection[int]) -> None:
         """Interrupt the busy ranks, and let those that are done leave the group.
