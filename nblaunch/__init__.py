@@ -27,11 +27,11 @@ _PUBLIC = {
     "CheckpointError": "nblaunch.errors",
     "DDPCommunicationHookType": "nblaunch.training.options",
     "DataLoaderConfiguration": "nblaunch.training.options",
-    "DeepSpeedPlugin": "nblaunch.training.strategies.deepspeed.plugin",
+    "DeepSpeedPlugin": "nblaunch.training.strategies.deepspeed.strategy",
     "DistributedDataParallelKwargs": "nblaunch.training.options",
     "DistributedOperationException": "nblaunch.errors",
     "DistributedType": "nblaunch.training.state",
-    "FullyShardedDataParallelPlugin": "nblaunch.training.strategies.fsdp2.plugin",
+    "FullyShardedDataParallelPlugin": "nblaunch.training.strategies.fsdp2.strategy",
     "GradScalerKwargs": "nblaunch.training.options",
     "GradientAccumulationPlugin": "nblaunch.training.options",
     "GradientState": "nblaunch.training.state",
@@ -170,8 +170,8 @@ if TYPE_CHECKING:
     )
     from nblaunch.training.parallelism import ParallelismConfig
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
-    from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
-    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+    from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+    from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
     from nblaunch.training.utilities.local_sgd import LocalSGD
     from nblaunch.training.utilities.memory import (
         find_executable_batch_size,

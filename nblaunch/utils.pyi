@@ -24,17 +24,17 @@ from nblaunch.training.checkpoints.files import (
     WEIGHTS_NAME as WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
 )
-from nblaunch.training.checkpoints.model_files import (
-    load as load,
-    save as save,
-)
-from nblaunch.training.checkpoints.sharded_files import (
+from nblaunch.training.checkpoints.fsdp_states import (
     FSDP_MODEL_NAME as FSDP_MODEL_NAME,
     load_fsdp_model as load_fsdp_model,
     load_fsdp_optimizer as load_fsdp_optimizer,
     merge_fsdp_weights as merge_fsdp_weights,
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
+)
+from nblaunch.training.checkpoints.model_files import (
+    load as load,
+    save as save,
 )
 from nblaunch.training.collectives.nested import (
     TensorInformation as TensorInformation,
@@ -116,16 +116,20 @@ from nblaunch.training.strategies.deepspeed.engine import (
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
 )
-from nblaunch.training.strategies.deepspeed.plugin import (
-    DeepSpeedPlugin as DeepSpeedPlugin,
+from nblaunch.training.strategies.deepspeed.settings import (
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
 )
-from nblaunch.training.strategies.fsdp2.plugin import (
+from nblaunch.training.strategies.deepspeed.strategy import (
+    DeepSpeedPlugin as DeepSpeedPlugin,
+)
+from nblaunch.training.strategies.fsdp2.settings import (
     FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE,
     FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY,
     FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH,
     FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE,
+)
+from nblaunch.training.strategies.fsdp2.strategy import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from nblaunch.training.tracking.hub import (

@@ -74,12 +74,11 @@ def parse_count(option: str, text: str) -> int:
 
 def measure(model: nn.Module) -> ModelSize:
     """Count parameters and buffers of a model, shared ones once."""
-    # Imported here, since they import torch.
+    # Imported here, since it imports torch.
     units: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.units")
-    options: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.plugin")
     left = {id(parameter): parameter.numel() for parameter in model.parameters()}
     total, blocks = sum(left.values()), []
-    for _, unit in units.choose(model, options.FullyShardedDataParallelPlugin()):  # innermost first
+    for _, unit in units.choose(model):  # innermost first
         blocks.append(sum(left.pop(id(parameter), 0) for parameter in unit.parameters()))
     return ModelSize(
         parameters=total,

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge, and return the exit code."""
-    from nblaunch.training.checkpoints.sharded_files import merge_fsdp_weights
+    from nblaunch.training.checkpoints.fsdp_states import merge_fsdp_weights
 
     try:
         merge_fsdp_weights(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 
 _BATCH_SIZE = 4
 _NUM_STEPS = 6

@@ -90,12 +90,14 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.state": "DistributedType wait_for_everyone",
         "training.strategies.deepspeed.config": "DummyOptim DummyScheduler HfDeepSpeedConfig",
         "training.strategies.deepspeed.engine": "DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
-        "training.strategies.deepspeed.plugin": "DeepSpeedPlugin get_active_deepspeed_plugin",
-        "training.strategies.fsdp2.plugin": (
+        "training.strategies.deepspeed.settings": "get_active_deepspeed_plugin",
+        "training.strategies.deepspeed.strategy": "DeepSpeedPlugin",
+        "training.strategies.fsdp2.strategy": "FullyShardedDataParallelPlugin",
+        "training.strategies.fsdp2.settings": (
             "FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY "
-            "FSDP_STATE_DICT_TYPE FullyShardedDataParallelPlugin"
+            "FSDP_STATE_DICT_TYPE"
         ),
-        "training.checkpoints.sharded_files": (
+        "training.checkpoints.fsdp_states": (
             "FSDP_MODEL_NAME load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model "
             "save_fsdp_optimizer"
         ),

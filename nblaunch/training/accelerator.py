@@ -61,8 +61,8 @@ from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, reset_message
 from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
-from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from nblaunch.training.tracking.hub import TrackerHub
 from nblaunch.training.tracking.trackers import GeneralTracker
 

@@ -31,9 +31,10 @@ from nblaunch.training.options import (
     check_choice,
 )
 from nblaunch.training.parallelism import ParallelismConfig
-from nblaunch.training.strategies import PLUGINS, StrategyPlugin
+from nblaunch.training.strategies import StrategyPlugin
 from nblaunch.training.strategies.ddp import DefaultPlugin
-from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from nblaunch.training.strategies.tensor_parallel import TensorParallelPlugin
 
 HANDLERS = (
@@ -45,6 +46,13 @@ HANDLERS = (
     TorchDynamoPlugin,
     AORecipeKwargs,
 )
+
+PLUGINS: Mapping[str, type[StrategyPlugin]] = {
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "deepspeed_plugin": DeepSpeedPlugin,
+    "deepspeed_plugins": DeepSpeedPlugin,
+}
+"""Arguments of the Accelerator that take plugins of one class; ``strategy`` takes those of any."""
 
 _SPREAD = f"models are spread with DistributedDataParallel, or by one of the arguments {', '.join(PLUGINS)}, strategy"
 # Arguments of Hugging Face Accelerate's Accelerator that are not supported yet, with what to do instead.
@@ -189,6 +197,11 @@ def given_plugin(
     for name, value in given.items():
         return PLUGINS.get(name, type(value)).from_argument(name, value)
     return None
+
+
+def argument_of(name: str) -> str:
+    """Return the argument of the Accelerator by which the strategy ``name`` is chosen."""
+    return next((argument for argument, kind in PLUGINS.items() if kind.name == name), "strategy")
 
 
 def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> ParallelismConfig | None:

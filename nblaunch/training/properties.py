@@ -31,7 +31,7 @@ from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.state import AcceleratorState
-from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
+from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 
 
 class PreparationProperties(ProcessMethods):
@@ -270,7 +270,7 @@ class PreparationProperties(ProcessMethods):
     """Every process holds the whole model, or a part of it, and takes part in saving."""
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> DeepSpeedSettings | None:
         """The plugin that DeepSpeed trains by; None where it does not."""
         return AcceleratorState().deepspeed_plugin
 

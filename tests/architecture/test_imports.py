@@ -40,7 +40,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch", "nblaunch.session"): "magics need IPython",
     (
         "nblaunch.cli.merge",
-        "nblaunch.training.checkpoints.sharded_files",
+        "nblaunch.training.checkpoints.fsdp_states",
     ): "help and wrong uses need no torch",
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.notebook", "nblaunch.nodes.link"): "a launch on one machine does not load it",
@@ -50,18 +50,6 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
         "nblaunch.dashboard.widgets",
         "nblaunch.dashboard.widget_panel",
     ): "needs ipywidgets, which may be missing",
-    (
-        "nblaunch.training.strategies.deepspeed.plugin",
-        "nblaunch.training.strategies.deepspeed.strategy",
-    ): "PartialState and commands import the plugin alone, without torch's compiler (1.5 s)",
-    (
-        "nblaunch.training.strategies.fsdp2.plugin",
-        "nblaunch.training.strategies.fsdp2.strategy",
-    ): "PartialState and commands import the plugin alone, without torch's compiler (1.5 s)",
-    (
-        "nblaunch.training.strategies.fsdp2.plugin",
-        "nblaunch.training.strategies.fsdp2.over_devices",
-    ): "PartialState and commands import the plugin alone, without torch's compiler (1.5 s)",
 }
 
 

@@ -19,7 +19,7 @@ from nblaunch.errors import DistributedOperationException
 from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
-from nblaunch.training.strategies.deepspeed.plugin import get_active_deepspeed_plugin
+from nblaunch.training.strategies.deepspeed.settings import get_active_deepspeed_plugin
 from nblaunch.training.utilities.environment import (
     clear_environment,
     patch_environment,

@@ -9,7 +9,7 @@ files.py             names of the files in a checkpoint's folder, and the manife
 contents.py          states of one rank read from these files, and whether they and saved weights fit the objects
 model_files.py       files of weights: safetensors or torch's format, whole or in shards
 loading.py           weights from such files into a module
-sharded_files.py     sharded models and optimizers in files of their own; shards put together
+fsdp_states.py       models and optimizers of FSDP saved one by one, as trainers do; shards put together
 safe_save.py         atomic writes of files and folders
 dispatching.py       weights straight from disk to devices
 """

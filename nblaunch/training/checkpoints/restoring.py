@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nblaunch.errors import CheckpointError, warn
+from nblaunch.training.arguments import argument_of
 from nblaunch.training.checkpoints import contents, files, model_files, safe_save
 from nblaunch.training.checkpoints.contents import Contents
 from nblaunch.training.checkpoints.files import Manifest
@@ -21,7 +22,6 @@ from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.strategies import argument_of
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 

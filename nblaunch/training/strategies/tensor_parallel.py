@@ -20,7 +20,7 @@ from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.sharded import ShardedStrategy, shards_to_send
+from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, shards_to_send
 
 
 class TensorParallelPlugin(StrategyPlugin):
@@ -33,7 +33,7 @@ class TensorParallelPlugin(StrategyPlugin):
         return TensorParallelStrategy(setup.process, setup.parallelism)
 
 
-class TensorParallelStrategy(ShardedStrategy):
+class TensorParallelStrategy(DTensorStrategy):
     """Leave models as they were cut.
 
     Args:

@@ -23,8 +23,8 @@ from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.checkpoints.dispatching import load_checkpoint_in_model
 from nblaunch.training.options import GradientAccumulationPlugin
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
-from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
-from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from tests.training import ranks
 
 GLOBAL_BATCH = 8

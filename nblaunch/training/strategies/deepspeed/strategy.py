@@ -8,26 +8,27 @@ is handed to the engine, at the place where it is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch import context, formatting
+from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, Waiting
 from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.options import TorchDynamoPlugin
+from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
-from nblaunch.training.strategies.base import Strategy, TrainingSetup
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
@@ -41,10 +42,7 @@ from nblaunch.training.strategies.deepspeed.engine import (
     set_max_norm,
     total_norm,
 )
-
-if TYPE_CHECKING:
-    from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugins
-
+from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
 
 _SHARDED = {
     1: "optimizer states are sharded",
@@ -68,7 +66,7 @@ class DeepSpeedStrategy(Strategy):
     its device.
 
     Args:
-        plugins: the selected one describes the engine.
+        named: the selected settings describe the engine; read when a model is set up.
         setup: what it is built with.
     """
 
@@ -77,9 +75,9 @@ class DeepSpeedStrategy(Strategy):
     moves_models = True
     holds_shards = True
 
-    def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
+    def __init__(self, named: NamedSettings, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
-        self.plugins = plugins
+        self._named = named
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
         self.engine: Any = None
@@ -119,9 +117,9 @@ class DeepSpeedStrategy(Strategy):
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if deepspeed_library.is_engine(model):
             return model
-        plugin = self.plugins.active
+        settings = self._named.active
         optimizer = self._given.optimizer
-        if optimizer is None and plugin.zero_stage != 3:
+        if optimizer is None and settings.zero_stage != 3:
             to_device(model, process)
             return model
         if optimizer is not None and self.engine is not None:
@@ -131,8 +129,8 @@ class DeepSpeedStrategy(Strategy):
                 "second model, or call free_memory() first"
             )
         library = deepspeed_library.load(process)
-        config = deepspeed_config.complete(plugin.deepspeed_config, self._describe(model, process))
-        _keep_whole(library, model, plugin.transformer_moe_cls_names)
+        config = deepspeed_config.complete(settings.deepspeed_config, self._describe(model, process))
+        _keep_whole(library, model, settings.transformer_moe_cls_names)
         with Waiting(process.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._engine_arguments())
         if deepspeed_library.sharded_parameters(model):
@@ -170,7 +168,7 @@ class DeepSpeedStrategy(Strategy):
             world_size=process.topology.world_size,
             num_steps=self._setup.accumulation.num_steps,
             splits_batches=self._setup.splits_batches,
-            is_train_batch_min=self.plugins.active.is_train_batch_min,
+            is_train_batch_min=self._named.active.is_train_batch_min,
             precision=self._precision.name,
             device_type=process.device.type,
         )
@@ -305,6 +303,38 @@ class DeepSpeedStrategy(Strategy):
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         checkpoint.load(folder, models, self._setup.process)
         return True
+
+
+class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
+    """Training with DeepSpeed's engine, by its settings."""
+
+    __doc__ = DeepSpeedSettings.__doc__  # the fields are what users ask help for
+
+    name = DeepSpeedStrategy.name
+
+    @classmethod
+    def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
+        """Return the plugins of the process: those of a mapping by name, or one alone."""
+        return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        return DeepSpeedPlugins({"default": self}).build(setup)
+
+
+class DeepSpeedPlugins(NamedSettings, StrategyPlugin):
+    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses."""
+
+    name = DeepSpeedStrategy.name
+    is_kept = True
+
+    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
+        return self.active.precision_name(asked, backend)
+
+    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        return self.active.accumulation(asked)
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        return DeepSpeedStrategy(self, setup)
 
 
 def _batch_size(loader: DataLoader) -> int | None:

@@ -8,7 +8,7 @@ are gathered and gradients reduced. So states are read and written whole, as wit
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +21,10 @@ from nblaunch.events import Note
 from nblaunch.host import memory
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
+from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import units
-
-if TYPE_CHECKING:
-    from nblaunch.training.optimizer import AcceleratedOptimizer
-    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
 # Fields that ask for what the compiler has no place for: field -> what to do instead.
 _REFUSED = {
@@ -42,26 +40,26 @@ class DeviceShardsStrategy(Strategy):
 
     Args:
         process: this process, which drives several devices.
-        plugin: what users set.
+        settings: what users set; read when a model is set up.
 
     Raises:
-        ValueError: a field of the plugin can't be followed here.
+        ValueError: a setting can't be followed here.
     """
 
     name = "fsdp2 over devices"
     moves_models = True
 
-    def __init__(self, process: JoinedProcess, plugin: FullyShardedDataParallelPlugin) -> None:
+    def __init__(self, process: JoinedProcess, settings: ShardingSettings) -> None:
         for field, instead in _REFUSED.items():
-            if getattr(plugin, field):
+            if getattr(settings, field):
                 raise ValueError(
-                    f"{field}={getattr(plugin, field)!r:.60} can't be used with strategy='spmd': {instead}"
+                    f"{field}={getattr(settings, field)!r:.60} can't be used with strategy='spmd': {instead}"
                 )
-        if not plugin.reshards:
+        if not settings.reshards:
             warn(
                 "with strategy='spmd' the compiler decides how long weights stay gathered: SHARD_GRAD_OP has no effect"
             )
-        self.plugin = plugin
+        self._settings = settings
         self._backend = process.backend
         self._count = process.backend.num_spmd_devices
         self._dimensions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> int
@@ -70,7 +68,7 @@ class DeviceShardsStrategy(Strategy):
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
-        ignored = units.ignored_parameters(inner, self.plugin.ignored_modules)
+        ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
         names = {id(one) for one in ignored}
         kept_whole = {name for name, one in inner.named_parameters() if id(one) in names}
         # Inner modules first, each cut before the next is moved: the host never holds much of the model twice.

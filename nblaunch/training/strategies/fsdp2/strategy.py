@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,24 +24,24 @@ from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, shards_to_send
 from nblaunch.training.strategies.fsdp2 import fsdp_internals
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
+from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
+from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.units import checkpoint_activations, return_no_views
 from nblaunch.training.strategies.fsdp2.weights import WholeWeights
-from nblaunch.training.strategies.sharded import ShardedStrategy, shards_to_send
 from nblaunch.training.strategies.tensor_parallel import is_cut, share_weights, warn_of_whole
 from nblaunch.wire import modules
 
-if TYPE_CHECKING:
-    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 
-
-class Fsdp2Strategy(ShardedStrategy):
+class Fsdp2Strategy(DTensorStrategy):
     """Apply torch's ``fully_shard`` over all ranks, or inside each machine. A lone process keeps the model as it is.
 
     Args:
         process: ranks and device of this process.
-        plugin: what users set.
+        settings: what users set; read when a model is set up.
         dtype: in which weights are gathered; None: their own.
         parallelism: how the ranks are divided; None: all of them shard, or those inside each machine.
 
@@ -56,7 +56,7 @@ class Fsdp2Strategy(ShardedStrategy):
     def __init__(
         self,
         process: JoinedProcess,
-        plugin: FullyShardedDataParallelPlugin,
+        settings: ShardingSettings,
         dtype: torch.dtype | None = None,
         parallelism: ParallelismConfig | None = None,
     ) -> None:
@@ -70,10 +70,10 @@ class Fsdp2Strategy(ShardedStrategy):
                 f"fsdp_plugin can't be used on {process.backend.name} with a process per device: torch's fully_shard "
                 "is for CPUs and GPUs. strategy='spmd' shards models over the devices of one process; or leave it out"
             )
-        self.plugin = plugin
+        self._settings = settings
         self._dtype = dtype
         self._parallelism = parallelism
-        plugin.precision_policy(dtype)  # refuses what it does not know before any model is built
+        settings.precision_policy(dtype)  # refuses what it does not know before any model is built
         self.moves_models = self.holds_shards = process.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
@@ -84,14 +84,14 @@ class Fsdp2Strategy(ShardedStrategy):
             return model  # by the user
         units = fsdp2_units.choose(
             inner,
-            self.plugin.auto_wrap_policy,
-            self.plugin.transformer_cls_names_to_wrap,
-            self.plugin.min_num_params,
+            self._settings.auto_wrap_policy,
+            self._settings.transformer_cls_names_to_wrap,
+            self._settings.min_num_params,
             is_trained_in_fp32=self._dtype is not None,
         )
-        if self.plugin.activation_checkpointing:
+        if self._settings.activation_checkpointing:
             for _, unit in units or [("", inner)]:
-                checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
+                checkpoint_activations(unit, bool(self._settings.activation_checkpointing_offload))
         if self.holds_shards:
             if self._parallelism is not None and self._parallelism.tp_enabled:
                 self._shard_further(inner, units) if is_cut(inner) else warn_of_whole(inner)
@@ -108,17 +108,17 @@ class Fsdp2Strategy(ShardedStrategy):
         name = type(model).__name__  # before fully_shard makes another class of it
         units = [*units, ("", model)]
         device = self._process.device
-        may_be_sent = self.plugin.cpu_ram_efficient_loading is not False
+        may_be_sent = self._settings.cpu_ram_efficient_loading is not False
         # What computes in fewer bits is trained in fp32, however the model was loaded: small steps would be lost.
         master = torch.float32 if self._dtype is not None else None
         weights = WholeWeights(model, ignored, device, may_be_sent, master)
         weights.move_to_meta()
         self._apply_fully_shard([module for _, module in units], ignored)
-        weights.materialize_shards(torch.device("cpu") if self.plugin.cpu_offload else device)
+        weights.materialize_shards(torch.device("cpu") if self._settings.cpu_offload else device)
         for unit, module in units:
             fsdp_internals.register_new_parameters(module)
             fsdp_internals.name_in_errors(unit, module)
-        weights.fill_shards(self.plugin.param_init_fn)
+        weights.fill_shards(self._settings.param_init_fn)
         self._report(model, name, weights.num_bytes, len(units))
 
     def _shard_further(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
@@ -143,7 +143,7 @@ class Fsdp2Strategy(ShardedStrategy):
         self._report(model, name, model_bytes, len(units))
 
     def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
-        ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
+        ignored = fsdp2_units.ignored_parameters(model, self._settings.ignored_modules)
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
         # A shard would be a plain tensor, without what its library keeps with it.
@@ -152,16 +152,16 @@ class Fsdp2Strategy(ShardedStrategy):
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        settings: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "mesh": self._mesh(),
-            "reshard_after_forward": self.plugin.reshards,
-            "mp_policy": self.plugin.precision_policy(self._dtype),
-            "offload_policy": self.plugin.offload_policy(),
+            "reshard_after_forward": self._settings.reshards,
+            "mp_policy": self._settings.precision_policy(self._dtype),
+            "offload_policy": self._settings.offload_policy(),
             "ignored_params": ignored,
         }
         for module in modules:
             return_no_views(module)
-            fully_shard(module, **settings)
+            fully_shard(module, **arguments)
 
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -170,11 +170,11 @@ class Fsdp2Strategy(ShardedStrategy):
             return self._parallelism.fsdp_mesh()
         topology = self._process.topology
         kind = self._process.device.type
-        if self.plugin.is_hybrid:
+        if self._settings.is_hybrid:
             shape = (topology.world_size // topology.local_world_size, topology.local_world_size)
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         world: Any = dist.group.WORLD
-        if self.plugin.cpu_offload and dist.get_backend() == "nccl":
+        if self._settings.cpu_offload and dist.get_backend() == "nccl":
             # Shards lie in host memory, where NCCL can't exchange what is computed on them: norms, whole tensors.
             world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
@@ -188,7 +188,7 @@ class Fsdp2Strategy(ShardedStrategy):
         )
         sizes = operations.gather_object([own])
         if self._process.topology.rank == 0:
-            text = shards_line(name, model_bytes, num_units, sizes, bool(self.plugin.reshards))
+            text = shards_line(name, model_bytes, num_units, sizes, bool(self._settings.reshards))
             context.current().emit(Note.of_job(text))
 
     # --- gradients -----------------------------------------------------------------------------------------------
@@ -233,7 +233,20 @@ class Fsdp2Strategy(ShardedStrategy):
 
     @property
     def saves_shards(self) -> bool:
-        return self.plugin.saves_shards
+        return self._settings.saves_shards
+
+
+class FullyShardedDataParallelPlugin(ShardingSettings, StrategyPlugin):
+    """Sharding of models over ranks, by its settings."""
+
+    __doc__ = ShardingSettings.__doc__  # the fields are what users ask help for
+
+    name = Fsdp2Strategy.name
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        if setup.process.backend.num_spmd_devices:
+            return DeviceShardsStrategy(setup.process, self)
+        return Fsdp2Strategy(setup.process, self, setup.precision.dtype, setup.parallelism)
 
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:

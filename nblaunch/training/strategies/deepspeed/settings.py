@@ -1,20 +1,17 @@
-"""Settings of DeepSpeed: :class:`DeepSpeedPlugin`, and several of them by name.
+"""Settings of DeepSpeed: :class:`DeepSpeedSettings`, and several of them by name.
 
-Plain data that checks itself, and builds the strategy from it. Nothing here imports DeepSpeed or touches a device.
-``config`` fills in "auto" values.
+Plain data that checks itself. Nothing here imports DeepSpeed or touches a device. ``config`` fills in "auto" values.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.backends.base import Backend
 from nblaunch.training.options import GradientAccumulationPlugin, check_choice
-from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.config import AUTO, get, put, read_config, set_or_check
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
@@ -41,7 +38,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass
-class DeepSpeedPlugin(StrategyPlugin):
+class DeepSpeedSettings:
     """Training with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
 
     Needs ``pip install deepspeed``. Either a configuration of DeepSpeed's own is given, or the fields below make one;
@@ -73,8 +70,6 @@ class DeepSpeedPlugin(StrategyPlugin):
         TypeError: the configuration is of none of these kinds.
         NotImplementedError: a field that is not supported was set.
     """
-
-    name = "deepspeed"
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | str | None = None
@@ -146,12 +141,8 @@ class DeepSpeedPlugin(StrategyPlugin):
                 f"{_ZERO}.stage=0"
             )
 
-    @classmethod
-    def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
-        """Return the plugins of the process: those of a mapping by name, or one alone."""
-        return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
-
     def precision_name(self, asked: str | None, backend: Backend) -> str | None:
+        """Return what models compute in: see ``StrategyPlugin``."""
         for name in ("fp16", "bf16"):
             if self.get_value(f"{name}.enabled") is not True:
                 continue
@@ -169,6 +160,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         return asked
 
     def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        """Return how gradients are accumulated: see ``StrategyPlugin``."""
         key = "gradient_accumulation_steps"
         steps: Any = self.get_value(key)
         if steps in (AUTO, asked.num_steps):
@@ -179,9 +171,6 @@ class DeepSpeedPlugin(StrategyPlugin):
                 f'{asked.num_steps}). Set it in one place, or write "auto" in the configuration.'
             )
         return dataclasses.replace(asked, num_steps=steps)
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        return DeepSpeedPlugins({"default": self}).build(setup)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value of a key of the configuration, as ``"zero_optimization.stage"``."""
@@ -239,48 +228,33 @@ class DeepSpeedPlugin(StrategyPlugin):
 
 
 @dataclass
-class DeepSpeedPlugins(StrategyPlugin):
-    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses.
+class NamedSettings:
+    """The settings of a process by name, one of them selected: those that ``prepare`` uses.
 
     Raises:
         ValueError: there is none.
         TypeError: one of them is no plugin.
     """
 
-    name = DeepSpeedPlugin.name
-    is_kept = True
-
-    by_name: dict[str, DeepSpeedPlugin]
+    by_name: dict[str, DeepSpeedSettings]
 
     def __post_init__(self) -> None:
         if not self.by_name:
             raise ValueError("deepspeed_plugins={} has no plugin")
         for name, plugin in self.by_name.items():
-            if not isinstance(plugin, DeepSpeedPlugin):
+            if not isinstance(plugin, DeepSpeedSettings):
                 raise TypeError(
                     f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
                     "nblaunch.DeepSpeedPlugin, which has the same fields"
                 )
         self.select(next(iter(self.by_name)))
 
-    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
-        return self.active.precision_name(asked, backend)
-
-    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        return self.active.accumulation(asked)
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        # Not before: plugins are made and read in places that train nothing.
-        from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedStrategy
-
-        return DeepSpeedStrategy(self, setup)
-
     @property
-    def active(self) -> DeepSpeedPlugin:
+    def active(self) -> DeepSpeedSettings:
         """The selected one."""
         return next(plugin for plugin in self.by_name.values() if plugin.selected)
 
-    def get(self, name: str) -> DeepSpeedPlugin:
+    def get(self, name: str) -> DeepSpeedSettings:
         """Return one of them; ValueError where there is none of that name."""
         if name not in self.by_name:
             raise ValueError(
@@ -295,7 +269,7 @@ class DeepSpeedPlugins(StrategyPlugin):
             plugin.selected = plugin is chosen
 
 
-def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedSettings:
     """Return the plugin that DeepSpeed trains by, of several the one that is selected.
 
     Args:
@@ -309,5 +283,5 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
         raise ValueError(
             "DeepSpeed has no plugin here; give the Accelerator one: Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
         )
-    active: DeepSpeedPlugin = plugin
+    active: DeepSpeedSettings = plugin
     return active

@@ -15,11 +15,11 @@ from torch import nn
 from nblaunch import context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
-from nblaunch.training.strategies import shard_files
+from nblaunch.training.strategies import distributed_checkpoint
 from nblaunch.training.strategies.base import ShardWriter, Strategy
 
 
-class ShardedStrategy(Strategy):
+class DTensorStrategy(Strategy):
     """Clip, save and load models whose parameters are DTensors; the rest is that of the strategy.
 
     Args:
@@ -77,7 +77,7 @@ class ShardedStrategy(Strategy):
 
     def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         if self.saves_shards:
-            shard_files.save(folder, models, optimizers, is_alone=not self.holds_shards)
+            distributed_checkpoint.save(folder, models, optimizers, is_alone=not self.holds_shards)
         return self.saves_shards
 
     def shard_writer(
@@ -86,16 +86,16 @@ class ShardedStrategy(Strategy):
         if not self.saves_shards:
             return None
         if self.holds_shards and self._saving_group is None:
-            self._saving_group = shard_files.new_group()
-        return shard_files.CopiedShards(models, optimizers, copy, self._saving_group)
+            self._saving_group = distributed_checkpoint.new_group()
+        return distributed_checkpoint.CopiedShards(models, optimizers, copy, self._saving_group)
 
     def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        return shard_files.of_rank(folder, rank)
+        return distributed_checkpoint.of_rank(folder, rank)
 
     def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        if not shard_files.are_in(folder):
+        if not distributed_checkpoint.are_in(folder):
             return False
-        shard_files.load(folder, models, optimizers, is_alone=not self.holds_shards)
+        distributed_checkpoint.load(folder, models, optimizers, is_alone=not self.holds_shards)
         return True
 
 

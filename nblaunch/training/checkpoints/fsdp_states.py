@@ -17,7 +17,7 @@ from torch import nn
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints.model_files import save_sharded
 from nblaunch.training.models import bare_module
-from nblaunch.training.strategies import shard_files
+from nblaunch.training.strategies import distributed_checkpoint
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"
@@ -143,7 +143,7 @@ def merge_fsdp_weights(
         for name, entry in entries.items()
         if isinstance(entry, dcp.metadata.TensorStorageMetadata)
     }
-    shard_files.read(state, folder, is_alone=True)
+    distributed_checkpoint.read(state, folder, is_alone=True)
     weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     save_sharded(weights, Path(output_path), "10GB", safe_serialization)
     if remove_checkpoint_dir:
@@ -177,7 +177,9 @@ def _save(
             torch.save(whole, _file(output_dir, name, index))
         accelerator.wait_for_everyone()
     else:
-        shard_files.write(state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1)
+        distributed_checkpoint.write(
+            state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1
+        )
 
 
 def _load(
@@ -186,7 +188,7 @@ def _load(
     if not _is_full(plugin):
         folder = input_dir / f"{name}_{index}"
         folder = folder if folder.is_dir() else input_dir
-        shard_files.read(state, folder, is_alone=accelerator.num_processes == 1)
+        distributed_checkpoint.read(state, folder, is_alone=accelerator.num_processes == 1)
         return state
     path = _file(input_dir, name, index)
     if not path.is_file():

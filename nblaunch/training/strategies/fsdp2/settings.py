@@ -1,6 +1,6 @@
-"""How a model is sharded over ranks: :class:`FullyShardedDataParallelPlugin`, with Hugging Face Accelerate's fields.
+"""How a model is sharded over ranks: :class:`ShardingSettings`, with Hugging Face Accelerate's fields.
 
-Plain data that checks itself, and builds the strategy from it. Nothing here touches a device.
+Plain data that checks itself. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 
 from nblaunch.errors import warn
 from nblaunch.training.options import check_choice
-from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 STATE_DICT_TYPES = ("sharded_state_dict", "full_state_dict")
@@ -53,7 +52,7 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 
 @dataclass
-class FullyShardedDataParallelPlugin(StrategyPlugin):
+class ShardingSettings:
     """Sharding of models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
     Where one process drives all XLA devices (``strategy="spmd"``), models are sharded over these by XLA's compiler, and
@@ -99,8 +98,6 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
     Raises:
         ValueError: a field has no meaning in version 2, or an unknown value; says what to write instead.
     """
-
-    name = "fsdp2"
 
     fsdp_version: int = 2
     sharding_strategy: Any = None
@@ -168,16 +165,6 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
                 warn(
                     f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60}) has no effect: {why}"
                 )
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        # Not before: plugins are made and read in places that train nothing.
-        if setup.process.backend.num_spmd_devices:
-            from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
-
-            return DeviceShardsStrategy(setup.process, self)
-        from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
-
-        return Fsdp2Strategy(setup.process, self, setup.precision.dtype, setup.parallelism)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Have ``save_state`` write states of this type from now on; None: of the default one."""
