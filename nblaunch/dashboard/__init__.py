@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from nblaunch import env
@@ -45,7 +46,7 @@ from nblaunch.packages import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 
-__all__ = ["KINDS", "Dashboard", "attach", "choose", "has_widgets", "kernel_shell", "lines_printer"]
+__all__ = ["KINDS", "Dashboard", "attach", "choose", "kernel_shell", "lines_printer"]
 
 # The table is published at the first tick after 0.25 s. Lines follow a little later, so that they appear below it.
 _FIRST_LINES_S = 0.3
@@ -60,7 +61,8 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     progress lines and a final table on stderr, the output of the workers on stdout.
 
     Args:
-        kind: ``"auto"`` and ``"widgets"``: widgets if a user can see them (:func:`has_widgets`), else as ``"html"``;
+        kind: ``"auto"`` and ``"widgets"``: widgets if a user may see them (:func:`is_interactive`) and, for
+            ``"auto"``, ipywidgets is installed; else as ``"html"``;
             ``"html"``: HTML in a kernel, text elsewhere; ``"text"``: text everywhere; ``"none"``: no display.
         background: the caller does not wait for the job. In a kernel, the table then includes the last lines of
             output, and this function must be called from the thread of the cell.
@@ -80,17 +82,18 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         # Other output would break a line that is redrawn in place, and the caller of a background job may print.
         live = None if background else open_live()
         return [GuardedDashboard(LinesPrinter(live=live)), GuardedDashboard(TextDashboard(live=live))]
-    is_live = (kind == "widgets" and is_interactive()) or (kind == "auto" and has_widgets())
+    is_watched = is_interactive()
+    is_live = is_watched and (kind == "widgets" or (kind == "auto" and is_installed("ipywidgets")))
     table: Dashboard = (
         WidgetsDashboard(background=background)
         if is_live
-        else NotebookDashboard(background=background, is_html=kind != "text", is_watched=is_interactive())
+        else NotebookDashboard(background=background, is_html=kind != "text", is_watched=is_watched)
     )
     if background:
         return [GuardedDashboard(table)]
     return [
         GuardedDashboard(table),
-        lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_interactive(), omits_hangs=True),
+        lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_watched, omits_hangs=True),
     ]
 
 
@@ -121,11 +124,6 @@ def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callab
     return lambda: any(dashboard.show_again() for dashboard in dashboards)
 
 
-def has_widgets() -> bool:
-    """Return whether a user can see live widgets: the kernel is interactive and ipywidgets is installed."""
-    return is_interactive() and is_installed("ipywidgets")
-
-
 def is_interactive() -> bool:
     """Return whether a user may be looking at the running cell.
 
@@ -133,7 +131,12 @@ def is_interactive() -> bool:
     never do. Colab has its own protocol for input.
     """
     content = running_request().get("content", {})
-    return bool(content.get("allow_stdin")) or notebook_service.detect(env.snapshot()).name == "colab"
+    return bool(content.get("allow_stdin")) or _is_on_colab()
+
+
+@cache  # a process stays where it is, and a look at its environment and files takes a while
+def _is_on_colab() -> bool:
+    return notebook_service.detect(env.snapshot()).name == "colab"
 
 
 def kernel_shell() -> Any | None:

@@ -23,20 +23,22 @@ from nblaunch.dashboard.view import JobView
 
 def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
     """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``."""
+    table = tabulate(view)
     return {
-        "text/html": render_html(view, with_output=with_output),
-        "text/plain": render_text(view, with_output=with_output),
+        "text/html": render_html(view, with_output=with_output, table=table),
+        "text/plain": render_text(view, with_output=with_output, table=table),
     }
 
 
-def render_html(view: JobView, *, with_output: bool = False) -> str:
+def render_html(view: JobView, *, with_output: bool = False, table: Table | None = None) -> str:
     """Return the table as an HTML fragment.
 
     Args:
         view: the job.
         with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
+        table: of this view, where it is at hand.
     """
-    table = tabulate(view)
+    table = table or tabulate(view)
     parts = [title(view, table)]
     parts += [rows_html(table, table.rows)] if table.rows else []
     parts += [_folded(view, table)] if table.folded else []

@@ -113,7 +113,9 @@ Paint = Callable[[str, str], str]
 """Returns a text in a colour: :func:`nblaunch.dashboard.ansi.paint`, or one that changes nothing."""
 
 
-def render_text(view: JobView, *, with_output: bool = False, paint: Paint = unpainted) -> str:
+def render_text(
+    view: JobView, *, with_output: bool = False, paint: Paint = unpainted, table: Table | None = None
+) -> str:
     """Return the table as text, without a final line end.
 
     The rows, the ranks in lockstep (see ``rows.py``), then the headline, failures, notices, warnings, the table of
@@ -123,8 +125,9 @@ def render_text(view: JobView, *, with_output: bool = False, paint: Paint = unpa
         view: the job.
         with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
         paint: colours states, failures and warnings.
+        table: of this view, where it is at hand.
     """
-    table = tabulate(view)
+    table = table or tabulate(view)
     lines = [*(_table_lines(table, paint) if table.rows else []), *folded_lines(table)]
     headline = paint(table.headline, OUTCOME_STYLES.get(view.outcome, "yellow"))
     lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
