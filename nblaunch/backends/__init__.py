@@ -87,7 +87,7 @@ def find(name: str, pickled: bytes = b"") -> Backend:
     """
     if pickled and name not in _registered:
         register(pickle.loads(pickled))
-    return discover()[name]
+    return registered(name) or _built_in()[name]
 
 
 def choose(name: str) -> Backend:

@@ -227,9 +227,8 @@ _VISITOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadInfo), ctypes.c_si
 
 def _count_loads() -> int | None:
     """Return how many libraries this process has ever loaded; None where the system does not count them."""
-    try:
-        iterate = ctypes.CDLL(None).dl_iterate_phdr
-    except (OSError, AttributeError):
+    iterate = _iterator()
+    if iterate is None:
         return None
     counts: list[int] = []
 
@@ -240,6 +239,15 @@ def _count_loads() -> int | None:
 
     iterate(_VISITOR(visit), None)
     return counts[0] if counts else None
+
+
+@cache
+def _iterator() -> Any:
+    """Return the system's function that visits the loaded libraries; None where it has none."""
+    try:
+        return ctypes.CDLL(None).dl_iterate_phdr
+    except (OSError, AttributeError):
+        return None
 
 
 def _pause(library: str) -> bool:

@@ -116,7 +116,7 @@ def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None
 def _host_memory() -> dict[str, int]:
     """Return the first lines of /proc/meminfo, in bytes. Source: proc_meminfo(5); its values are in KiB."""
     values = {}
-    for line in proc.read(Path("/proc/meminfo")).splitlines()[:5]:
+    for line in proc.read("/proc/meminfo").splitlines()[:5]:
         name, _, value = line.partition(":")
         values[name] = int(value.split()[0]) * 1024
     return values
@@ -131,7 +131,7 @@ def _reclaimable(folder: Path) -> int:
 
 def _number(folder: Path, *names: str) -> int | None:
     for name in names:
-        text = proc.read(folder / name)
+        text = proc.read(f"{folder}/{name}")  # quicker than a path
         if text.isdigit():
             return int(text)
     return None

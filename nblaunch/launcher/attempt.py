@@ -207,8 +207,10 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     descendants = Descendants()
-    # Before a fork: each page that is written afterwards, as by any Python code, is copied.
+    # As much as can be before a fork: each page that is written while workers run, as by any Python code, is copied.
     memory = MemoryRecord()
+    tails = _open_tails(attempt, stack)
+    selector = _open_selector(stack)
     board = Board.create(attempt.topology.world_size)
     stack.callback(board.close)
     store = _open_store_socket(attempt, stack)
@@ -224,14 +226,13 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     # After the group was closed: then no worker is left that could start another process.
     stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)
     stack.callback(group.close)
-    tails = _open_tails(attempt, stack)
     monitor = Monitor(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
     stack.callback(monitor.close)
     guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
         attempt, assignments, group, board, receivers, connections, debug_connections, tails, store,
-        _open_selector(stack), memory, monitor, guardian, leak_check, left_running, stack.pop_all(),
+        selector, memory, monitor, guardian, leak_check, left_running, stack.pop_all(),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from nblaunch import env
@@ -208,7 +208,7 @@ class _FolderStamp:
 
     def write(self, folder: Path) -> None:
         """Stamp ``folder``."""
-        (folder / _STAMP_NAME).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        (folder / _STAMP_NAME).write_text(json.dumps(vars(self)) + "\n", encoding="utf-8")
 
     @classmethod
     def of(cls, folder: Path) -> _FolderStamp | None:
