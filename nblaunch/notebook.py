@@ -16,9 +16,9 @@ from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.host import descriptors
 from nblaunch.launcher import kept
 from nblaunch.launcher.job import Job, remember
+from nblaunch.launcher.job_base import Listener
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.launcher.state import Listener
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ def notebook_launcher(
         sync_optimizers: load what the optimizers in ``args`` have become (moments, steps, learning rates) back into
             these very optimizers, so that the next launch goes on where this one ended. For data parallel training;
             sharded states are saved by ``accelerator.save_state``.
-        background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits. An interrupt
-            before the workers run ends the job.
+        background: return a :class:`Job` as soon as the workers run and leave the kernel free; the job's ``result()``
+            waits. An interrupt before that ends the job.
         detach: with ``background=True``, let the job outlive this process: its supervisor and workers run apart from
             it, and :func:`nblaunch.attach` gives the :class:`Job` again in any kernel, script or shell
             (:func:`nblaunch.jobs` lists all). The call is pickled for that. Trained weights are kept for
@@ -177,7 +177,7 @@ def notebook_launcher(
             post_mortem=env.read("NBLAUNCH_POST_MORTEM") and not detach if post_mortem is None else post_mortem,
             is_detached=_checked_detach(detach, background, session),
         )]  # fmt: skip
-        # IPython keeps tracebacks and so this frame: it must not refer to the function, its arguments or the spec.
+        # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
         del function, args
         if session is not None:
             from nblaunch.session.session import run_spec
@@ -245,7 +245,7 @@ def launch(
         config_file: written by ``nblaunch config`` or ``accelerate config``; None = the default one, if it exists.
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
-        background: return a :class:`Job` at once; its ``result()`` waits.
+        background: return a :class:`Job` as soon as the workers run; its ``result()`` waits.
         **settings: any option of ``nblaunch launch`` by its name, as ``num_processes=4, mixed_precision="bf16"``.
 
     Returns:

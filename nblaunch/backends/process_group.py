@@ -23,7 +23,7 @@ _SETTLE_S = 0.005
 _TIMEOUT = timedelta(minutes=5)
 _DEBUGGED_TIMEOUT = timedelta(days=1)
 _name = ""
-_waits_for_debugger = False
+_is_timeout_extended = False
 
 _abandoned: list[Any] = []
 
@@ -48,19 +48,19 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
 
 
-def wait_for_debugger() -> None:
+def extend_collective_timeout() -> None:
     """Let collectives of groups that are formed without a time limit wait for a day: a rank may be in a debugger.
 
     That of a collective which waits already can't change.
     """
-    global _waits_for_debugger
-    _waits_for_debugger = True
+    global _is_timeout_extended
+    _is_timeout_extended = True
     _raise_time_limits()
 
 
 def _raise_time_limits() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if _waits_for_debugger and c10d is not None:
+    if _is_timeout_extended and c10d is not None:
         # What groups take that are given none; torch has no public way to set it.
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = _DEBUGGED_TIMEOUT
 

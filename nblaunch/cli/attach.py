@@ -8,7 +8,7 @@ from typing import Any
 
 from nblaunch.cli.jobs import add_job_argument, chosen_job
 from nblaunch.cli.script_job import exit_code, text_dashboards
-from nblaunch.detached.attached import AttachedRunner
+from nblaunch.detached.follower import JobFollower
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Follow the job, and return the exit code."""
-    runner = AttachedRunner(chosen_job(arguments), text_dashboards())
+    runner = JobFollower(chosen_job(arguments), text_dashboards())
     runner.follow()
     try:
         runner.wait()

@@ -5,14 +5,14 @@
                                                     v                            │ stop, stacks, ...
                                               folder of the job              Unix socket
                                                     │ read, followed             │
-                        any kernel, script, shell ──┴── AttachedRunner ── Job ───┘
+                        any kernel, script, shell ──┴── JobFollower ── Job ───┘
 
-start.py        starts the supervisor, from the launching process
-supervisor.py   what the supervisor's process does: runs the job with the ordinary ``JobRunner``
-recorder.py     its listener, which writes the folder
-folder.py       what is in the folder; private to the user
-requests.py     requests to a running job, on its Unix socket
-attached.py     follows the folder, so that a ``Job`` and its dashboards are those of a job of this process
+start.py                starts the supervisor, from the launching process
+supervisor_process.py   runs the job with the ordinary ``JobRunner``
+recorder.py             its listener, which writes the folder
+folder.py               what is in the folder; private to the user
+requests.py             requests to a running job, on its Unix socket
+follower.py             follows the folder, so that a ``Job`` and its dashboards are those of a job of this process
 
 All that is needed to look at a job is in files: the supervisor has to run for requests alone. If it is killed, its
 workers end with it, and the job is listed as lost.
@@ -21,8 +21,8 @@ workers end with it, and the job is listed as lost.
 from __future__ import annotations
 
 from nblaunch import dashboard as dashboards
-from nblaunch.detached.attached import AttachedRunner
 from nblaunch.detached.folder import JobSummary, find, list_jobs
+from nblaunch.detached.follower import JobFollower
 from nblaunch.launcher.job import Job
 
 __all__ = ["JobSummary", "attach", "jobs"]
@@ -60,7 +60,7 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
     """
     folder = find(job_id)
     listeners = dashboards.choose(dashboard, background=True)
-    runner = AttachedRunner(folder, listeners)
+    runner = JobFollower(folder, listeners)
     job = Job(runner)
     job.show_with(dashboards.attach(listeners, job))
     runner.follow()

@@ -125,7 +125,7 @@ def _end_of(outcome: JobOutcome, unsaved: str) -> End:
 
 def _save_values(folder: JobFolder, outcome: JobOutcome) -> None:
     """Write what the ranks returned, and trained weights: tensors by torch, to be read without running any code."""
-    tensors, others = _divided(outcome.unfit_weights)
+    tensors, others = _divided(outcome.unloaded_weights)
     if tensors:
         import torch
 

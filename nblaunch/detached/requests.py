@@ -29,7 +29,7 @@ _PATIENCE_S = 2.0
 _STACKS_S = 10.0
 
 
-class CommandServer:
+class RequestServer:
     """The supervisor's end: serves requests in a thread, from now on.
 
     Args:

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.detached.attached import AttachedRunner
 from nblaunch.detached.folder import JobFolder, root
+from nblaunch.detached.follower import JobFollower
 from nblaunch.engines.interpreter import registered_backend, start_program
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import LaunchError
+from nblaunch.launcher.job_base import Listener
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.requests import interrupts_as_requests
-from nblaunch.launcher.state import Listener
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.assignment import capture_sources
 
@@ -53,7 +53,7 @@ class Launch:
     random_states: bytes
 
 
-def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> AttachedRunner:
+def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
     """Start the supervisor of a job, and return what follows it, when its workers run or could not be started.
 
     Args:
@@ -87,7 +87,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
         # What has started must be known here, to be ended by an interrupt.
         with interrupts_as_requests(lambda: interrupted.append(None)):
             _start_supervisor(launch, call)
-            runner = AttachedRunner(JobFolder(folder / job_id), listeners)
+            runner = JobFollower(JobFolder(folder / job_id), listeners)
             runner.follow()
             runner.wait_for_start(interrupted)
     finally:
@@ -99,7 +99,7 @@ def _start_supervisor(launch: Launch, call: SavedCall) -> None:
     reading, writing = os.pipe()
     try:
         process = start_program(
-            "nblaunch.detached.supervisor",
+            "nblaunch.detached.supervisor_process",
             launch,
             [call.fd, writing],
             [call.fd, writing],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.events import ExitStatus
-from nblaunch.wire.assignment import Assignment, Call
+from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 KILL_PATIENCE_S = 10.0
@@ -63,7 +63,11 @@ class Engine(ABC):
 
     @abstractmethod
     def start(
-        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+        self,
+        call: FunctionCall,
+        assignments: Sequence[Assignment],
+        board: Board,
+        saved: SavedCall | None = None,
     ) -> WorkerGroup:
         """Start one worker per assignment.
 

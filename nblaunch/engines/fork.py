@@ -36,7 +36,7 @@ from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
-from nblaunch.wire.assignment import Assignment, Call
+from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, process_control
@@ -48,13 +48,17 @@ class ForkEngine(Engine):
     name = "fork"
 
     def start(
-        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+        self,
+        call: FunctionCall,
+        assignments: Sequence[Assignment],
+        board: Board,
+        saved: SavedCall | None = None,
     ) -> WorkerGroup:
         return Children(fork_workers(lambda: call, assignments, board))
 
 
 def fork_workers(
-    load_call: Callable[[], Call], assignments: Sequence[Assignment], board: Board
+    load_call: Callable[[], FunctionCall], assignments: Sequence[Assignment], board: Board
 ) -> dict[int, int]:
     """Fork one worker per assignment; return rank -> process id. Only the parent returns."""
     pids: dict[int, int] = {}
@@ -99,7 +103,7 @@ def _prepare(backend: Backend) -> None:
 def _run_worker(
     own: Assignment,
     assignments: Sequence[Assignment],
-    load_call: Callable[[], Call],
+    load_call: Callable[[], FunctionCall],
     board: Board,
     originals: Originals | None,
 ) -> None:
@@ -116,12 +120,12 @@ def _run_worker(
         os._exit(1)
 
 
-def _with_random_state(load_call: Callable[[], Call]) -> Callable[[], Call]:
+def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], FunctionCall]:
     """Restore ``random`` before the call: Python seeds it anew in every child, unlike numpy and torch."""
     # As one object: its 625 numbers lie on many pages, which would be copied when they are given up after the forks.
     state = pickle.dumps(random.getstate())
 
-    def load() -> Call:
+    def load() -> FunctionCall:
         random.setstate(pickle.loads(state))
         return load_call()
 

@@ -19,7 +19,7 @@ from nblaunch.engines.saved_call import SavedCall, saved_or_now
 from nblaunch.engines.spawn import disown
 from nblaunch.events import ExitStatus
 from nblaunch.host import descriptors
-from nblaunch.wire.assignment import Assignment, Call
+from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 
@@ -29,7 +29,11 @@ class ForkserverEngine(Engine):
     name = "forkserver"
 
     def start(
-        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+        self,
+        call: FunctionCall,
+        assignments: Sequence[Assignment],
+        board: Board,
+        saved: SavedCall | None = None,
     ) -> WorkerGroup:
         with saved_or_now(saved, call) as file:
             reading, writing = os.pipe()

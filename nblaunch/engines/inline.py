@@ -15,11 +15,11 @@ from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
 from nblaunch.events import Event
 from nblaunch.topology import Topology
-from nblaunch.wire.assignment import Call
+from nblaunch.wire.assignment import FunctionCall
 
 
 def run_inline(
-    call: Call,
+    call: FunctionCall,
     topology: Topology,
     backend: Backend,
     accelerator_defaults: Mapping[str, Any],

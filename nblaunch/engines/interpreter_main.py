@@ -28,7 +28,7 @@ from nblaunch.events import ExceptionInfo, Failed, Note
 from nblaunch.host import descendants
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.wire import exceptions, payload
-from nblaunch.wire.assignment import Boot, Call, restore_random_states, restore_sources
+from nblaunch.wire.assignment import Boot, FunctionCall, restore_random_states, restore_sources
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.originals import Originals
@@ -57,7 +57,7 @@ def _run_worker(boot: Boot, call_fd: int) -> NoReturn:
     os.set_inheritable(call_fd, False)
     originals = Originals(call_fd)
 
-    def load() -> Call:
+    def load() -> FunctionCall:
         call, originals.address = payload.load_with_address(call_fd)
         restore_random_states(pickle.loads(boot.random_states))
         return call
@@ -80,7 +80,7 @@ def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         process_control.unblock_signals()
         _ensure_shell(boot)
-        call: Call = payload.load(call_fd)
+        call: FunctionCall = payload.load(call_fd)
         restore_random_states(pickle.loads(boot.random_states))
         with process_control.signals_blocked():
             pids = _start_workers(boot, call, call_fd)
@@ -98,7 +98,7 @@ def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
     os._exit(0)
 
 
-def _start_workers(boot: Boot, call: Call, call_fd: int) -> dict[int, int]:
+def _start_workers(boot: Boot, call: FunctionCall, call_fd: int) -> dict[int, int]:
     """Fork the workers; return rank -> process id.
 
     Where loading the call has used the device (a module of it does so when it is imported), copies of this process

@@ -18,7 +18,7 @@ from nblaunch.errors import PayloadError
 from nblaunch.host import descriptors
 from nblaunch.spec import name_of
 from nblaunch.wire import payload, pickle_errors
-from nblaunch.wire.assignment import Call, capture_random_states
+from nblaunch.wire.assignment import FunctionCall, capture_random_states
 from nblaunch.wire.board import create_memory_file
 
 
@@ -56,7 +56,9 @@ class SavedCall:
         descriptors.close(self.fd)
 
 
-def save_call(call: Call, remedy: str = "with start_method='fork' nothing needs to be pickled") -> SavedCall:
+def save_call(
+    call: FunctionCall, remedy: str = "with start_method='fork' nothing needs to be pickled"
+) -> SavedCall:
     """Write the call to a memory file, by cloudpickle.
 
     Args:
@@ -80,7 +82,7 @@ def save_call(call: Call, remedy: str = "with start_method='fork' nothing needs 
 
 
 @contextmanager
-def saved_or_now(saved: SavedCall | None, call: Call) -> Iterator[SavedCall]:
+def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedCall]:
     """Give the call as it was saved before, or save it for the block alone; raises as :func:`save_call` does."""
     if saved is not None:
         yield saved
@@ -100,7 +102,7 @@ def present_folder() -> str | None:
         return None
 
 
-def _blame(call: Call, error: Exception, remedy: str) -> str:
+def _blame(call: FunctionCall, error: Exception, remedy: str) -> str:
     function, args = call
     parts = pickle_errors.unpicklable_variables(function, args)
     named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"

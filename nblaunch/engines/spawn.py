@@ -9,7 +9,7 @@ from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.interpreter import start_interpreter
 from nblaunch.engines.saved_call import SavedCall, saved_or_now
-from nblaunch.wire.assignment import Assignment, Call
+from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 
@@ -19,7 +19,11 @@ class SpawnEngine(Engine):
     name = "spawn"
 
     def start(
-        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+        self,
+        call: FunctionCall,
+        assignments: Sequence[Assignment],
+        board: Board,
+        saved: SavedCall | None = None,
     ) -> WorkerGroup:
         with saved_or_now(saved, call) as file:
             return Children(spawn_workers(assignments, file))

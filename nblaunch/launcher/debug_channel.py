@@ -16,8 +16,8 @@ from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
-    Command,
     Debug,
+    DebugCommand,
     FrameVariables,
     Inspect,
     Line,
@@ -161,7 +161,7 @@ class DebugChannel:
         return self.printed.pop(rank, "")
 
     def _ask(
-        self, command: Command, number: int, ranks: Sequence[int], timeout_s: float
+        self, command: DebugCommand, number: int, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, ReceivedReply]:
         for rank in ranks:
             self._send(rank, command)
@@ -176,7 +176,7 @@ class DebugChannel:
                 break
         return {rank: replies[rank] for rank in sorted(replies)}
 
-    def _send(self, rank: int, command: Command) -> None:
+    def _send(self, rank: int, command: DebugCommand) -> None:
         try:
             self.connections[rank].send(command)
         except OSError:

@@ -28,7 +28,7 @@ from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
 from nblaunch.user_code import captured_variables, is_user_file
-from nblaunch.wire.assignment import Call
+from nblaunch.wire.assignment import FunctionCall
 
 _THREADS = Path("/proc/self/task")
 _MAX_VISITED = 500
@@ -67,7 +67,7 @@ _LIBRARIES = (
 )
 
 
-def find_hazard(backend: Backend, call: Call) -> str | None:
+def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
     """Return why workers for ``call`` can't be forked from this thread now, as the end of a sentence; None if they can.
 
     Args:
@@ -131,7 +131,7 @@ def _thread_names() -> set[str]:
         return set()
 
 
-def _uses(call: Call, library: str) -> bool:
+def _uses(call: FunctionCall, library: str) -> bool:
     """Return whether the code of ``call``, as far as it is the user's own, or its arguments refer to a library."""
     return any(
         library in _names_of_libraries(value) for value in islice(_reached([call[0], *call[1]]), _MAX_VISITED)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.job_base import JobBase
 from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.state import JobState
 from nblaunch.launcher.weights import load_whole
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.modules import ArgPath
@@ -36,7 +36,7 @@ class Job:
         runner: runs it, or follows one that another process runs, and keeps its state.
     """
 
-    def __init__(self, runner: JobState) -> None:
+    def __init__(self, runner: JobBase) -> None:
         self._runner = runner
         self._show_again: Callable[[], bool] | None = None
 
@@ -179,7 +179,7 @@ class Job:
         if self.is_running:
             return {}
         self._check_kept()
-        return dict(self._outcome.unfit_weights)
+        return dict(self._outcome.unloaded_weights)
 
     def load_weights(self, module: Any, position: ArgPath | None = None) -> None:
         """Load trained weights that :meth:`weights` returns into a module.

@@ -26,14 +26,15 @@ class JobOutcome:
     """How a job ended.
 
     Args:
-        status: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
-        error: what the job's result raises; None if there is one.
+        status: ``"done"``, ``"failed"``, ``"interrupted"``, ``"cancelled"``, or ``"lost"`` of a detached job.
+        error: what the job's result raises; None if there is a result. A job that is done has one, too, where a return
+            value could not travel.
         failed_rank: the rank with the root cause of a failure.
         headline: one line about the failure; empty = the error's own text.
         is_early: it was done before its time, because that was requested.
         values: rank -> what its function returned, of a job that is done.
-        unfit_weights: argument path -> trained state dict that did not fit the kernel's module any more; of a detached
-            job of every module.
+        unloaded_weights: argument path -> trained state dict that no module has taken: it does not fit the kernel's any
+            more, or the job is detached.
         is_released: the values and weights that there were have been given up.
     """
 
@@ -43,7 +44,7 @@ class JobOutcome:
     headline: str = ""
     is_early: bool = False
     values: Mapping[int, Any] = field(default_factory=dict)
-    unfit_weights: Mapping[ArgPath, dict[str, Any]] = field(default_factory=dict)
+    unloaded_weights: Mapping[ArgPath, dict[str, Any]] = field(default_factory=dict)
     is_released: bool = False
     _traceback: TracebackType | None = None
 
@@ -74,7 +75,7 @@ class JobOutcome:
             self.error.__traceback__ = None
         if isinstance(self.error, ResultError):
             self.error.partial = None
-        return replace(self, values={}, unfit_weights={}, is_released=True, _traceback=None)
+        return replace(self, values={}, unloaded_weights={}, is_released=True, _traceback=None)
 
     def raise_error(self) -> None:
         """Raise the error at the line of the cell that asks for the result, if there is one."""
@@ -124,7 +125,9 @@ def conclude_job(
     values = {rank: result.value for rank, result in rank_results.items()}
     error_of_value = _result_error(report, rank_results)
     return (
-        JobOutcome("done", error_of_value, is_early=report.stopped_early, values=values, unfit_weights=unfit),
+        JobOutcome(
+            "done", error_of_value, is_early=report.stopped_early, values=values, unloaded_weights=unfit
+        ),
         notes,
     )
 

@@ -28,12 +28,12 @@ from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, Peers, start_attempt
 from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.job_base import JobBase, Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.kept import KeptWorkers
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
-from nblaunch.launcher.state import JobState, Listener
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
@@ -63,7 +63,7 @@ AttemptsRunner: TypeAlias = "Callable[[JobRunner], tuple[AttemptReport, dict[int
 """Runs attempts through :meth:`JobRunner.run_in_world`; returns the report and the results of its ranks."""
 
 
-class JobRunner(JobState):
+class JobRunner(JobBase):
     """Runs one job, once.
 
     Args:

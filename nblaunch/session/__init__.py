@@ -6,8 +6,8 @@
 session.py       Session: what the caller holds
 client.py        in the kernel: sends commands to the ranks, waits for their replies
 server.py        in each worker: executes commands
-failed_command.py  a command that has failed, kept for the debugger
   cells.py       code that runs like a notebook cell
+failed_command.py  a command that has failed, kept for the debugger
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        what ranks print while a command runs, shown in the cell
 """

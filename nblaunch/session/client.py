@@ -18,13 +18,13 @@ from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import SessionOutput
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.messages import (
-    Call,
     Close,
-    Command,
+    DropFrames,
     Execute,
-    Forget,
     LeaveGroup,
     ReceivedReply,
+    RunFunction,
+    SessionCommand,
     receive_reply,
 )
 
@@ -70,7 +70,7 @@ class SessionClient:
         self.num_interrupts = 0
         self.names: set[str] = set()
 
-    def request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Replies:
+    def request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
         """Send a command to ranks, and wait for their replies.
 
         Args:
@@ -104,7 +104,7 @@ class SessionClient:
         try:
             for rank in ranks:
                 with suppress(OSError, EOFError, KeyError):
-                    self._connections[rank].send(Forget())
+                    self._connections[rank].send(DropFrames())
                     receive_reply(self._connections[rank])
         finally:
             self._lock.release()
@@ -136,8 +136,8 @@ class SessionClient:
             outcome.raise_error()
         raise LaunchError(_ENDED)
 
-    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int]) -> Replies:
-        if isinstance(command, (Execute, Call)):
+    def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> Replies:
+        if isinstance(command, (Execute, RunFunction)):
             group = self._group if len(ranks) == len(self._connections) else 0
             command = replace(command, group=group, has_breakpoints=debugging.has_breakpoints(False))
             self.channel.forget_stops()
@@ -213,7 +213,7 @@ class SessionClient:
         for rank in done:
             self._send(rank, LeaveGroup())
 
-    def _send(self, rank: int, command: Command, files: Sequence[int] = ()) -> None:
+    def _send(self, rank: int, command: SessionCommand, files: Sequence[int] = ()) -> None:
         try:
             self._connections[rank].send(command, files)
         except OSError:

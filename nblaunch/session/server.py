@@ -19,14 +19,14 @@ from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
-    Assign,
-    Call,
     Close,
-    Command,
+    DropFrames,
     Execute,
-    Forget,
     LeaveGroup,
     Reply,
+    RunFunction,
+    SessionCommand,
+    SetVariables,
     send_reply,
 )
 from nblaunch.wire.modules import modules_at
@@ -45,7 +45,7 @@ def serve() -> None:
     assert own.debug_connection is not None, "and one with the debugger"
     debugger = Debugger(own.topology.rank, own.debug_connection)
     debugger.start()
-    process_group.wait_for_debugger()
+    process_group.extend_collective_timeout()
     own.slot.set_state(WorkerState.DONE)  # between commands there is nothing to watch
     _Server(own.connection, debugger).run()
 
@@ -99,10 +99,10 @@ class _Server:
             self._is_interruptible = False
             raise KeyboardInterrupt
 
-    def _reply(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
+    def _reply(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
         failed, done = None, Reply()
-        is_code = isinstance(command, (Execute, Call))
-        if is_code or isinstance(command, Forget):
+        is_code = isinstance(command, (Execute, RunFunction))
+        if is_code or isinstance(command, DropFrames):
             self._debugger.begin_command()
         if is_code:
             self._slot.set_state(WorkerState.RUNNING)
@@ -137,19 +137,19 @@ class _Server:
         self._has_passed = True
         self._pass_breakpoint()
 
-    def _do(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
-        if isinstance(command, Forget):
+    def _do(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
+        if isinstance(command, DropFrames):
             return Reply()
         if isinstance(command, LeaveGroup):
             process_group.leave()
             return Reply()
-        if isinstance(command, Assign):
+        if isinstance(command, SetVariables):
             vars(sys.modules["__main__"]).update(payload.load(files[0]))
             return Reply()
         self._enter_group(command)
         if isinstance(command, Execute):
             return self._execute(command, outbox_fd)
-        assert isinstance(command, Call), f"{type(command).__name__} is no command"
+        assert isinstance(command, RunFunction), f"{type(command).__name__} is no command"
         return self._call(command, files[0], outbox_fd)
 
     def _execute(self, command: Execute, outbox_fd: int) -> Reply:
@@ -159,7 +159,7 @@ class _Server:
             return Reply(shown=_display_of(value) if is_value else {})
         return Reply.of_value(self._topology.rank, value, outbox_fd)
 
-    def _call(self, command: Call, call_fd: int, outbox_fd: int) -> Reply:
+    def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load(call_fd)
         sent: list[Event] = []
         delivery = Delivery(
@@ -177,7 +177,7 @@ class _Server:
         weights = {event.path: event for event in sent if isinstance(event, WeightsSent)}
         return Reply(returned=returned, weights=weights)
 
-    def _enter_group(self, command: Command) -> None:
+    def _enter_group(self, command: SessionCommand) -> None:
         """Join the process group that the command needs, with all other ranks; nothing where torch is not used yet."""
         if not command.group or self._topology.world_size == 1:
             return

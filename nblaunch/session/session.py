@@ -35,7 +35,7 @@ from nblaunch.session.server import serve
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.messages import Assign, Call, Command, Execute
+from nblaunch.wire.messages import Execute, RunFunction, SessionCommand, SetVariables
 from nblaunch.wire.modules import modules_in
 from nblaunch.wire.pickle_errors import unpicklable_parts
 
@@ -114,7 +114,8 @@ class Session:
     def execute(self, code: str) -> RankValues:
         """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
 
-        What they print is shown in the running cell, with the rank.
+        What they print is shown in the running cell, with the rank. ``torch.distributed`` is up from the first code on
+        that names torch, or a command after it has been imported.
 
         Args:
             code: Python.
@@ -185,7 +186,7 @@ class Session:
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             with _memory_file(values) as fd:
-                replies = self._request(ranks, Assign(), [fd])
+                replies = self._request(ranks, SetVariables(), [fd])
             self._outcome(replies).with_traceback().raise_error()
 
     def run(
@@ -224,7 +225,7 @@ class Session:
     def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
-        command = Call(sends_weights_of=tuple(attempt.plan.modules))
+        command = RunFunction(sends_weights_of=tuple(attempt.plan.modules))
         _emit(shown, [attempt.start_event(), *self._started()])
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
             replies = self._request(self._runner.ranks, command, [saved.fd])
@@ -364,7 +365,7 @@ class Session:
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
-    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Replies:
+    def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
         """Send ranks a command as :meth:`SessionClient.request` does; the failure of the one before is given up."""
         __tracebackhide__ = True
         failed, self._failed = self._failed, None

@@ -742,7 +742,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Returns:
             A handle whose ``remove()`` takes the hook back.
         """
-        return add_hook(self._checkpoints.state.save_hooks, hook)
+        return add_hook(self._checkpoints.sources.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
@@ -753,7 +753,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Returns:
             A handle whose ``remove()`` takes the hook back.
         """
-        return add_hook(self._checkpoints.state.load_hooks, hook)
+        return add_hook(self._checkpoints.sources.load_hooks, hook)
 
     # --- weights and single objects ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 from nblaunch.topology import Topology
 from nblaunch.wire.modules import ArgPath
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
 """The user's function and its positional arguments."""
 
 _HAS_REAL_TIME_SIGNALS = hasattr(signal, "SIGRTMIN")

@@ -1,4 +1,8 @@
-"""The commands that the kernel sends to workers, and their replies. Pickled, on a socket that only the two share."""
+"""The commands that the kernel sends to workers, and their replies. Pickled, on sockets that only the two share.
+
+One socket leads to the worker of a session (``SessionCommand``), another to the debugger in any worker
+(``DebugCommand``): it is served while a command of the session runs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ from nblaunch.wire.outbox import Outbox, RankResult
 
 
 @dataclass(frozen=True)
-class Command:
-    """A command to a rank.
+class SessionCommand:
+    """A command to a rank of a session.
 
     Args:
         group: number of the process group that the rank must be in, counted from 1; 0 = as it is.
@@ -29,7 +33,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Execute(Command):
+class Execute(SessionCommand):
     """Code to run as a cell, in ``__main__``.
 
     Args:
@@ -48,12 +52,12 @@ class Execute(Command):
 
 
 @dataclass(frozen=True)
-class Assign(Command):
+class SetVariables(SessionCommand):
     """Variables to set in ``__main__``; the values follow as a memory file."""
 
 
 @dataclass(frozen=True)
-class Call(Command):
+class RunFunction(SessionCommand):
     """A function to call as a job does; the call follows as a memory file.
 
     Args:
@@ -64,22 +68,27 @@ class Call(Command):
 
 
 @dataclass(frozen=True)
-class LeaveGroup(Command):
+class LeaveGroup(SessionCommand):
     """Request to leave the process group, in which another rank waits for this one in vain."""
 
 
 @dataclass(frozen=True)
-class Forget(Command):
+class DropFrames(SessionCommand):
     """Request to give up the frames of a command that has failed."""
 
 
 @dataclass(frozen=True)
-class Close(Command):
+class Close(SessionCommand):
     """Request to end the worker."""
 
 
 @dataclass(frozen=True)
-class Inspect(Command):
+class DebugCommand:
+    """A command to the debugger in a worker."""
+
+
+@dataclass(frozen=True)
+class Inspect(DebugCommand):
     """Evaluate an expression in the innermost frame of the user's code.
 
     Args:
@@ -92,7 +101,7 @@ class Inspect(Command):
 
 
 @dataclass(frozen=True)
-class ReadVariables(Command):
+class ReadVariables(DebugCommand):
     """Describe the local variables of a frame; the reply's value is a :class:`FrameVariables`.
 
     Args:
@@ -106,12 +115,12 @@ class ReadVariables(Command):
 
 
 @dataclass(frozen=True)
-class Debug(Command):
+class Debug(DebugCommand):
     """Open pdb at the innermost frame of the user's code; :class:`Prompted` and :class:`Line` follow."""
 
 
 @dataclass(frozen=True)
-class Line(Command):
+class Line(DebugCommand):
     """A line for pdb.
 
     Args:
@@ -122,7 +131,7 @@ class Line(Command):
 
 
 @dataclass(frozen=True)
-class Release(Command):
+class Release(DebugCommand):
     """End a worker that is kept where its function failed."""
 
 

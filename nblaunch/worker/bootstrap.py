@@ -36,7 +36,7 @@ from nblaunch.context import WorkerContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.wire import payload
-from nblaunch.wire.assignment import Assignment, Call
+from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.command_connection import CommandConnection
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 def run(
     assignment: Assignment,
-    load_call: Callable[[], Call],
+    load_call: Callable[[], FunctionCall],
     slot: Slot | None = None,
     originals: Originals | None = None,
 ) -> NoReturn:
@@ -100,7 +100,7 @@ class _Worker:
         self._debugger: Debugger | None = None
         self._passed_breakpoints: set[str] = set()
 
-    def run(self, load_call: Callable[[], Call], originals: Originals | None) -> int:
+    def run(self, load_call: Callable[[], FunctionCall], originals: Originals | None) -> int:
         """Prepare, call the function, report how it ended, finish; return the exit code."""
         # Value and error are kept until all is finished: freeing what they hold may wait for other ranks.
         try:
@@ -126,7 +126,7 @@ class _Worker:
             own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send, optimizers
         )
         if own.post_mortem:
-            process_group.wait_for_debugger()
+            process_group.extend_collective_timeout()
         with self.interrupts.raised():
             value, exit_code = _call(function, args)
         if self._is_subprocess:

@@ -71,7 +71,7 @@ class _Requests(JobRequests):
 @pytest.fixture
 def server(own_folder: Path) -> Any:
     made = _Requests()
-    server = requests.CommandServer(own_folder, made)
+    server = requests.RequestServer(own_folder, made)
     yield made
     server.close()
     made.close()
@@ -81,7 +81,7 @@ def test_requests_are_served_through_paths_of_any_length(tmp_path: Path) -> None
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
     made = _Requests()
-    server = requests.CommandServer(folder, made)
+    server = requests.RequestServer(folder, made)
     remote = requests.RemoteRequests(folder)
     remote.stop()
     assert made.stopped.wait(10)

@@ -1,6 +1,6 @@
 """Saved states and models.
 
-checkpointer.py      what the ``Accelerator`` calls
+checkpointer.py      holds the parts of the ``Accelerator`` that save and load; single models and objects
 saving.py            ``save_state``, also in a thread
 restoring.py         ``load_state``: checks a checkpoint, then loads it
 snapshot.py          the states of a job that make one checkpoint; copies of them, written while training goes on

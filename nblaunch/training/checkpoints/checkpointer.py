@@ -1,4 +1,4 @@
-"""Save and load what training needs: :class:`Checkpointer`, the part of the ``Accelerator`` that does it.
+"""Checkpointer: what the ``Accelerator`` saves and loads with, and the files of a checkpoint.
 
 The folder of a checkpoint, with the names that users of Hugging Face Accelerate know:
 
@@ -22,7 +22,7 @@ import torch
 from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.restoring import Restorer
 from nblaunch.training.checkpoints.saving import Saver
-from nblaunch.training.checkpoints.snapshot import TrainingState
+from nblaunch.training.checkpoints.snapshot import CheckpointSources
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
@@ -30,9 +30,9 @@ from nblaunch.training.shared_state import SharedState
 
 
 class Checkpointer:
-    """Saves and loads the state of this process's share of a job, and single models and objects.
+    """Has the parts that save and load whole checkpoints; saves single models and objects itself.
 
-    ``saver`` and ``restorer`` handle whole checkpoints; ``state`` is what these consist of.
+    ``saver`` is for ``save_state``, ``restorer`` for ``load_state``; ``sources`` is what both read.
 
     Args:
         shared: what all Accelerators of this process share.
@@ -42,21 +42,21 @@ class Checkpointer:
 
     def __init__(self, shared: SharedState, preparer: Preparer, project: ProjectConfiguration) -> None:
         self.project = project
-        self.state = TrainingState(shared, preparer, project)
-        self.saver = Saver(self.state)
-        self.restorer = Restorer(self.state, self.saver.wait)
+        self.sources = CheckpointSources(shared, preparer, project)
+        self.saver = Saver(self.sources)
+        self.restorer = Restorer(self.sources, self.saver.wait)
 
     @property
     def writes(self) -> bool:
         """Whether this process writes what is saved once: the main process of the job, or of every machine."""
-        topology = self.state.shared.process.topology
+        topology = self.sources.shared.process.topology
         on_each = self.project.save_on_each_node
         return topology.local_rank == 0 if on_each else topology.rank == 0
 
     @property
     def collects_weights(self) -> bool:
         """Whether this process takes part in collecting the whole weights of a model that is to be saved."""
-        return self.writes or self.state.strategy.holds_shards
+        return self.writes or self.sources.strategy.holds_shards
 
     def register(self, objects: Sequence[Any]) -> None:
         """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""
@@ -71,11 +71,11 @@ class Checkpointer:
             raise ValueError(
                 f"objects to register need state_dict and load_state_dict, which these lack: {'; '.join(unfit)}"
             )
-        self.state.custom.extend(objects)
+        self.sources.custom.extend(objects)
 
     def weights(self, model: torch.nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the whole weights of a model; see ``Accelerator.get_state_dict``."""
-        return dict(self.state.strategy.state_dict(bare_module(model) if unwrap else model))
+        return dict(self.sources.strategy.state_dict(bare_module(model) if unwrap else model))
 
     def save_weights(
         self,

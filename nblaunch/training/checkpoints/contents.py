@@ -18,7 +18,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import files
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.loading import view_of
-from nblaunch.training.checkpoints.snapshot import TrainingState
+from nblaunch.training.checkpoints.snapshot import CheckpointSources
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
 from nblaunch.wire import modules
@@ -51,7 +51,7 @@ class Contents:
 
 
 def read(
-    state: TrainingState, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
+    state: CheckpointSources, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
 ) -> Contents:
     """Return the contents of a checkpoint.
 

@@ -18,7 +18,7 @@ from nblaunch.training.arguments import argument_of
 from nblaunch.training.checkpoints import contents, files, model_files, safe_save
 from nblaunch.training.checkpoints.contents import Contents
 from nblaunch.training.checkpoints.files import Manifest
-from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random_states
+from nblaunch.training.checkpoints.snapshot import CheckpointSources, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
@@ -34,7 +34,7 @@ class Restorer:
         wait_for_save: waits for a checkpoint that is still being written.
     """
 
-    def __init__(self, state: TrainingState, wait_for_save: Callable[[], None]) -> None:
+    def __init__(self, state: CheckpointSources, wait_for_save: Callable[[], None]) -> None:
         self._state = state
         self._project = state.project
         self._wait_for_save = wait_for_save

@@ -27,10 +27,10 @@ from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Report, Round, SaveOutcome
 from nblaunch.training.checkpoints.snapshot import (
+    CheckpointSources,
     Contribution,
     CpuCopies,
     Snapshot,
-    TrainingState,
     collect,
     contribute,
 )
@@ -44,7 +44,7 @@ class Saver:
         state: what is saved.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: CheckpointSources) -> None:
         self._state = state
         self._project = state.project
         self._pending = 0  # the round whose outcome this rank has not looked at
@@ -97,7 +97,10 @@ class Saver:
             raise error
 
     def _meet(self) -> Any:
-        """Return this rank's side of the save rounds of its process group; None for a lone process."""
+        """Return this rank's side of the save rounds: ``Coordinator`` on rank 0, ``Participant`` elsewhere.
+
+        None for a lone process.
+        """
         state, shared = self._state, self._state.shared
         if state.world_size == 1 or not is_distributed():
             return None

@@ -1,7 +1,7 @@
 """A snapshot of a job's state: what one checkpoint is made of, from the live objects to the files of its folder.
 
-    TrainingState      the live objects of one process
-    Snapshot           their states, those of CpuCopies if training goes on meanwhile
+    CheckpointSources  the live objects of one process
+    Snapshot           their states: live until detach() has copied them, so that training can go on meanwhile
     folder             their files; other ranks than the first write theirs by themselves
 
 States are kept as plain numbers and tensors, so that reading a checkpoint executes nothing that it contains.
@@ -38,8 +38,8 @@ from nblaunch.wire import modules
 Hooks = OrderedDict[int, Callable[..., Any]]
 
 
-class TrainingState:
-    """One process's share of a job's state.
+class CheckpointSources:
+    """Where the states of a checkpoint come from and go to: the live objects of one process.
 
     Args:
         shared: what all Accelerators of this process share.
@@ -93,7 +93,7 @@ def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
 
 @dataclass
 class Snapshot:
-    """What one checkpoint is made of, before it is written.
+    """What one checkpoint is made of, before it is written: the live states, until :meth:`detach` copies them.
 
     Args:
         manifest: that of the checkpoint; sizes and checksums are added as files are written.
@@ -140,7 +140,7 @@ class Contribution:
         shards: copies of those of this rank, which are not written yet; None: they are, or models are whole.
     """
 
-    state: TrainingState
+    state: CheckpointSources
     objects: dict[str, bytes]
     shards: ShardWriter | None = None
 
@@ -159,7 +159,7 @@ class Contribution:
 
 
 def collect(
-    state: TrainingState, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
+    state: CheckpointSources, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
 ) -> Snapshot:
     """Return what the main process saves. In ``folder`` is what ranks and hooks write there by themselves.
 
@@ -174,7 +174,7 @@ def collect(
         return _snapshot(state, held, _run_hooks(state, folder, held.weights), safe_serialization)
 
 
-def contribute(state: TrainingState, folder: Path, copies: CpuCopies | None = None) -> Contribution:
+def contribute(state: CheckpointSources, folder: Path, copies: CpuCopies | None = None) -> Contribution:
     """Do another rank's part of :func:`collect`: its shards of models and optimizers, the hooks, its own states."""
     if not state.strategy.holds_shards:
         _run_hooks(state, folder, None)
@@ -202,7 +202,7 @@ class _Held:
     shards: ShardWriter | None = None
 
     @classmethod
-    def of(cls, state: TrainingState, folder: Path, copies: CpuCopies | None) -> _Held:
+    def of(cls, state: CheckpointSources, folder: Path, copies: CpuCopies | None) -> _Held:
         prepared, strategy = state.preparer, state.strategy
         shards = (
             strategy.shard_writer(prepared.models, prepared.optimizers, copies.take)
@@ -228,7 +228,7 @@ class _Held:
 
 
 def _snapshot(
-    state: TrainingState, held: _Held, weights: list[Mapping[str, Any]], safe_serialization: bool
+    state: CheckpointSources, held: _Held, weights: list[Mapping[str, Any]], safe_serialization: bool
 ) -> Snapshot:
     prepared = state.preparer
     manifest = Manifest(
@@ -257,12 +257,12 @@ def _snapshot(
     return snapshot
 
 
-def _own_objects(state: TrainingState) -> dict[str, bytes]:
+def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
     """Return the states of random generators and loaders that every rank has of its own."""
     return {**_loader_states(state), files.random_states(state.rank): _random_states(state)}
 
 
-def _weights(state: TrainingState, module: torch.nn.Module) -> dict[str, Any]:
+def _weights(state: CheckpointSources, module: torch.nn.Module) -> dict[str, Any]:
     """Return whole weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     weights = state.strategy.state_dict(module)
     for name in modules.quantised_entries(module, weights):
@@ -272,7 +272,7 @@ def _weights(state: TrainingState, module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _run_hooks(
-    state: TrainingState, folder: Path, weights: list[Mapping[str, Any]] | None
+    state: CheckpointSources, folder: Path, weights: list[Mapping[str, Any]] | None
 ) -> list[Mapping[str, Any]]:
     """Call the hooks with ``weights``, or those of this rank; returns the weights that they have left."""
     models = list(state.preparer.models)
@@ -283,7 +283,7 @@ def _run_hooks(
     return list(weights)
 
 
-def _loader_states(state: TrainingState) -> dict[str, bytes]:
+def _loader_states(state: CheckpointSources) -> dict[str, bytes]:
     """Return where this rank's loaders are that know it: what they read differs from rank to rank."""
     return {
         files.loader_state(index, state.rank): _as_bytes(loader.state_dict())
@@ -292,7 +292,7 @@ def _loader_states(state: TrainingState) -> dict[str, bytes]:
     }
 
 
-def _random_states(state: TrainingState) -> bytes:
+def _random_states(state: CheckpointSources) -> bytes:
     generators = capture_random_states(state.shared.process.backend)
     return _as_bytes({**generators, "step": state.preparer.accumulation.step})
 

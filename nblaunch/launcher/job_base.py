@@ -1,4 +1,4 @@
-"""JobState: what is known of a job, for the :class:`nblaunch.launcher.job.Job` that a caller holds.
+"""JobBase: what is known of a job, for the :class:`nblaunch.launcher.job.Job` that a caller holds.
 
 Kept by what runs the job in this process (``runner.py``), or by what follows one of another process (``detached/``).
 """
@@ -58,7 +58,7 @@ class Requests(Protocol):
         """Ask where every rank is."""
 
 
-class JobState:
+class JobBase:
     """What is known of one job.
 
     Args:
@@ -149,9 +149,10 @@ class JobState:
             raise KeyboardInterrupt  # it was done before the interrupt had any effect
 
     def emit(self, event: Event) -> None:
-        """Send an event to the listeners."""
+        """Keep what an event says of the job, and send it to the listeners."""
         if isinstance(event, Started):
-            self.pids[event.rank] = event.pid
+            # In the order of ranks, whichever started first; made anew, since other threads may be reading it.
+            self.pids = dict(sorted({**self.pids, event.rank: event.pid}.items()))
             self.status = "running"
             self._may_return.set()
         elif isinstance(event, Metric):

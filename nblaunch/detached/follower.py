@@ -1,4 +1,4 @@
-"""AttachedRunner: follows a detached job by the files in its folder, for a ``Job`` and dashboards of this process."""
+"""JobFollower: follows a detached job by the files in its folder, for a ``Job`` and dashboards of this process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.diagnosis.rendering import annotate
 from nblaunch.errors import JobLost, ResultError
 from nblaunch.events import AttemptStarted, Event, Exited, JobEnded
+from nblaunch.launcher.job_base import JobBase, Listener
 from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.state import JobState, Listener
 from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.channel import EventReceiver
@@ -32,7 +32,7 @@ _POLLS_PER_CHECK = 10
 """Looks at the files for each look at whether the supervisor runs."""
 
 
-class AttachedRunner(JobState):
+class JobFollower(JobBase):
     """Keeps the state of a job that a supervisor of another process runs.
 
     Args:
@@ -207,7 +207,7 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
         headline=end.headline,
         is_early=end.is_early,
         values=_Stored(lambda: _load_values(folder)),
-        unfit_weights=_Stored(lambda: _load_weights(folder)),
+        unloaded_weights=_Stored(lambda: _load_weights(folder)),
     )
 
 

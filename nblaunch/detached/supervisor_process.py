@@ -19,7 +19,7 @@ from typing import NoReturn
 from nblaunch import backends
 from nblaunch.detached.folder import JobFolder, Record
 from nblaunch.detached.recorder import Recorder
-from nblaunch.detached.requests import CommandServer
+from nblaunch.detached.requests import RequestServer
 from nblaunch.detached.start import Launch
 from nblaunch.events import JobEnded
 from nblaunch.launcher.joblog import JobLog
@@ -29,7 +29,7 @@ from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import payload
-from nblaunch.wire.assignment import Call, restore_random_states, restore_sources
+from nblaunch.wire.assignment import FunctionCall, restore_random_states, restore_sources
 from nblaunch.worker import output, process_control
 
 _TERMINATION_GRACE_S = 20.0
@@ -73,7 +73,7 @@ class _DetachedJob:
         self._runner: JobRunner | None = None
         folder = JobFolder(self._log.path)
         self._recorder = Recorder(folder, self._present_outcome)
-        self._server = CommandServer(self._log.path, self._requests)
+        self._server = RequestServer(self._log.path, self._requests)
         restore_sources(launch.sources)
         folder.write(
             Record(
@@ -114,7 +114,7 @@ class _DetachedJob:
         if launch.has_shell:
             output.ensure_shell()
         backends.find(launch.backend, launch.registered_backend)
-        call: Call = payload.load(call_fd)
+        call: FunctionCall = payload.load(call_fd)
         os.close(call_fd)
         restore_random_states(pickle.loads(launch.random_states))
         function, args = call
