@@ -70,15 +70,17 @@ class JobFollower(JobBase):
         """Follow the job to its end in a thread."""
         threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True).start()
 
-    def wait_for_start(self, interrupted: Sequence[None]) -> None:
+    def wait_for_start(self, interrupts: Sequence[float]) -> None:
         """Wait until the workers run, or the job has ended; once it was interrupted, for its end.
 
         Args:
-            interrupted: an item for each interrupt, which ends the job.
+            interrupts: the time of each interrupt, appended meanwhile; they end the job.
         """
-        while not self._may_return.wait(_POLL_S) or (interrupted and not self.wait(_POLL_S)):
-            while self.requests.interrupts < len(interrupted):
+        is_over = False
+        while not is_over:
+            while self.requests.interrupts < len(interrupts):
                 self.requests.interrupt()
+            is_over = self.wait(_POLL_S) if interrupts else self._may_return.wait(_POLL_S)
 
     # --- the thread ----------------------------------------------------------------------------------------------
 

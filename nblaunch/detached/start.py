@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,13 +84,13 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
             sources=capture_sources(),
             random_states=call.random_states,
         )
-        interrupted: list[None] = []
+        interrupts: list[float] = []
         # What has started must be known here, to be ended by an interrupt.
-        with interrupts_as_requests(lambda: interrupted.append(None)):
+        with interrupts_as_requests(lambda: interrupts.append(time.time())):
             _start_supervisor(launch, call)
             runner = JobFollower(JobFolder(folder / job_id), listeners)
             runner.follow()
-            runner.wait_for_start(interrupted)
+            runner.wait_for_start(interrupts)
     finally:
         call.close()
     return runner
