@@ -7,12 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import nblaunch
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -134,6 +136,42 @@ def test_training_equals_that_of_one_process(world_size: int, accumulation: int)
 
 def test_training_in_bf16_equals_that_of_one_process() -> None:
     same(ranks.run(functools.partial(_train, mixed_precision="bf16"), 2, {}), precision="bf16")
+
+
+def _train_in_bf16(is_reference: bool) -> tuple[torch.dtype, list[list[float]]]:
+    package: Any = accelerate if is_reference else nblaunch
+    plugin = package.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=False,
+    )
+    if is_reference:  # it shards on GPUs only: what is asked of it here depends on no device
+        warnings.simplefilter("ignore")
+        kind = accelerate.utils.DistributedType.MULTI_XPU
+        accelerate.PartialState(cpu=True)._shared_state["distributed_type"] = kind
+    accelerator = package.Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    found, generator = [], torch.Generator().manual_seed(accelerator.process_index)
+    for _ in range(6):
+        x = torch.randn(4, 6, generator=generator)
+        outputs = model(x)
+        loss = (outputs.float() - x.sum(1, keepdim=True)).square().mean()
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([loss.item(), getattr(norm, "full_tensor", lambda norm=norm: norm)().item()])
+    return outputs.dtype, found
+
+
+def test_training_in_bf16_is_that_of_accelerate() -> None:
+    found, expected = (ranks.run(_train_in_bf16, 2, is_reference) for is_reference in (False, True))
+    for (dtype, values), (reference_dtype, reference) in zip(found, expected, strict=True):
+        assert dtype == reference_dtype == torch.bfloat16
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(reference))
 
 
 @pytest.mark.parametrize(

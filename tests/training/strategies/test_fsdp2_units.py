@@ -169,8 +169,8 @@ def test_policies_as_torch_knows_them() -> None:
 
     bf16, fp32 = torch.bfloat16, torch.float32
     assert policy(None) == MixedPrecisionPolicy()
-    assert policy(None, bf16) == MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
-    assert policy("bf16") == MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
+    all_in_bf16 = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16, output_dtype=bf16)
+    assert policy(None, bf16) == policy("bf16") == all_in_bf16
     given = {"param_dtype": bf16, "buffer_dtype": bf16, "output_dtype": fp32}
     assert policy(given) == MixedPrecisionPolicy(param_dtype=bf16, output_dtype=fp32)
     own = MixedPrecisionPolicy(reduce_dtype=bf16)

@@ -71,8 +71,9 @@ class ShardingSettings:
             backward. False: they stay until then, which costs memory and saves traffic. A number: they stay spread
             over so many ranks.
         mixed_precision_policy: torch's ``MixedPrecisionPolicy``, its fields as a dict (dtypes may go by name), or
-            ``"bf16"``, ``"fp16"``, ``"fp32"`` for all. None: weights are gathered in the Accelerator's
-            ``mixed_precision``, gradients reduced in fp32.
+            ``"bf16"``, ``"fp16"``, ``"fp32"`` for all. None: the Accelerator's ``mixed_precision`` for all, as with
+            Accelerate. ``{"param_dtype": "bf16", "reduce_dtype": "fp32"}`` reduces gradients more exactly, and
+            returns outputs in fp32.
         auto_wrap_policy: which modules are gathered as a unit: ``"transformer_based_wrap"`` (by class),
             ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``; also
             those of ``torch.distributed.fsdp.wrap``. None: as the two fields below say, else the classes that the model
@@ -226,13 +227,11 @@ class ShardingSettings:
         if isinstance(policy, MixedPrecision):  # of version 1, which reduces in param_dtype unless it is set
             reduce_dtype = policy.reduce_dtype or policy.param_dtype
             return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=reduce_dtype)
-        if policy is None:
-            return MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None
-            )
         if isinstance(policy, str):
             check_choice("mixed_precision_policy", policy, tuple(_DTYPES))
-            return MixedPrecisionPolicy(param_dtype=_DTYPES[policy], reduce_dtype=_DTYPES[policy])
+            dtype = _DTYPES[policy]
+        if policy is None or isinstance(policy, str):
+            return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
         if isinstance(policy, dict):
             fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
             for name in policy:
