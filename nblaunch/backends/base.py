@@ -208,6 +208,10 @@ class Backend(ABC):
     def precision_refusal(self, precision: str) -> str | None:
         """Return None where ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` can be used on this device, else why not."""
 
+    def computes_in_full(self, precision: str) -> bool:
+        """Return whether full precision takes the place of one that this device refuses."""
+        return False
+
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         """Join the default process group of the job, unless that was done. A process on its own joins none."""
         from nblaunch.backends import process_group

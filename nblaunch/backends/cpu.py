@@ -65,10 +65,16 @@ class CpuBackend(Backend):
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "fp16 needs a GPU's gradient scaling; on the CPU use mixed_precision='bf16'"
+            return (
+                "fp16 needs a GPU: the CPU computes in full precision in its place; mixed_precision='bf16' computes "
+                "in 16 bits there"
+            )
         if precision == "fp8":
             return NO_FP8
         return None
+
+    def computes_in_full(self, precision: str) -> bool:
+        return precision == "fp16"  # as Accelerate does: a script for GPUs is tried out on a CPU unchanged
 
 
 def usable_cores() -> int:

@@ -184,7 +184,7 @@ _OF_WORKERS = {
 
 def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
     refusal = backend.precision_refusal(spec.mixed_precision)
-    if refusal is not None:
+    if refusal is not None and not backend.computes_in_full(spec.mixed_precision):
         raise ValueError(
             f"mixed_precision={spec.mixed_precision!r} can't be used on {backend.name}: {refusal}"
         )

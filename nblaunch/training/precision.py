@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
+from nblaunch import context
 from nblaunch.backends.base import Backend
+from nblaunch.errors import warn
 from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training.collectives import dtensor, nested
 from nblaunch.training.float8 import AORecipeKwargs
@@ -126,6 +128,12 @@ class DeviceBf16Precision(Precision):
     name = "bf16"
 
 
+class ReplacedFp16Precision(Precision):
+    """Full precision, where it takes the place of fp16."""
+
+    name = "fp16"
+
+
 class Fp16Precision(Precision):
     """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
 
@@ -214,7 +222,7 @@ def resolve(name: Any, backend: Backend, recipe: AORecipeKwargs | None = None) -
     check_choice("mixed_precision", name, MIXED_PRECISIONS)
     is_emulated = name == "fp8" and recipe is not None and recipe.is_emulated
     reason = None if is_emulated else backend.precision_refusal(name)
-    if reason is not None:
+    if reason is not None and not backend.computes_in_full(name):
         raise ValueError(f"mixed_precision={name!r} can't be used on {backend.name}: {reason}")
     return name
 
@@ -228,6 +236,10 @@ def make(name: str, backend: Backend, handlers: Mapping[type, Any]) -> Precision
         handlers: may have settings of the gradient scaler, of autocast and of fp8, by type.
     """
     autocast = handlers.get(AutocastKwargs)
+    if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
+        if context.current().topology.rank == 0:
+            warn(f"mixed_precision='fp16': {reason}")
+        return ReplacedFp16Precision(backend, autocast)
     if name == "fp16":
         return Fp16Precision(backend, autocast, handlers.get(GradScalerKwargs))
     if name == "fp8":

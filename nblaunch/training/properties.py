@@ -28,6 +28,7 @@ from nblaunch.training.options import (
     ProfileKwargs,
 )
 from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.precision import ReplacedFp16Precision
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.state import AcceleratorState
@@ -129,7 +130,8 @@ class PreparationProperties(ProcessMethods):
     @property
     def native_amp(self) -> bool:
         """Whether forward passes compute in half precision."""
-        return self._preparer.precision.name != "no"
+        precision = self._preparer.precision
+        return precision.name != "no" and not isinstance(precision, ReplacedFp16Precision)
 
     # --- settings of loaders, placement and schedulers ---------------------------------------------------------------
 

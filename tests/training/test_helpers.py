@@ -91,7 +91,7 @@ def test_what_is_there() -> None:
     assert utils.is_torchdata_stateful_dataloader_available()
     assert utils.is_tensorboard_available.__doc__ == "Whether ``tensorboard`` is installed."
     assert utils.is_bf16_available()
-    assert not utils.is_fp16_available(), "on a CPU"
+    assert utils.is_fp16_available(), "on a CPU, where full precision takes its place"
     assert utils.is_cuda_available() == torch.cuda.is_available()
     assert not utils.is_torch_xla_available(check_is_gpu=True)
     assert isinstance(utils.is_mps_available(), bool)

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
 
+import nblaunch
 from nblaunch import Accelerator, context
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
+from tests.training import ranks
+from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 Loop = Callable[..., None]
+
+
+def _train_on_the_cpu(package: Any) -> tuple[list[Any], torch.Tensor, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator = package.Accelerator(cpu=True, mixed_precision="fp16")
+    model = _layer(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in _batches():
+        outputs = model(x)
+        accelerator.backward(outputs.square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    facts = [accelerator.mixed_precision, accelerator.scaler, accelerator.native_amp, outputs.dtype]
+    weight = accelerator.unwrap_model(model).weight.detach()
+    return facts, weight, [str(one.message) for one in caught if "fp16" in str(one.message)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fp16_on_a_cpu_is_full_precision_as_with_accelerate(num_ranks: int) -> None:
+    found = ranks.run(_train_on_the_cpu, num_ranks, nblaunch)
+    expected = ranks.run(_train_on_the_cpu, num_ranks, accelerate)
+    for (facts, weight, _), (reference_facts, reference_weight, _) in zip(found, expected, strict=True):
+        assert facts == reference_facts == ["fp16", None, False, torch.float32]
+        torch.testing.assert_close(weight, reference_weight)
+    messages = [one for _, _, one in found]
+    assert "full precision" in messages[0][0]
+    assert [len(one) for one in messages] == [1, 0][:num_ranks], "one line for the job"
 
 
 @pytest.fixture(autouse=True)

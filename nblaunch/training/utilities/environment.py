@@ -221,8 +221,9 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Return whether the device of this process can train in fp16."""
-    return context.current().backend.precision_refusal("fp16") is None
+    """Return whether ``mixed_precision="fp16"`` is accepted on the device of this process, as on a CPU; see there."""
+    backend = context.current().backend
+    return backend.precision_refusal("fp16") is None or backend.computes_in_full("fp16")
 
 
 _REFERENCE_PREFIX = "ACCELERATE_"

@@ -526,7 +526,7 @@ def test_a_version_that_trains_wrong_is_refused(monkeypatch: pytest.MonkeyPatch)
             {"deepspeed_plugin": DeepSpeedPlugin({"zero_optimization": {}, "fp16": {"enabled": True}})},
             "fp16.enabled=True, which can't be used on cpu",
         ),
-        ({"deepspeed_plugin": DeepSpeedPlugin(), "mixed_precision": "fp16"}, "can't be used on cpu"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(), "mixed_precision": "fp16"}, "can't be used with DeepSpeed"),
         ({"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": {"a": DeepSpeedPlugin()}}, "both given"),
         (
             {"deepspeed_plugin": DeepSpeedPlugin(), "fsdp_plugin": FullyShardedDataParallelPlugin()},

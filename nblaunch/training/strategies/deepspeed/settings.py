@@ -153,7 +153,12 @@ class DeepSpeedSettings:
             if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
                 raise ValueError(f"{given} contradicts mixed_precision={str(asked)!r}; set it in one place")
             return name
-        if str(getattr(asked, "value", asked)).lower() == "fp8":
+        name = str(getattr(asked, "value", asked)).lower()
+        if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
+            raise ValueError(
+                f"mixed_precision={name!r} can't be used with DeepSpeed on {backend.name}: {reason}"
+            )
+        if name == "fp8":
             raise ValueError(
                 "mixed_precision='fp8' can't be used with DeepSpeed; torchao converts models of DDP and FSDP2"
             )

@@ -77,6 +77,11 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, named: NamedSettings, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
+        reason = setup.process.backend.precision_refusal(setup.precision.name)
+        if reason is not None:  # the engine, too, takes formats by name
+            raise ValueError(
+                f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"
+            )
         self._named = named
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
