@@ -131,6 +131,21 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class Links:
+    """What this process keeps of its links with the workers, by rank.
+
+    Args:
+        receivers: where events arrive.
+        connections: for commands; empty where none are sent.
+        debug_connections: with the debugger; empty where there is none.
+    """
+
+    receivers: dict[int, EventReceiver] = field(default_factory=dict)
+    connections: dict[int, CommandConnection] = field(default_factory=dict)
+    debug_connections: dict[int, CommandConnection] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunningAttempt:
     """The workers of an attempt, and what this process holds for them. Must be closed.
 
@@ -139,9 +154,7 @@ class RunningAttempt:
         assignments: one per worker.
         group: the processes.
         board: the progress of all ranks.
-        receivers: rank -> where its events arrive.
-        connections: rank -> the connection for commands; empty where none are sent.
-        debug_connections: rank -> the connection with the debugger; empty where there is none.
+        links: with the workers.
         tails: rank -> its log.
         store: the store that workers may ask for; None where another node hosts it.
         selector: to wait for all of these.
@@ -156,9 +169,7 @@ class RunningAttempt:
     assignments: Sequence[Assignment]
     group: WorkerGroup
     board: Board
-    receivers: Mapping[int, EventReceiver]
-    connections: Mapping[int, CommandConnection]
-    debug_connections: Mapping[int, CommandConnection]
+    links: Links
     tails: Mapping[int, LogTail]
     store: StoreHost | None
     selector: selectors.BaseSelector
@@ -217,9 +228,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
-        assignments, receivers, connections, debug_connections = assign(
-            attempt, board, descendants.tag, stack, worker_ends
-        )
+        assignments, links = assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
         group = engine.start(call, assignments, board, attempt.saved)
     left_running: list[str] = []
@@ -231,7 +240,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
-        attempt, assignments, group, board, receivers, connections, debug_connections, tails, store,
+        attempt, assignments, group, board, links, tails, store,
         selector, memory, monitor, guardian, leak_check, left_running, stack.pop_all(),
     )  # fmt: skip
 
@@ -276,9 +285,7 @@ def _end_descendants(
 
 def assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
-) -> tuple[
-    list[Assignment], dict[int, EventReceiver], dict[int, CommandConnection], dict[int, CommandConnection]
-]:
+) -> tuple[list[Assignment], Links]:
     """Make each worker's descriptors and assignment.
 
     Args:
@@ -288,60 +295,61 @@ def assign(
         stack: closes what this process keeps until the end of the attempt.
         worker_ends: closes what only the workers need, once they have it.
 
-    Returns:
-        The assignments; rank -> where its events arrive; rank -> its connection for commands, if there is one, and
-        that with its debugger.
-
     Raises:
         OSError: descriptors or memory ran out.
     """
+    spec, plan = attempt.spec, attempt.plan
+    links = Links()
     assignments: list[Assignment] = []
-    receivers: dict[int, EventReceiver] = {}
-    connections: dict[int, CommandConnection] = {}
-    debug_connections: dict[int, CommandConnection] = {}
     key = signing.new_key() if attempt.topology.num_nodes == 1 else b""
     for local_rank, rank in enumerate(attempt.ranks):
         topology = replace(attempt.topology, rank=rank, local_rank=local_rank)
-        reading, writing = os.pipe()
-        descriptors.keep_from_children(reading)
-        receivers[rank] = EventReceiver(reading, f"rank {rank}")
-        stack.callback(descriptors.close, reading)
-        worker_ends.callback(os.close, writing)
-        command_fd = debug_fd = outbox_fd = -1
-        if attempt.spec.takes_commands:
-            command_fd = _connect(rank, connections, worker_ends)
-        if attempt.spec.has_debugger:
-            debug_fd = _connect(rank, debug_connections, worker_ends)
-        # Any rank may hold shards of weights, so each gets an outbox.
-        if _returns_value(attempt, topology) or attempt.plan.modules or attempt.plan.optimizers:
-            outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}")
-            stack.callback(os.close, outbox_fd)
+        returns_value = local_rank == 0 or spec.return_all
         assignments.append(
             Assignment(
                 topology=topology,
-                backend=attempt.plan.backend.name,
+                backend=plan.backend.name,
                 environment=_environment(attempt, topology),
-                accelerator_defaults=attempt.spec.accelerator_defaults,
-                is_spmd=attempt.spec.is_spmd,
+                accelerator_defaults=spec.accelerator_defaults,
+                is_spmd=spec.is_spmd,
                 attempt=attempt.number,
                 board_fd=board.fd,
-                event_fd=writing,
-                outbox_fd=outbox_fd,
-                command_fd=command_fd,
-                debug_fd=debug_fd,
+                event_fd=_open_events(rank, links, stack, worker_ends),
+                # Any rank may hold shards of weights, so each gets an outbox.
+                outbox_fd=_open_outbox(rank, stack)
+                if returns_value or plan.modules or plan.optimizers
+                else -1,
+                command_fd=_connect(rank, links.connections, worker_ends) if spec.takes_commands else -1,
+                debug_fd=_connect(rank, links.debug_connections, worker_ends) if spec.has_debugger else -1,
                 post_mortem=attempt.keeps_workers,
-                has_breakpoints=attempt.spec.has_breakpoints,
+                has_breakpoints=spec.has_breakpoints,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),
                 stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
-                num_threads=attempt.plan.num_threads,
-                returns_value=_returns_value(attempt, topology),
-                sends_weights_of=tuple(attempt.plan.modules),
-                sends_states_of=tuple(attempt.plan.optimizers),
+                num_threads=plan.num_threads,
+                returns_value=returns_value,
+                sends_weights_of=tuple(plan.modules),
+                sends_states_of=tuple(plan.optimizers),
                 key=key,
                 descendant_tag=tag,
             )
         )
-    return assignments, receivers, connections, debug_connections
+    return assignments, links
+
+
+def _open_events(rank: int, links: Links, stack: ExitStack, worker_ends: ExitStack) -> int:
+    """Make the pipe for a rank's events; return the worker's end."""
+    reading, writing = os.pipe()
+    descriptors.keep_from_children(reading)
+    links.receivers[rank] = EventReceiver(reading, f"rank {rank}")
+    stack.callback(descriptors.close, reading)
+    worker_ends.callback(os.close, writing)
+    return writing
+
+
+def _open_outbox(rank: int, stack: ExitStack) -> int:
+    fd = create_memory_file(f"nblaunch-outbox-{rank}")
+    stack.callback(os.close, fd)
+    return fd
 
 
 def _connect(rank: int, connections: dict[int, CommandConnection], worker_ends: ExitStack) -> int:
@@ -349,10 +357,6 @@ def _connect(rank: int, connections: dict[int, CommandConnection], worker_ends: 
     connections[rank], fd = connect()
     worker_ends.callback(os.close, fd)
     return fd
-
-
-def _returns_value(attempt: Attempt, topology: Topology) -> bool:
-    return topology.local_rank == 0 or attempt.spec.return_all
 
 
 def _environment(attempt: Attempt, topology: Topology) -> dict[str, str | None]:

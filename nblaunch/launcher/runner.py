@@ -303,8 +303,9 @@ class JobRunner(JobBase):
 
     def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
         running = start_attempt(self._attempt(peers, restart_count))
-        self.connections = running.connections
-        self.debug_channel = DebugChannel(running.debug_connections) if running.debug_connections else None
+        links = running.links
+        self.connections = links.connections
+        self.debug_channel = DebugChannel(links.debug_connections) if links.debug_connections else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
             running, self.requests, self.emit, self.update, self.debug_channel, on_prompts

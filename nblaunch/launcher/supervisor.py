@@ -209,7 +209,7 @@ class Supervisor:
 
     def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
-        for rank, receiver in self._running.receivers.items():
+        for rank, receiver in self._running.links.receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, self._reader_of(rank))
         if self._running.store is not None and self._running.store.fileno() >= 0:
             self._selector.register(
@@ -249,13 +249,13 @@ class Supervisor:
     def _reader_of(self, rank: int) -> Callable[[], None]:
         def read() -> None:
             if self._receive(rank):
-                self._selector.unregister(self._running.receivers[rank].fd)
+                self._selector.unregister(self._running.links.receivers[rank].fd)
 
         return read
 
     def _receive(self, rank: int) -> bool:
         """Handle the events of a rank; returns whether its pipe was closed."""
-        events, is_closed = self._running.receivers[rank].receive()
+        events, is_closed = self._running.links.receivers[rank].receive()
         for event in events:
             if isinstance(event, Started):
                 self._started.add(event.rank)
@@ -296,7 +296,7 @@ class Supervisor:
             self._alive.discard(rank)
             now = time.time()
             self._report.exits[rank] = (status, now)
-            if self._running.receivers[rank].fd in self._selector.get_map():
+            if self._running.links.receivers[rank].fd in self._selector.get_map():
                 self._reader_of(rank)()  # its last words, before anything is concluded from its end
             self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
@@ -321,7 +321,7 @@ class Supervisor:
                 Escalation.kill(now) if is_second else Escalation.after_interrupt(now, self._grace_s)
             )
         if requests.wants_stop and self._agreement is None:
-            slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
+            slots = {rank: self._board.slot(rank) for rank in self._running.links.receivers}
             self._agreement = (
                 StopAgreement(slots, time.monotonic())
                 if self._peers is None
@@ -336,7 +336,7 @@ class Supervisor:
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
-        slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
+        slots = {rank: self._board.slot(rank) for rank in self._running.links.receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
         self._note(f"SIGTERM received: ranks have {grace_s:g} s to save and return by themselves")
 
@@ -527,7 +527,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         """Read pipes, logs and the board to their end."""
-        for rank in self._running.receivers:
+        for rank in self._running.links.receivers:
             self._receive(rank)
         for tail in self._running.tails.values():
             for event in tail.read_rest():
