@@ -20,7 +20,6 @@ remedy, and exit code 2.
       screen.py          the output of its cells on a terminal
     selfcheck.py         ``nblaunch test``
       selfcheck_jobs.py  its checks, each a launch
-      selfcheck_ranks.py what their workers run
     estimate.py          ``nblaunch estimate-memory``
       memory_needs.py    its arithmetic
     merge.py             ``nblaunch merge-weights``

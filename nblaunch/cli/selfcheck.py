@@ -1,7 +1,6 @@
 """``nblaunch test``: checks by small jobs that training works on the devices of this machine.
 
-This module selects the checks and prints their results; ``selfcheck_jobs.py`` has the checks, ``selfcheck_ranks.py``
-the functions of their workers.
+This module selects the checks and prints their results; ``selfcheck_jobs.py`` has the checks.
 """
 
 from __future__ import annotations
