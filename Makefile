@@ -127,7 +127,7 @@ $(COLAB_STAMP): tests/tools/colab_env.py constraints-colab.txt $(STAMP)
 	$(BIN)/python $< $(@D)
 	@touch $@
 
-test-gpu:  ## on a machine with NVIDIA GPUs: all its tests and benchmarks, about 15 minutes; the figures are in artifacts/gpu.md
+test-gpu:  ## on a machine with NVIDIA GPUs: all its tests and benchmarks, about 20 minutes; the figures are in artifacts/gpu.md
 	$(PYTHON) -m tests.hardware.report $(ARGS)
 
 ifeq ($(strip $(ARGS)),)

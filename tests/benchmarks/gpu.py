@@ -10,15 +10,18 @@ Launches are timed from the call to the end of rank 0's first optimizer step, by
 machine share. Beside ours the least that a program could do, a bare ``os.fork``: its children start CUDA, join NCCL
 and take a step as ours do, which no launcher can save them. accelerate starts no process for one GPU: it calls the
 function in the kernel, and does not let two processes share a GPU. So launches are compared with it on two GPUs; on
-one, the first in a fresh kernel is, with what remains in the kernel afterwards.
+one, the first in a fresh kernel is, with what remains in the kernel afterwards. A script is started by our command and
+by torchrun in turn, from the call to the same step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
-from tests.benchmarks.bench import Row, batches, call, free_port, kernel, show
+from tests.benchmarks.bench import ROOT, Row, batches, call, free_port, kernel, show
 
 MIN_STEPS, MIN_LAUNCH = 0.98, 3.0
 HAS_PEER = importlib.util.find_spec("accelerate") is not None
@@ -85,6 +88,7 @@ def rows(extent: Extent, size: int) -> Iterator[Row]:
     yield from _as_far_as_possible("first launches", _first_launch_rows(extent))
     for count in range(1, size + 1):
         yield from _as_far_as_possible(f"launches of {count}", _launch_rows(extent, count))
+    yield from _as_far_as_possible("scripts", _script_rows(extent, size))
     if size < 2 or not HAS_PEER:
         why = "starts processes for two GPUs or more" if HAS_PEER else "is not installed"
         yield Row(f"{FASTER} than accelerate", f"not measured: accelerate {why}")
@@ -156,6 +160,37 @@ def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
             yield Row(
                 f"{what}, times faster than accelerate", text, f">= {MIN_LAUNCH:g}", ratio >= MIN_LAUNCH
             )
+
+
+def _script_rows(extent: Extent, size: int) -> Iterator[Row]:
+    options = ["--cpu"] if extent.backend == "cpu" else []
+    launchers = {
+        "nblaunch": ["nblaunch", "launch", *options, "--num_processes", str(size)],
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", str(size)],
+    }
+    with _Timer() as timer:
+        script, threads = f"{timer.path}_script.py", {"OMP_NUM_THREADS": "1"}
+        with open(script, "w") as file:
+            file.write(
+                f"from tests.benchmarks.gpu import _first_step\n_first_step('nblaunch', {timer.path!r})\n"
+            )
+        env = {**os.environ, **threads, **dict(extent.env), "PYTHONPATH": str(ROOT)}
+        found = []
+        for _ in range(extent.launches):
+            lap = {}
+            for name, words in launchers.items():
+                run = functools.partial(
+                    subprocess.run,
+                    [sys.executable, "-m", *words, script],
+                    check=True,
+                    capture_output=True,
+                    env=env,
+                )
+                lap[name] = timer.time(run)
+            found.append(lap)
+    ours, theirs = (statistics.median(lap[name] for lap in found) for name in launchers)
+    what = f"script to first step, {size} process{'es' if size > 1 else ''}, times torchrun's"
+    yield Row(what, f"{ours / theirs:.2f} ({ours:.2f} s / {theirs:.2f} s)")
 
 
 # --- in the kernel ---------------------------------------------------------------------------------------------------

@@ -47,20 +47,20 @@ class Part:
 
 
 PARTS = (
-    Part("launches", "launches after forward, backward and import bitsandbytes, accelerate's beside them",
-         benchmark="gpu_launches"),
     Part("kernels", "fork and forkserver, DDP's losses, fp16 and bf16, a full GPU, memory given back after success, "
          "error, interrupt and kill, a rank that spins in cudaStreamSynchronize, the table's readings",
          ("tests/hardware/test_cuda_kernel.py",)),
+    Part("launches", "launches after forward, backward and import bitsandbytes, accelerate's beside them",
+         benchmark="gpu_launches"),
+    Part("speed", "steps/s against hand-written loops, launch to first step against accelerate, a bare fork, torchrun",
+         benchmark="gpu"),
+    Part("fsdp2", "FSDP2 with one rank and two", ("tests/hardware/test_cuda_fsdp2.py",)),
     Part("hazards", "counting without a context, every hazard of a fork, training of one rank and two",
          ("tests/hardware/test_cuda.py",)),
-    Part("fsdp2", "FSDP2 with one rank, and two where there are two GPUs", ("tests/hardware/test_cuda_fsdp2.py",)),
-    Part("deepspeed", "DeepSpeed with one and two ranks", ("tests/hardware/test_cuda_deepspeed.py",)),
     Part("commands", "nblaunch launch, config, env and test",
          ("tests/hardware/test_cuda_scripts.py", "tests/hardware/test_selfcheck.py", "-m", "cuda")),
-    Part("speed", "steps/s against hand-written loops, launch to first step against accelerate and a bare fork",
-         benchmark="gpu"),
-    Part("scripts", "scripts against torchrun", benchmark="script_launch"),
+    Part("deepspeed", "DeepSpeed with one rank, and two where there are two GPUs",
+         ("tests/hardware/test_cuda_deepspeed.py",)),
 )  # fmt: skip
 
 
@@ -130,11 +130,16 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def run(parts: Sequence[Part], folder: Path) -> bool:
-    """Run the parts and write the report into ``folder``; return whether all was good."""
+    """Run the parts and write them into the report in ``folder``; return whether all was good.
+
+    The other parts of a report of the same day, GPUs and torch stay in it.
+    """
     folder.mkdir(exist_ok=True)
-    report: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"), "gpus": nvml.descriptions(), "torch": torch.__version__, "parts": {},
-    }  # fmt: skip
+    path = folder / "gpu.json"
+    machine = {"date": time.strftime("%Y-%m-%d"), "gpus": nvml.descriptions(), "torch": torch.__version__}
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if {name: report.get(name) for name in machine} != machine:
+        report = {**machine, "parts": {}}
     for part in parts:
         begun = time.monotonic()
         found = (
@@ -147,9 +152,9 @@ def run(parts: Sequence[Part], folder: Path) -> bool:
             "seconds": time.monotonic() - begun,
             **found,
         }
-        (folder / "gpu.json").write_text(json.dumps(report, indent=1))
+        path.write_text(json.dumps(report, indent=1))
         (folder / "gpu.md").write_text(as_markdown(report))
-    return all(found["good"] for found in report["parts"].values())
+    return all(report["parts"][part.name]["good"] for part in parts)
 
 
 def main(words: list[str]) -> int:

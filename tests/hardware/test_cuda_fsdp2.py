@@ -1,4 +1,4 @@
-"""Sharded training on real GPUs, a rank on each. On one GPU, one rank; skipped where there is none."""
+"""Sharded training on real GPUs: two ranks over NCCL, or on one GPU over gloo. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
 ]
-of_two = pytest.mark.skipif(BACKEND.device_count() < 2, reason="NCCL joins two GPUs or more")
 
 
 def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -35,7 +34,6 @@ def test_one_rank_learns_what_it_learns_unsharded() -> None:
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
-@of_two
 @pytest.mark.parametrize(
     ("settings", "precision"),
     [({}, "no"), ({"cpu_offload": True}, "no"), ({"activation_checkpointing": True}, "no"), ({}, "bf16")],
@@ -66,7 +64,6 @@ def _train_in_fp16() -> tuple[list[bool], float]:
     return skipped, total
 
 
-@of_two
 def test_all_ranks_leave_out_a_step_that_overflows_on_one() -> None:
     (first, total), (second, _) = ranks.run(_train_in_fp16, 2, backend="cuda")
     assert first == second
@@ -89,7 +86,6 @@ def _allocated() -> tuple[float, float]:
     )
 
 
-@of_two
 def test_no_gpu_ever_holds_the_model() -> None:
     for held, peak in ranks.run(_allocated, 2, backend="cuda"):
         assert 0.49 < held < 0.55
@@ -106,6 +102,5 @@ def _save_and_load(folder: str) -> bool:
     return expected == pytest.approx(again, rel=1e-3)
 
 
-@of_two
 def test_checkpoints_in_parts(tmp_path: Path) -> None:
     assert ranks.run(_save_and_load, 2, str(tmp_path / "state"), backend="cuda") == [True, True]

@@ -108,6 +108,7 @@ def test_the_report_has_what_passed_what_did_not_and_every_figure(tmp_path: Path
     assert found["tests"]["skipped"] == {"test_other": "no GPU"}
     assert found["speed"]["good"]
     assert found["speed"]["rows"][0]["what"] == "GPUs of this machine"
+    assert report.run(parts[1:], tmp_path / "artifacts"), "a part by itself is judged by itself"
     page = (tmp_path / "artifacts/gpu.md").read_text()
     assert "## tests: NOT GOOD" in page
     assert "| GPUs of this machine |" in page
@@ -145,13 +146,15 @@ def test_the_benchmark_runs_to_its_end() -> None:
         "launch to first step",
         "launch to first step",
         "launch to first step",
+        "script to first step",
     ]
     assert [row.what.rpartition(", ")[2] for row in found[5:]] == [
         "times a bare fork's",
         "times a bare fork's",
         "times faster than accelerate",
+        "times torchrun's",
     ]
-    assert [bool(row.target) for row in found] == [True] * 3 + [False] * 4 + [True]
+    assert [bool(row.target) for row in found] == [True] * 3 + [False] * 4 + [True, False]
 
 
 def test_the_benchmark_says_what_it_could_not_measure(
@@ -162,7 +165,7 @@ def test_the_benchmark_says_what_it_could_not_measure(
         raise AssertionError("the cell was expected to end without an error\nCUDA error: out of memory")
 
     monkeypatch.setattr(gpu, "_step_rows", fail)
-    for part in ("_first_launch_rows", "_launch_rows"):
+    for part in ("_first_launch_rows", "_launch_rows", "_script_rows"):
         monkeypatch.setattr(gpu, part, lambda *_: ())
     first, failed, row = gpu.rows(gpu.FULL, 1)
     assert first.what == "one"
