@@ -14,10 +14,12 @@ from nblaunch.dashboard.view import EpochView, JobView
 from nblaunch.formatting import duration, loss, single_line
 
 LIVE_ROWS = 8
-"""Number of last epochs in the table while a job runs."""
+"""Largest number of last epochs in the table while a job runs."""
+
+UNKNOWN_ROWS = 4
+"""Number of last epochs in it where the number of epochs is unknown."""
 
 _ALL_ROWS = 30  # when it has ended
-_EXPECTED_ROWS = 4  # while it runs, where the number of epochs is unknown
 _NUM_METRICS = 8
 
 
@@ -39,18 +41,23 @@ class EpochTable:
 
 
 def tabulate_epochs(view: JobView) -> EpochTable:
-    """Return the table of epochs; an empty one if there are neither losses nor metrics."""
+    """Return the table of epochs; an empty one if there are neither losses nor metrics.
+
+    While the job runs, it has its column of losses and all its rows from the first loss on: nothing moves later.
+    """
     epochs = sorted(view.epochs.items())
     names = metrics_of_epochs(view)
     has_loss = any(epoch.loss is not None for _, epoch in epochs)
+    if not view.is_over:
+        has_loss = has_loss or any(rank.epoch and rank.loss is not None for rank in view.ranks)
     if not has_loss and not names:
         return EpochTable()
-    most = _ALL_ROWS if view.is_over else LIVE_ROWS
+    most = _ALL_ROWS if view.is_over else _num_live_rows(view)
     shown = epochs[-most:]
     return EpochTable(
         columns=("epoch", *(["training loss"] if has_loss else []), *map(single_line, names), "time"),
         rows=tuple(_row(number, epoch, names, has_loss=has_loss) for number, epoch in shown),
-        num_free=0 if view.is_over else max(min(_expected(view), most) - len(shown), 0),
+        num_free=0 if view.is_over else most - len(shown),
         note="earlier epochs are not shown" if view.is_over and len(epochs) > len(shown) else "",
     )
 
@@ -61,8 +68,9 @@ def metrics_of_epochs(view: JobView) -> tuple[str, ...]:
     return tuple(names)[:_NUM_METRICS]
 
 
-def _expected(view: JobView) -> int:
-    return max((rank.num_epochs for rank in view.ranks), default=0) or _EXPECTED_ROWS
+def _num_live_rows(view: JobView) -> int:
+    expected = max((rank.num_epochs for rank in view.ranks), default=0)
+    return min(expected, LIVE_ROWS) or UNKNOWN_ROWS
 
 
 def _row(number: int, epoch: EpochView, names: Sequence[str], *, has_loss: bool) -> tuple[str, ...]:

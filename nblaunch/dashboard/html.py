@@ -104,14 +104,16 @@ def epochs(table: EpochTable) -> str:
     if not table.columns:
         return ""
     right = INLINE.of("right")
-    free = ("&nbsp;",) * len(table.columns)
     heads = "".join(
         f'<td role="columnheader" {right}><span style="{MUTED}">{escape(name)}</span></td>'
         for name in table.columns
     )
-    cells = [[escape(text) for text in row] for row in table.rows] + [list(free)] * table.num_free
     rows = "".join(
-        f"<tr {INLINE.of('row')}>{''.join(f'<td {right}>{text}</td>' for text in row)}</tr>" for row in cells
+        f"<tr {INLINE.of('row')}>{''.join(f'<td {right}>{escape(text)}</td>' for text in row)}</tr>"
+        for row in table.rows
+    )
+    rows += (
+        f'<tr {INLINE.of("row")}><td colspan="{len(table.columns)}" {right}>&nbsp;</td></tr>' * table.num_free
     )
     note = line(table.note) if table.note else ""
     return (

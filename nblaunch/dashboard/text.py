@@ -183,7 +183,7 @@ def _epoch_lines(table: EpochTable) -> list[str]:
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in grid
     ]
-    return [*lines, *[table.note] * bool(table.note)]
+    return [*lines, *[""] * table.num_free, *[table.note] * bool(table.note)]
 
 
 def folded_lines(table: Table) -> list[str]:

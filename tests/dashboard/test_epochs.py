@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nblaunch.dashboard.epochs import LIVE_ROWS, tabulate_epochs
+from nblaunch.dashboard.epochs import LIVE_ROWS, UNKNOWN_ROWS, tabulate_epochs
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.html import render_html
 from nblaunch.dashboard.table import tabulate
@@ -54,26 +54,25 @@ def test_metrics_of_an_epoch_that_lasts_have_a_row_and_those_before_any_epoch_a_
     assert tabulate(view).metrics == "lr 0.1 (step 3)"
 
 
-def test_the_table_is_as_high_as_it_will_be_from_the_first_epoch_on() -> None:
-    def heights(num_epochs: int) -> set[int]:
-        view = fold_readings(view_of(started(1)), [sample(0, 1, num_epochs=num_epochs)], START_S)
-        found = set()
-        for number in range(1, (num_epochs or 4) + 1):
-            view = view_of(epochs(range(number, number + 1), 1), view)
-            table = tabulate_epochs(view)
-            assert Reader(render_html(view)).rows[-1][0] in (str(number), "\N{NO-BREAK SPACE}")
-            found.add(len(table.rows) + table.num_free)
-        return found
-
-    assert heights(6) == {6}
-    assert heights(50) == {LIVE_ROWS}
-    assert heights(0) == {4}
+@pytest.mark.parametrize(("num_epochs", "height"), [(1, 1), (6, 6), (50, LIVE_ROWS), (0, UNKNOWN_ROWS)])
+def test_the_table_is_as_high_as_it_will_be_from_the_first_loss_on(num_epochs: int, height: int) -> None:
+    view = fold_readings(view_of(started(1)), [sample(0, 1, num_epochs=num_epochs)], START_S)
+    first = tabulate_epochs(view)
+    assert (first.columns[:2], first.rows, first.num_free) == (("epoch", "training loss"), (), height)
+    lines = render_text(view).count("\n")
+    for number in range(1, (num_epochs or 12) + 1):
+        view = view_of(epochs(range(number, number + 1), 1), view)
+        table = tabulate_epochs(view)
+        assert table.columns[:2] == first.columns[:2]
+        assert len(table.rows) + table.num_free == height
+        assert Reader(render_html(view)).rows[-1][0] in (str(number), "\N{NO-BREAK SPACE}")
+        assert render_text(view).count("\n") == lines
 
 
 def test_of_many_epochs_the_last_ones_are_shown_and_kept() -> None:
     view = view_of([*started(1), *epochs(range(1, 151), 1)])
     assert len(view.epochs) == NUM_EPOCHS
-    assert [row[0] for row in tabulate_epochs(view).rows] == [str(number) for number in range(143, 151)]
+    assert [row[0] for row in tabulate_epochs(view).rows] == [str(number) for number in range(147, 151)]
     assert tabulate_epochs(view).note == ""
     over = view_of(ended(1), view)
     assert len(tabulate_epochs(over).rows) == 30
@@ -93,6 +92,8 @@ def test_a_loss_that_is_not_finite_is_shown_and_a_silent_loop_has_no_table() -> 
     assert tabulate_epochs(view).rows == (("1", "nan", "1.0 s"),)
     silent = view_of([*started(1), EpochEnded(0, START_S, 1, None, 1.0)])
     assert tabulate_epochs(silent).columns == ()
+    without_epochs = fold_readings(silent, [sample(0, 1, epoch=0)], START_S)
+    assert tabulate_epochs(without_epochs).columns == ()
     assert tabulate_epochs(replace(JobView())).columns == ()
 
 
