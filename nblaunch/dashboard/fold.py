@@ -6,7 +6,6 @@ Events report starts, ends, output and metrics of ranks; readings report steps, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
 from typing import Any
 
 from nblaunch import events
@@ -27,7 +26,7 @@ from nblaunch.dashboard.view import (
 )
 from nblaunch.events import Event, WorkerState
 from nblaunch.formatting import single_line
-from nblaunch.wire.board import SlotReading
+from nblaunch.wire.board import LARGEST_DRAWN, SlotReading
 
 _POINT_SPACING_S = 0.5
 _PHASES = {WorkerState.TRAINING, WorkerState.EVALUATING}
@@ -360,7 +359,9 @@ def _with_points(curves: Mapping[str, Curve], event: events.Metric) -> Mapping[s
     """Return ``curves`` with the finite numbers of ``event``."""
     extended = dict(curves)
     for name, value in event.values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        is_number = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_DRAWN
+        )
         if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
             continue
         curve = extended.get(name, Curve())

@@ -32,6 +32,10 @@ MAX_BINS = 64
 """Largest number of complete bins; one that is not complete may follow."""
 
 
+LARGEST_DRAWN = 1e300
+"""Values beyond it are no points of curves, like infinity and nan: the sum of some would be infinite."""
+
+
 @dataclass(frozen=True)
 class LossCurve:
     """Means of the losses in bins of equally many optimizer steps.
@@ -47,11 +51,11 @@ class LossCurve:
     means: tuple[float, ...] = ()
 
     def points(self) -> tuple[tuple[float, float], ...]:
-        """Return ``(last step, mean)`` of every bin whose mean is finite."""
+        """Return ``(last step, mean)`` of every bin whose mean can be drawn."""
         return tuple(
             (float(min((index + 1) * self.steps_per_bin, self.num_steps)), mean)
             for index, mean in enumerate(self.means)
-            if math.isfinite(mean)
+            if abs(mean) < LARGEST_DRAWN
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from nblaunch.dashboard.charts import chart, charts, mean_of, smoothed, thinned, ticks
 from nblaunch.dashboard.fold import fold_readings
+from nblaunch.events import Metric
 from nblaunch.wire.board import LossCurve
 from tests.dashboard.scenes import START_S, sample, started, trained, view_of
 from tests.dashboard.test_render import Reader
@@ -134,3 +135,14 @@ def test_thinned_lines_keep_their_ends() -> None:
 def test_numbers_at_ticks_have_equal_digits(values: list[float], expected: list[str]) -> None:
     html = chart("x", [(0, values[0]), (1, values[-1])])
     assert [text for text in numbers(html) if text in expected] == expected
+
+
+def test_values_whose_sums_are_infinite_are_left_out() -> None:
+    curve = LossCurve(4, 1, (1.7e308, 0.0, -1e308, 2.0))
+    view = fold_readings(view_of(started(2)), [sample(rank, 4, losses=curve) for rank in range(2)], START_S)
+    logged = [
+        Metric(0, START_S, step, {"huge": value}) for step, value in enumerate((1.0, 10**400, -1.7e308, 2.0))
+    ]
+    drawn = charts(view_of(logged, view))
+    assert re.search(r"loss: 0\S* to 2", drawn)
+    assert "huge: 1 to 2" in drawn
