@@ -53,7 +53,7 @@ REFUSED = {
     "no_python": "only Python scripts and modules can be launched",
     "use_megatron_lm": "Megatron-LM is not available in nblaunch",
     "megatron_lm_": "Megatron-LM is not available in nblaunch",
-    "fp8_": "set it in the script: Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs(...)])",
+    "fp8_": "it is of Transformer Engine or MS-AMP; nblaunch trains in 8 bits by torchao, --fp8_backend AO",
     **dict.fromkeys(("mpirun_hostfile", "tpu_cluster", "tpu_use_sudo", "vm", "env"), _EVERY_MACHINE),
     **dict.fromkeys(
         ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"), _EVERY_MACHINE

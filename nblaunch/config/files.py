@@ -50,8 +50,19 @@ _UNUSED = {
 }
 """Keys of ``accelerate config`` that have no effect -> why."""
 
+_OF_OTHER_RECIPES = (
+    "format",
+    "margin",
+    "interval",
+    "use_autocast_during_eval",
+    "amax_history_length",
+    "amax_compute_algorithm",
+    "override_linear_precision",
+    "optimization_level",
+)
+
 _REFUSED = {
-    "fp8_config": "a recipe of fp8 in a file, not by Accelerator(kwargs_handlers=[AORecipeKwargs(...)]),",
+    **{f"fp8_{name}": "a recipe of Transformer Engine or MS-AMP" for name in _OF_OTHER_RECIPES},
     "megatron_lm_config": "Megatron-LM",
     "mpirun_config": "launching through mpirun",
     "tpu_use_cluster": "starting the machines of a TPU pod from one of them",
@@ -253,7 +264,9 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {key}: must hold keys and values, but is {shown(value)}")
-        for inner, inner_value in value.items():
+        for name, inner_value in value.items():
+            # The questionnaire of Accelerate leaves the prefix out there.
+            inner = f"fp8_{name}" if key == "fp8_config" and not str(name).startswith("fp8_") else name
             if inner in SETTINGS and SETTINGS[inner].group != key and inner not in _EXTRA_KEYS:
                 raise ConfigError(f"{path}: {key}: {inner} does not belong there, but in the file itself")
             flat[inner] = inner_value

@@ -61,6 +61,12 @@ _DYNAMO_ARGUMENTS = {
 }
 """Setting -> argument of ``TorchDynamoPlugin``."""
 
+_FP8_ARGUMENTS = {
+    "fp8_pad_inner_dim": "pad_inner_dim",
+    "fp8_enable_fsdp_float8_all_gather": "enable_fsdp_float8_all_gather",
+}
+"""Setting -> field of ``AORecipeKwargs``."""
+
 _FSDP_ARGUMENTS = {
     "fsdp_reshard_after_forward": "reshard_after_forward",
     "fsdp_offload_params": "cpu_offload",
@@ -165,6 +171,8 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
         settings["debug"] = True
     if resolved["dynamo_backend"] != "no":
         settings["dynamo_plugin"] = _arguments(resolved, "dynamo_config", _DYNAMO_ARGUMENTS)
+    if resolved.group("fp8_config"):
+        settings["fp8_recipe"] = _arguments(resolved, "fp8_config", _FP8_ARGUMENTS)
     if resolved["strategy"] == "fsdp":
         settings["fsdp_plugin"] = _fsdp_arguments(resolved)
     if resolved["strategy"] == "deepspeed":

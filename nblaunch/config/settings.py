@@ -31,6 +31,7 @@ GROUPS = {
     "machines": "several machines",
     "training": "what an Accelerator() in the script uses by default",
     "dynamo_config": "compiling models (torch.compile)",
+    "fp8_config": "training in 8 bits, with --mixed_precision fp8",
     "fsdp_config": "fully sharded data parallel, with --use_fsdp",
     "deepspeed_config": "DeepSpeed, with --use_deepspeed",
     "parallelism_config": "how processes are divided among forms of parallelism; sizes multiply to their number",
@@ -120,6 +121,16 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("dynamo_use_fullgraph", Switch(), False, "compile models in one piece or fail"),
         ("dynamo_use_dynamic", Switch(), None, "compile for changing shapes; default: as torch finds"),
         ("dynamo_use_regional_compilation", Switch(), False, "compile repeated blocks only"),
+    ),
+    "fp8_config": (
+        ("fp8_backend", Choice(("AO",)), None, "the library that does it: torchao"),
+        ("fp8_pad_inner_dim", Flag(), None, "pad matrices whose sizes are no multiples of 16; default: true"),
+        (
+            "fp8_enable_fsdp_float8_all_gather",
+            Flag(),
+            None,
+            "gather sharded weights in 8 bits; default: true",
+        ),
     ),
     "fsdp_config": (
         (

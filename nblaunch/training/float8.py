@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nblaunch import env
+from nblaunch import context, env
 from nblaunch.training.options import KwargsHandler
 
 _MULTIPLE = 16
@@ -29,8 +29,9 @@ class AORecipeKwargs(KwargsHandler):
             device computes the same numbers, slowly: for tests.
         module_filter_func: ``function(module, name)`` that returns whether a linear layer is converted. None: all are
             but the first and the last one, and those whose sizes are no multiples of 16.
-        pad_inner_dim: pad matrices of other sizes. None: the variable ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
-        enable_fsdp_float8_all_gather: FSDP2 gathers weights in 8 bits. None: the variable
+        pad_inner_dim: pad matrices of other sizes. None: as launched (``--fp8_pad_inner_dim``), or the variable
+            ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
+        enable_fsdp_float8_all_gather: FSDP2 gathers weights in 8 bits. None: as launched, or the variable
             ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. Without FSDP2 it has no effect.
 
     Raises:
@@ -45,9 +46,10 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         float8 = _library()
         if self.config is None:
+            launched = context.current().accelerator_defaults.get("fp8_recipe", {})
             for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
                 if getattr(self, name) is None:
-                    setattr(self, name, env.read(f"ACCELERATE_FP8_{name.upper()}"))
+                    setattr(self, name, launched.get(name, env.read(f"ACCELERATE_FP8_{name.upper()}")))
             self.config = float8.Float8LinearConfig(
                 pad_inner_dim=self.pad_inner_dim,
                 enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,

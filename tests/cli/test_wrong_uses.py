@@ -38,6 +38,8 @@ def assert_refused(ended: Ended, *words: str) -> None:
         ("--num_processes 99999999999999999999 train.py", ["num_processes", "at most 4096 on one machine"]),
         ("--mixed_precision fp4 train.py", ["no, fp16, bf16, fp8"]),
         ("--cpu --mixed_precision fp8 train.py", ["fp8", "cpu"]),
+        ("--fp8_margin 1 train.py", ["fp8_margin", "Transformer Engine"]),
+        ("--fp8_backend te train.py", ["fp8_backend", "AO"]),
         ("--cpu --multi_gpu train.py", ["--cpu", "--multi_gpu", "contradict"]),
         ("--backend cuda --cpu train.py", ["--backend cuda", "--cpu", "contradict"]),
         ("--use_fsdp --use-deepspeed train.py", ["--use_fsdp", "--use_deepspeed", "contradict"]),

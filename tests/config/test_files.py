@@ -145,7 +145,8 @@ def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
         ("fsdp_config:\n  num_processes: 2\n", ["num_processes does not belong there"]),
         ("distributed_type: MEGATRON_LM\n", ["MEGATRON_LM is not available"]),
         ("compute_environment: AMAZON_SAGEMAKER\n", ["AMAZON_SAGEMAKER is not available"]),
-        ("fp8_config:\n  backend: TE\n", ["fp8"]),
+        ("fp8_config:\n  backend: TE\n", ["fp8_backend", "TE", "AO"]),
+        ("fp8_config:\n  backend: TE\n  margin: 0\n", ["fp8_margin", "Transformer Engine"]),
         ("tpu_name: pod\n", ["TPU pod"]),
     ],
 )
@@ -166,6 +167,18 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
 
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert not files.read(written(tmp_path, "# nothing\n")).values
+
+
+def test_a_recipe_of_torchao_is_read_as_it_is(tmp_path: Path) -> None:
+    recipe = {"backend": "AO", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True}
+    resolved = resolve(
+        [files.read(of_accelerate(tmp_path, distributed_type="NO", mixed_precision="fp8", fp8_config=recipe))]
+    )
+    assert resolved["mixed_precision"] == "fp8"
+    assert accelerator_settings(resolved)["fp8_recipe"] == {
+        "enable_fsdp_float8_all_gather": False,
+        "pad_inner_dim": True,
+    }
 
 
 def test_a_file_of_accelerate_for_gpus_is_read_as_it_is(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, backends
+from nblaunch import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, backends, context
 from nblaunch.backends import cuda
 from nblaunch.utils import AORecipeKwargs
 
@@ -115,8 +115,13 @@ def test_fsdp_may_gather_in_8_bits() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_the_recipe_takes_fields_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_takes_fields_the_launch_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AORecipeKwargs().config == _Config(False, True, True)
+    launched = {"fp8_recipe": {"pad_inner_dim": False}}
+    with monkeypatch.context() as patched:
+        patched.setattr(context.current(), "accelerator_defaults", launched)
+        assert AORecipeKwargs().config == _Config(False, False, True)
+        assert AORecipeKwargs(pad_inner_dim=True).config == _Config(False, True, True)
     monkeypatch.setenv("ACCELERATE_FP8_PAD_INNER_DIM", "false")
     assert AORecipeKwargs(enable_fsdp_float8_all_gather=False).config == _Config(False, False, False)
 
