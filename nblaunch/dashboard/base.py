@@ -153,7 +153,6 @@ class Pace:
         interval_s: seconds between publications at first.
         slow_s: seconds between publications after ``slow_after_s``.
         slow_after_s: seconds from the start.
-        rate_bytes_s: average bytes per second.
         clock: monotonic seconds.
     """
 
@@ -164,14 +163,12 @@ class Pace:
         interval_s: float = 0.25,
         slow_s: float = 0.5,
         slow_after_s: float = 5.0,
-        rate_bytes_s: float = RATE_BYTES_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._first_s = first_s
         self._interval_s = interval_s
         self._slow_s = slow_s
         self._slow_after_s = slow_after_s
-        self._rate_bytes_s = rate_bytes_s
         self._clock = clock
         self.restart()
 
@@ -194,7 +191,7 @@ class Pace:
         now_s = self._clock()
         is_slow = now_s - self._started_s >= self._slow_after_s
         pause_s = self._slow_s if is_slow else self._interval_s
-        self._next_s = now_s + max(pause_s, num_bytes / self._rate_bytes_s)
+        self._next_s = now_s + max(pause_s, num_bytes / RATE_BYTES_S)
 
 
 class ViewingDashboard(Dashboard):

@@ -170,7 +170,6 @@ class TextDashboard(ViewingDashboard):
         stream: default: ``sys.stderr``, looked up at each write.
         live: what is redrawn on the terminal, shared with other writers; None = redraw nothing.
         first_s: seconds before the first progress line; a short job prints its final table only.
-        interval_s: seconds between lines during the first minute; five times that later.
         clock: monotonic seconds.
     """
 
@@ -180,7 +179,6 @@ class TextDashboard(ViewingDashboard):
         stream: TextIO | None = None,
         live: LiveDisplay | None = None,
         first_s: float = 2.0,
-        interval_s: float = 5.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
@@ -188,9 +186,7 @@ class TextDashboard(ViewingDashboard):
         if self._live is not None:
             pace = Pace(first_s=_FIRST_LIVE_S, interval_s=_LIVE_S, slow_s=_LIVE_S, clock=clock)
         else:
-            pace = Pace(
-                first_s=first_s, interval_s=interval_s, slow_s=5 * interval_s, slow_after_s=60.0, clock=clock
-            )
+            pace = Pace(first_s=first_s, interval_s=5.0, slow_s=25.0, slow_after_s=60.0, clock=clock)
         super().__init__(pace)
         self._last_line = ""
 

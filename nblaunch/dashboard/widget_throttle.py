@@ -57,23 +57,13 @@ class Throttle:
     """Sends changes of widgets within a budget. Used by one thread at a time.
 
     Args:
-        rate_bytes_s: average bytes per second.
-        burst_bytes: largest unused budget that is kept.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        rate_bytes_s: float = RATE_BYTES_S,
-        burst_bytes: float = BURST_BYTES,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._rate_bytes_s = rate_bytes_s
-        self._burst_bytes = burst_bytes
+    def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._slots: dict[int, _Slot] = {}
-        self._budget_bytes = burst_bytes
+        self._budget_bytes: float = BURST_BYTES
         self._filled_s = clock()
 
     def update(
@@ -110,8 +100,8 @@ class Throttle:
         """Send changes that are due; return the number of widgets."""
         now_s = self._clock()
         # Urgent messages may have overdrawn the budget; the limit lets other messages follow soon.
-        budget = max(self._budget_bytes, -self._burst_bytes) + (now_s - self._filled_s) * self._rate_bytes_s
-        self._budget_bytes = min(budget, self._burst_bytes)
+        budget = max(self._budget_bytes, -BURST_BYTES) + (now_s - self._filled_s) * RATE_BYTES_S
+        self._budget_bytes = min(budget, BURST_BYTES)
         self._filled_s = now_s
         num_sent = 0
         for slot in sorted(self._slots.values(), key=lambda slot: _overdue(slot, now_s), reverse=True):

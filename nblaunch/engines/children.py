@@ -87,12 +87,12 @@ def signal_group(pid: int, signum: int) -> None:
         return
 
 
-def kill_and_reap(pids: Iterable[int], patience_s: float = KILL_PATIENCE_S) -> set[int]:
+def kill_and_reap(pids: Iterable[int]) -> set[int]:
     """Send SIGKILL to the group of each child and wait for their end; return those that have not ended in time."""
     waiting = set(pids)
     for pid in waiting:
         signal_group(pid, signal.SIGKILL)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + KILL_PATIENCE_S
     while waiting := {pid for pid in waiting if reap_with_group(pid) is None}:
         if time.monotonic() > deadline:
             break

@@ -214,9 +214,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def broadcast_alike(tensor: torch.Tensor, from_process: int = 0) -> torch.Tensor:
-    """Broadcast one contiguous tensor that is known to have the same shape and type on all ranks."""
-    return _send_tensor(tensor, from_process) if world_size() > 1 else tensor
+def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
+    """Broadcast one contiguous tensor of rank 0, known to have the same shape and type on all ranks."""
+    return _send_tensor(tensor, 0) if world_size() > 1 else tensor
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
