@@ -5,9 +5,13 @@ The latter is for devices whose runtime has no collectives across processes.
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +24,14 @@ ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
 """Environment of a worker. A rank with a short function would close its connections while others open theirs."""
 
 _SETTLE_S = 0.005
+_POLL_S = 0.02
 _TIMEOUT = timedelta(minutes=5)
 _DEBUGGED_TIMEOUT = timedelta(days=1)
 _name = ""
 _is_timeout_extended = False
+
+_connections: dict[int, tuple[int, int]] = {}
+"""Sockets of gloo's default group: descriptor -> identity, as the number may be another file's later."""
 
 _abandoned: list[Any] = []
 
@@ -44,8 +52,26 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     if _name:
         # On the store of all groups, the keys of an earlier one would be taken for those of the next.
         common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
+        if topology.num_nodes > 1:
+            _wait_for_all(common, size)
         store = dist.PrefixStore(_name, common)
+    before = _open_sockets()
     dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
+    if dist_backend == "gloo":
+        _connections.clear()
+        _connections.update({fd: one for fd, one in _open_sockets().items() if before.get(fd) != one})
+
+
+def _wait_for_all(store: Any, world_size: int) -> None:
+    """Wait until every rank comes to join the group, maybe for as long as another machine's user needs.
+
+    Torch waits for them as well, but no interrupt ends that.
+    """
+    key = f"{_name}/present"
+    num_present = store.add(key, 1)
+    while num_present < world_size:
+        time.sleep(_POLL_S)
+        num_present = store.add(key, 0)
 
 
 def extend_collective_timeout() -> None:
@@ -84,6 +110,35 @@ def leave() -> None:
         # of them; the end of the group waits for its threads with the lock held (torch 2.13, gloo). This gives it away.
         time.sleep(_SETTLE_S)
         sys.modules["torch.distributed"].destroy_process_group()
+
+
+def break_off() -> None:
+    """Leave the group at once, if there is one: what waits in it fails, here and on the ranks at the other ends.
+
+    Gloo's connections end with the last reference to the group, and a model that was prepared has one.
+    """
+    for fd, identity in _connections.items():
+        with suppress(OSError):
+            if _identity_of_socket(fd) == identity:
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    connection.getpeername()  # one that listens must go on: gloo ends the process otherwise
+                    connection.shutdown(socket.SHUT_RDWR)
+    _connections.clear()
+    leave()
+
+
+def _open_sockets() -> dict[int, tuple[int, int]]:
+    """Return the sockets of this process: descriptor -> identity."""
+    found = {int(name): _identity_of_socket(int(name)) for name in os.listdir("/dev/fd")}
+    return {fd: identity for fd, identity in found.items() if identity is not None}
+
+
+def _identity_of_socket(fd: int) -> tuple[int, int] | None:
+    try:
+        status = os.fstat(fd)
+    except OSError:  # that of the folder which is being read
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
 
 def leave_at_exit() -> None:

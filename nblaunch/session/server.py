@@ -141,7 +141,7 @@ class _Server:
         if isinstance(command, DropFrames):
             return Reply()
         if isinstance(command, LeaveGroup):
-            process_group.leave()
+            process_group.break_off()
             return Reply()
         if isinstance(command, SetVariables):
             vars(sys.modules["__main__"]).update(payload.load(files[0]))
@@ -185,7 +185,7 @@ class _Server:
         if "torch" not in sys.modules and not _USES_TORCH.search(code):
             return
         if self._group != command.group:
-            process_group.leave()
+            process_group.break_off()
         if not process_group.is_joined():
             process_group.name_next_group(f"session-{command.group}")
             backend = context.current().backend
@@ -193,7 +193,7 @@ class _Server:
         self._group = command.group
 
     def _new_names(self) -> tuple[str, ...]:
-        if self._topology.rank != 0:
+        if self._topology.local_rank != 0:
             return ()
         new = vars(sys.modules["__main__"]).keys() - self._names
         self._names |= new

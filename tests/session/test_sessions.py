@@ -79,6 +79,31 @@ def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(s
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
 
 
+def test_ranks_in_a_collective_are_freed_though_a_model_refers_to_the_group(shared: Kernel) -> None:
+    shared.run(
+        """
+session.execute('''
+from nblaunch import Accelerator
+accelerator = Accelerator()
+wrapped = accelerator.prepare(nn.Linear(2, 1))
+''')
+waits = "if os.environ['RANK'] == '1': raise ValueError('no such batch')\\ntorch.distributed.barrier()"
+"""
+    )
+    shared.run("session.execute(waits)", raises="ValueError")
+    shared.run("session.execute('wrapped = accelerator.prepare(nn.Linear(2, 1))')")
+    assert shared.run("set(session.execute('wrapped(torch.ones(1, 2)).shape[0]').values())").value == {1}
+
+
+def test_an_interrupt_ends_a_collective_that_other_ranks_were_not_asked_to_enter(shared: Kernel) -> None:
+    waits = "print('begun'); torch.distributed.barrier()"
+    cell = shared.submit(f"session.ranks(0).execute({waits!r})").wait_for_text("begun")
+    shared.interrupt()
+    assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
+    reduce = "x = torch.ones(2); torch.distributed.all_reduce(x); x.sum().item()"
+    assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
+
+
 def test_an_interrupt_ends_collectives_that_wait_for_each_other(shared: Kernel) -> None:
     # Rank 2 has begun one without waiting, and can leave its group only when rank 3 has, which waits for rank 0.
     shared.run(
