@@ -322,6 +322,6 @@ def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener
     """Return the runner of a job that has not started; what several machines need is imported only for them."""
     if not spec.is_elastic:
         return JobRunner(spec, plan, listeners, on_prompts=debugging.on_prompts)
-    from nblaunch.nodes.link import run_attempts
+    from nblaunch.nodes.link import LinkedAttempts
 
-    return JobRunner(spec, plan, listeners, run_attempts)
+    return JobRunner(spec, plan, listeners, LinkedAttempts)

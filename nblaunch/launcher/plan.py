@@ -152,7 +152,8 @@ _LATER_FORK = (
 
 def _starts_later(spec: LaunchSpec, background: bool) -> bool:
     in_thread = background or threading.current_thread() is not threading.main_thread()
-    return in_thread and spec.engine != "inline" and (spec.is_elastic or spec.max_restarts > 0)
+    waits_for_nodes = spec.is_elastic and not spec.takes_commands  # a session waits for them where it is made
+    return in_thread and spec.engine != "inline" and (waits_for_nodes or spec.max_restarts > 0)
 
 
 def _why_later(spec: LaunchSpec) -> str:

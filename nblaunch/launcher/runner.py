@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import TypeAlias
+from typing import Protocol
 
 from nblaunch import formatting
 from nblaunch.diagnosis.failure import failure_of
@@ -59,8 +59,17 @@ _NO_THREAD = (
 )
 
 
-AttemptsRunner: TypeAlias = "Callable[[JobRunner], tuple[AttemptReport, dict[int, RankResult]]]"
-"""Runs attempts through :meth:`JobRunner.run_in_world`; returns the report and the results of its ranks."""
+class NodeAttempts(Protocol):
+    """The attempts of a job on several machines, run through :meth:`JobRunner.start_in_world`."""
+
+    def start(self) -> None:
+        """Wait until all machines have joined, and start the workers of this one."""
+
+    def finish(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Run attempts to the last; return its report and the results of its ranks."""
+
+    def close(self) -> None:
+        """Leave the other machines."""
 
 
 class JobRunner(JobBase):
@@ -70,7 +79,7 @@ class JobRunner(JobBase):
         spec: what to run.
         plan: how.
         listeners: receive its events.
-        run_attempts: runs the attempts of a launch on several machines, which needs it.
+        make_attempts: makes the attempts of a launch on several machines, which needs it.
         on_prompts: called with the runner while ranks wait for a line for pdb.
         log: the job's log folder; None = a new one.
         requests: to the job, where there may be some before it starts.
@@ -91,7 +100,7 @@ class JobRunner(JobBase):
         spec: LaunchSpec,
         plan: LaunchPlan,
         listeners: Sequence[Listener] = (),
-        run_attempts: AttemptsRunner | None = None,
+        make_attempts: Callable[[JobRunner], NodeAttempts] | None = None,
         on_prompts: Callable[[JobRunner], None] | None = None,
         log: JobLog | None = None,
         requests: JobRequests | None = None,
@@ -102,7 +111,7 @@ class JobRunner(JobBase):
         self.connections: Mapping[int, CommandConnection] = {}
         self.announced_stops: set[tuple[str, int, int]] = set()
         self.past_failures: list[str] = []
-        self._run_attempts = run_attempts
+        self._node_attempts = make_attempts(self) if make_attempts is not None else None
         self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
         self._supervisor: Supervisor | None = None
@@ -143,10 +152,11 @@ class JobRunner(JobBase):
     def _start(self) -> None:
         """Announce the job, prepare later starts, start the first workers.
 
-        With several machines, workers start when all have met; a function that runs in this process is yet to run.
+        With several machines, workers start when all have met: here only where commands are to be sent to them. A
+        function that runs in this process is yet to run.
         """
         try:
-            if not self.spec.is_elastic:
+            if self._node_attempts is None:
                 self._announce()
             for warning in self.plan.warnings:
                 self.emit(Note.of_job(warning, "warning"))
@@ -154,8 +164,10 @@ class JobRunner(JobBase):
                 self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
             if self._is_inline:
                 self.status = "running"
-            elif not self.spec.is_elastic:
+            elif self._node_attempts is None:
                 self._start_attempt()
+            elif self.spec.takes_commands:
+                self._node_attempts.start()
         except BaseException as error:
             self._end(JobOutcome.of_error(error))
 
@@ -206,6 +218,8 @@ class JobRunner(JobBase):
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
+        if self._node_attempts is not None:
+            self._node_attempts.close()
         if self._saved is not None:
             self._saved.close()
             self._saved = None
@@ -219,10 +233,8 @@ class JobRunner(JobBase):
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
-    def run_in_world(
-        self, topology: Topology, peers: Peers, restart_count: int
-    ) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Run one attempt as a part of a world of several nodes; return its report, and rank -> what it left.
+    def start_in_world(self, topology: Topology, peers: Peers, restart_count: int) -> None:
+        """Start one attempt as a part of a world of several nodes, which :meth:`supervise` watches.
 
         Args:
             topology: of the first rank of this node.
@@ -236,7 +248,6 @@ class JobRunner(JobBase):
         self.plan = replan_start_method(self.plan, self.spec)
         self._announce()
         self._start_attempt(peers, restart_count)
-        return self._supervise()
 
     def was_stopped(self, report: AttemptReport) -> bool:
         """Return whether an interrupt, cancel or SIGTERM ended the attempt: no other may follow."""
@@ -260,13 +271,15 @@ class JobRunner(JobBase):
         self._may_return.set()
 
     def _run_workers(self) -> JobOutcome:
-        if self._run_attempts is not None:
-            report, rank_results = self._run_attempts(self)
+        if self._node_attempts is not None:
+            if not self.spec.takes_commands:
+                self._node_attempts.start()
+            report, rank_results = self._node_attempts.finish()
         else:
-            report, rank_results = self._supervise()
+            report, rank_results = self.supervise()
             while self._wants_restart(report):
                 self._restart(report)
-                report, rank_results = self._supervise()
+                report, rank_results = self.supervise()
         outcome, notes = conclude_job(self._attempt(), report, rank_results, self.pids, self.past_failures)
         for note in notes:
             self.emit(note)
@@ -311,8 +324,8 @@ class JobRunner(JobBase):
             running, self.requests, self.emit, self.update, self.debug_channel, on_prompts
         )
 
-    def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Watch the workers that have been started to their end."""
+    def supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Watch the workers that have been started to their end; return the report, and rank -> what it left."""
         assert self._supervisor is not None, "no attempt was started"
         supervisor, self._supervisor = self._supervisor, None
         report, rank_results = supervisor.run()

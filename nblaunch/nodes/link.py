@@ -1,13 +1,14 @@
 """The connection of a launcher to the other nodes: it sends summaries of its workers and handles heartbeats.
 
-    run_attempts ──> next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
-                                  │ receive, exchange
-                                agent
+    start ──> first_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
+                            │ receive, exchange
+                          agent
 
 ``agent_client.py`` is the client to the agent and waits for other nodes, ``peer_states.py`` holds their state. Nothing
 here starts or signals workers.
 
-:func:`run_attempts` is the way of a job through them: the agent decides on restarts, together with those of the others.
+:class:`LinkedAttempts` is the way of a job through them: the agent decides on restarts, together with those of the
+others.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _NUM_CURVES = 8
 
 
 class NodeLink:
-    """A launcher's connection to the other nodes of its job; a context manager. Implements ``launcher.attempt.Peers``.
+    """A launcher's connection to the other nodes of its job; must be closed. Implements ``launcher.attempt.Peers``.
 
     Args:
         spec: of the launch.
@@ -76,6 +77,7 @@ class NodeLink:
         update: Callable[[Sequence[SlotReading]], None],
     ) -> None:
         self._requests = requests
+        self._is_session = spec.takes_commands
         self._emit = emit
         self._update = update
         self._agent = AgentClient(spec, num_workers, log_path)
@@ -88,10 +90,8 @@ class NodeLink:
         self._is_finished = False
         self._peers = self._states_of(())
 
-    def __enter__(self) -> NodeLink:
-        return self
-
-    def __exit__(self, *details: object) -> None:
+    def close(self) -> None:
+        """End the agent, which notifies the other nodes."""
         self._agent.close()
 
     def _states_of(self, nodes: Sequence[Node], restart_count: int = 0) -> PeerStates:
@@ -230,7 +230,8 @@ class NodeLink:
         """Report the end of this node's workers to the agent; if the cause is on another node, wait for it."""
         report.remote = self._peers.failures
         if report.interrupted or report.cancelled:
-            self._agent.leave("was interrupted" if report.interrupted else "was cancelled")
+            cancelled = messages.reason_of_cancel(self._is_session)
+            self._agent.leave("was interrupted" if report.interrupted else cancelled)
             return
         summary = self._summary(self._readings, report)
         self._is_finished = report.is_success
@@ -273,6 +274,7 @@ class NodeLink:
             },
             epochs=tuple(report.epochs),
             stop=replace(self._stop),
+            broken=self._requests.broken_group,
         )
 
     def _note(self, text: str, kind: str = "warning") -> None:
@@ -283,34 +285,67 @@ def _for_peers(reading: SlotReading) -> SlotReading:
     return reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
 
 
-def run_attempts(runner: JobRunner) -> tuple[AttemptReport, dict[int, RankResult]]:
-    """Run attempts until the agent wants no more; return the report and the results of its ranks.
+class LinkedAttempts:
+    """The attempts of a job with those of other machines, until the agents want no more.
 
-    Raises:
-        KeyboardInterrupt: the job was interrupted while it waited for other nodes.
-        JobCancelled: the job was cancelled while it waited for other nodes.
-        LaunchError: the nodes did not find each other, or workers could not be started.
+    Args:
+        runner: of the job.
     """
-    log_path = str(runner.log.new_file("agent.log"))
-    num_workers = runner.plan.num_processes
-    with NodeLink(runner.spec, num_workers, log_path, runner.requests, runner.emit, runner.update) as link:
+
+    def __init__(self, runner: JobRunner) -> None:
+        self._runner = runner
+        self._link: NodeLink | None = None
+
+    def start(self) -> None:
+        """Wait until all nodes have joined, and start the workers of this one.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted while it waited for other nodes.
+            JobCancelled: the job was cancelled while it waited for other nodes.
+            LaunchError: the nodes did not find each other, or workers could not be started.
+        """
+        runner = self._runner
+        log_path = str(runner.log.new_file("agent.log"))
+        num_workers = runner.plan.num_processes
+        self._link = link = NodeLink(
+            runner.spec, num_workers, log_path, runner.requests, runner.emit, runner.update
+        )
         runner.notify_waiting()
-        report, rank_results = _run_attempt(runner, link, link.first_world())
+        self._start(link, link.first_world())
+
+    def finish(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Run attempts until the agent wants no more; return the report and the results of its ranks.
+
+        Raises:
+            LaunchError: workers could not be started again.
+        """
+        runner, link = self._runner, self._link
+        assert link is not None, "start() comes first"
+        report, rank_results = self._finish(link)
         while not runner.was_stopped(report) and (world := link.next_world()) is not None:
             runner.next_attempt()
-            report, rank_results = _run_attempt(runner, link, world)
+            self._start(link, world)
+            report, rank_results = self._finish(link)
         if link.last_error and not report.is_success:
             runner.past_failures.append(link.last_error)
-    return report, rank_results
+        self.close()
+        return report, rank_results
 
+    def close(self) -> None:
+        """End the agent, which notifies the other nodes."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
-def _run_attempt(
-    runner: JobRunner, link: NodeLink, world: WorldFormed
-) -> tuple[AttemptReport, dict[int, RankResult]]:
-    report, rank_results = runner.run_in_world(world.topology, link, world.restart_count)
-    link.conclude(report)
-    is_change = report.remote.wants_restart and not report.remote.has_cause
-    failed = not (report.is_success or runner.was_stopped(report) or is_change)
-    if failed and runner.spec.max_restarts:
-        runner.emit(Note.of_job(runner.keep_failure(report), "warning"))
-    return report, rank_results
+    def _start(self, link: NodeLink, world: WorldFormed) -> None:
+        self._runner.start_in_world(world.topology, link, world.restart_count)
+
+    def _finish(self, link: NodeLink) -> tuple[AttemptReport, dict[int, RankResult]]:
+        runner = self._runner
+        report, rank_results = runner.supervise()
+        link.conclude(report)
+        is_change = report.remote.wants_restart and not report.remote.has_cause
+        failed = not (report.is_success or runner.was_stopped(report) or is_change)
+        if failed and runner.spec.max_restarts:
+            runner.emit(Note.of_job(runner.keep_failure(report), "warning"))
+        return report, rank_results

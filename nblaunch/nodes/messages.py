@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nblaunch import formatting
-from nblaunch.events import EpochEnded, Event, ExitStatus, Failed, Returned, ValueLocation
+from nblaunch.events import EpochEnded, Event, ExitStatus, Failed, GroupBroken, Returned, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
 
@@ -102,6 +102,7 @@ class Summary(Event):
         returned: ranks whose function returned.
         epochs: the last ends of epochs.
         stop: state of the agreement on a common last step.
+        broken: the last process group that ranks of this node had to leave, of a session.
     """
 
     readings: tuple[SlotReading, ...] = ()
@@ -110,6 +111,7 @@ class Summary(Event):
     returned: Mapping[int, Returned] = field(default_factory=dict)
     epochs: tuple[EpochEnded, ...] = ()
     stop: StopState = field(default_factory=StopState)
+    broken: GroupBroken | None = None
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,11 @@ def failed_for_peers(failed: Failed) -> Failed:
 def returned_for_peers(returned: Returned) -> Returned:
     """Return the event without the result of the rank."""
     return replace(returned, value_location=ValueLocation(), sends=())
+
+
+def reason_of_cancel(is_session: bool) -> str:
+    """Return why a node leaves whose job was cancelled, as a session is that ends before those of other nodes."""
+    return "has ended its session" if is_session else "was cancelled"
 
 
 def _label(node_rank: int, host: str) -> str:

@@ -106,6 +106,10 @@ class PeerStates:
         for rank, (status, time_s) in _of(own, summary.exits).items():
             self.failures.exits.setdefault(rank, (status, time_s))
             events += self._once("exit", rank, Exited(rank, time_s, status=status))
+        if (broken := summary.broken) is not None:
+            raised = {rank: replace(one, rank=rank) for rank, one in _of(own, broken.failed).items()}
+            event = replace(broken, failed=raised, label=peer.node.label)
+            events += self._once(f"group of {peer.node.id}", broken.group, event)
         return events
 
     def _handle_state(self, peer: _Peer, heartbeat: Heartbeat) -> list[str]:
@@ -120,9 +124,9 @@ class PeerStates:
         self.failures.lost.setdefault(peer.node.first_rank, text)
         return [text]
 
-    def _once(self, kind: str, rank: int, event: Event) -> list[Event]:
-        is_new = (kind, rank) not in self._reported
-        self._reported.add((kind, rank))
+    def _once(self, kind: str, number: int, event: Event) -> list[Event]:
+        is_new = (kind, number) not in self._reported
+        self._reported.add((kind, number))
         return [event] if is_new else []
 
     # --- silence -------------------------------------------------------------------------------------------------

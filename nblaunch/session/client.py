@@ -6,13 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 
 from nblaunch import debugging
 from nblaunch.errors import LaunchError
+from nblaunch.events import Failed, GroupBroken, Note
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import SessionOutput
@@ -35,6 +37,12 @@ _PATIENCE_S = 0.5
 _INTERRUPTED_PATIENCE_S = 0.1
 """The same from an interrupt on."""
 
+_CAUSE_S = 3.0
+"""How long the report is waited for by which a machine explains that ranks here have lost their connections."""
+
+_HANDOVER_S = 1.0
+"""How long a command waits while idle ranks are sent out of a group."""
+
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
 
@@ -53,6 +61,8 @@ class SessionClient:
         busy: ranks that have not answered the present command.
         busy_since_s: when it was sent, by ``monotonic()``.
         num_interrupts: interrupts of the present or last command.
+        broken_elsewhere: the failure on another machine that has ended this command, or an interrupt there.
+        broken_elsewhere_s: when that was received, by the wall clock.
         channel: to the debugger in the ranks.
         names: of variables that commands have set on the first rank.
     """
@@ -65,6 +75,12 @@ class SessionClient:
         self._output = output
         self._lock = threading.Lock()
         self._group = 1
+        self._is_broken = False
+        self._sent_out: set[int] = set()
+        self._unread: Counter[int] = Counter()
+        self._reports: deque[GroupBroken] = deque()
+        self.broken_elsewhere: GroupBroken | None = None
+        self.broken_elsewhere_s = 0.0
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
@@ -83,19 +99,21 @@ class SessionClient:
             RuntimeError: another thread's command runs.
             WorkerDied: a rank has ended.
         """
+        if not self._runner.is_running and self._connections:
+            self.raise_end()
         if not self._runner.is_running:
             raise LaunchError(_ENDED)
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(timeout=_HANDOVER_S):
             raise RuntimeError(
                 "the session is running another command; wait for it, or call session.interrupt()"
             )
         try:
-            self.num_interrupts = 0
             with interrupts_as_requests(self.interrupt):
                 return self._request(ranks, command, files)
         finally:
             self.busy = set()
             self._lock.release()
+            self._take_reports_if_idle()
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Let ranks give up the frames of a command that has failed, if no other command runs."""
@@ -103,11 +121,14 @@ class SessionClient:
             return
         try:
             for rank in ranks:
-                with suppress(OSError, EOFError, KeyError):
-                    self._connections[rank].send(DropFrames())
-                    receive_reply(self._connections[rank])
+                self._send_aside(rank, DropFrames())
         finally:
             self._lock.release()
+
+    def on_group_broken(self, broken: GroupBroken) -> None:
+        """Handle that ranks of another machine leave a group. In any thread."""
+        self._reports.append(broken)
+        self._take_reports_if_idle()
 
     def interrupt(self) -> None:
         """Interrupt the ranks that are busy; the second time kill all. Safe in signal handlers and any thread."""
@@ -137,47 +158,61 @@ class SessionClient:
         raise LaunchError(_ENDED)
 
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> Replies:
+        self.num_interrupts = 0
+        self._take_reports(is_idle=True)
+        self._is_broken, self._sent_out, self.broken_elsewhere = False, set(), None
+        reaches_all = len(ranks) == len(self._connections)
+        is_joint = False
         if isinstance(command, (Execute, RunFunction)):
-            group = self._group if len(ranks) == len(self._connections) else 0
+            reads_variable = isinstance(command, Execute) and command.is_name
+            is_joint = (reaches_all or len(ranks) > 1) and not reads_variable
+            group = self._group if reaches_all and not reads_variable else 0
             command = replace(command, group=group, has_breakpoints=debugging.has_breakpoints(False))
             self.channel.forget_stops()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
             self._send(rank, command, files)
-        replies = self._collect()
+        replies = self._collect(is_joint)
         if any(received.reply.has_output for received in replies.values()):
             self._runner.requests.ask_logs().result()
-        if len(ranks) > 1 and failed_ranks(replies):
-            self._group += 1  # the ranks may be at odds in the present one
         return replies
 
-    def _collect(self) -> Replies:
-        """Wait until no rank is busy, nor leaving the group; free ranks that wait for one that has failed.
+    def _collect(self, is_joint: bool) -> Replies:
+        """Wait until no rank is busy; free ranks that wait for one that has failed, on any machine.
 
-        A rank is busy, then done; where another has failed, those that are done leave the group, and reply again.
+        Args:
+            is_joint: the ranks may be at odds in their group where one of them fails.
         """
         replies: Replies = {}
-        done: set[int] = set()
-        leaving: set[int] = set()
         failed_since_s: float | None = None
-        while self.busy or leaving:
-            for rank in self._wait([*self.busy, *leaving]):
+        while self.busy or self._awaits_cause(replies, failed_since_s):
+            for rank in self._wait(list(self.busy)):
                 received = self._receive(rank)
-                if rank in leaving:
-                    leaving.remove(rank)
+                if self._unread[rank]:
+                    self._unread[rank] -= 1
                     continue
                 replies[rank] = received
                 self.names.update(received.reply.new_names)
                 self.busy.remove(rank)
-                done.add(rank)
             self._serve()
-            if failed_since_s is None and (self.num_interrupts or failed_ranks(replies)):
-                failed_since_s = time.monotonic()
-            if (self.busy or leaving) and self._is_over(failed_since_s):
-                self._interrupt_waiting(done)
-                leaving |= done
-                done.clear()
+            if self.num_interrupts or self.broken_elsewhere or failed_ranks(replies):
+                failed_since_s = failed_since_s or time.monotonic()
+            if self.num_interrupts or (is_joint and _causes(replies)):
+                self._break_group(replies)
+            if self.busy and self._is_over(failed_since_s):
+                self._break_group(replies)
+                self._interrupt_waiting()
+        if is_joint and failed_ranks(replies):
+            self._break_group(replies)
+        if self._is_broken and self._num_nodes > 1:
+            self._leave_group()  # ranks of other machines may wait for these, before the next command here
         return {rank: replies[rank] for rank in sorted(replies)}
+
+    def _awaits_cause(self, replies: Replies, failed_since_s: float | None) -> bool:
+        """Return whether ranks have failed because of others, and no machine has reported yet why these did."""
+        if self._num_nodes == 1 or failed_since_s is None or self.num_interrupts or self.broken_elsewhere:
+            return False
+        return not _causes(replies) and time.monotonic() - failed_since_s < _CAUSE_S
 
     def _wait(self, ranks: Sequence[int]) -> list[int]:
         """Return those of the ranks that have replied, after a tick at the latest; a prompt ends the wait, too."""
@@ -190,6 +225,7 @@ class SessionClient:
         """Show output, answer prompts of the debugger, and interrupt again; raise the end of the workers."""
         if not self._runner.is_running:
             self.raise_end()  # a process that a rank has left behind may keep its connection open
+        self._take_reports(is_idle=False)
         self._output.pump()
         self.channel.receive_available()
         if self.channel.prompts and not self.num_interrupts:
@@ -202,16 +238,66 @@ class SessionClient:
         patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
         return failed_since_s is not None and time.monotonic() - failed_since_s > patience_s
 
-    def _interrupt_waiting(self, done: Collection[int]) -> None:
-        """Interrupt the busy ranks, and let those that are done leave the group.
+    def _break_group(self, replies: Replies) -> None:
+        """Let the next command form another group, as ranks are at odds in the present one; report it elsewhere."""
+        if self._is_broken:
+            return
+        self._is_broken = True
+        causes = {} if self.num_interrupts else _causes(replies)
+        if self._num_nodes > 1 and (causes or self.num_interrupts):
+            failed = {rank: replace(one, exception=None) for rank, one in causes.items()}
+            broken = GroupBroken(-1, time.time(), group=self._group, failed=failed)
+            self._runner.requests.report_broken_group(broken)
+        self._group += 1
+
+    def _interrupt_waiting(self) -> None:
+        """Interrupt the busy ranks, and let the others leave the group.
 
         Ranks in a collective return once those that they wait for have left it. A rank that was interrupted inside of
-        a collective leaves only when this has ended, too: so nothing waits here for the replies.
+        a collective leaves only when this has ended, too: so nothing waits for the replies.
         """
-        self._group += bool(done)  # also where no rank fails by it
         self._signal(self.busy)
-        for rank in done:
-            self._send(rank, LeaveGroup())
+        self._leave_group()
+
+    def _leave_group(self) -> None:
+        """Let ranks that are not busy leave the group, once per command."""
+        for rank in self._connections.keys() - self.busy - self._sent_out:
+            self._sent_out.add(rank)
+            self._send_aside(rank, LeaveGroup())
+
+    def _send_aside(self, rank: int, command: SessionCommand) -> None:
+        """Send a command whose reply nothing waits for: it is passed over later."""
+        with suppress(OSError, KeyError):  # a command that waits for the rank raises how it has ended
+            self._connections[rank].send(command)
+            self._unread[rank] += 1
+
+    # --- what other machines report -----------------------------------------------------------------------------
+
+    @property
+    def _num_nodes(self) -> int:
+        return self._runner.topology.num_nodes
+
+    def _take_reports_if_idle(self) -> None:
+        while self._reports and self._lock.acquire(blocking=False):
+            try:
+                self._take_reports(is_idle=True)
+            finally:
+                self._lock.release()
+
+    def _take_reports(self, is_idle: bool) -> None:
+        """Handle reports of groups that are broken: the ranks here have to leave them, too."""
+        while self._reports:
+            broken = self._reports.popleft()
+            # A command whose ranks have lost their connections is in the group before.
+            if broken.group < self._group - (self._is_broken and not is_idle):
+                continue
+            self._group, self._is_broken = broken.group + 1, True
+            self._output.on_event(Note.of_job(_described(broken), "warning"))
+            if is_idle:
+                self._sent_out = set()
+                self._leave_group()
+            else:
+                self.broken_elsewhere, self.broken_elsewhere_s = broken, time.time()
 
     def _send(self, rank: int, command: SessionCommand, files: Sequence[int] = ()) -> None:
         try:
@@ -236,3 +322,21 @@ class SessionClient:
 def failed_ranks(replies: Replies) -> list[int]:
     """Return the ranks whose command has raised."""
     return [rank for rank, received in replies.items() if received.reply.failed is not None]
+
+
+def _causes(replies: Replies) -> dict[int, Failed]:
+    """Return the failures of ranks that are not due to others: rank -> failure."""
+    return {
+        rank: received.reply.failed
+        for rank, received in replies.items()
+        if received.reply.failed is not None and not received.reply.failed.is_consequence
+    }
+
+
+def _described(broken: GroupBroken) -> str:
+    """Return what has happened on another machine, in a line."""
+    if not broken.failed:
+        return f"the command was interrupted on {broken.label}"
+    rank, failed = min(broken.failed.items(), key=lambda one: one[1].time_s)
+    lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
+    return f"rank {rank} on {broken.label} raised {lines[0]}"

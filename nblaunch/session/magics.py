@@ -40,7 +40,7 @@ class RankMagics(Magics):
         if cell is None:
             return self._control(line.split())
         session = self._running()
-        chosen = _parsed_ranks(line, session.num_processes)
+        chosen = _parsed_ranks(line, session.local_ranks)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(_shell_of(self).user_ns)
         cells.remember_source(filename, source)  # IPython has that of a call of this magic, in one line
@@ -117,7 +117,7 @@ def _match_names(context: Any) -> dict[str, Any]:
     return {"completions": found}
 
 
-def _parsed_ranks(line: str, num_processes: int) -> list[int] | None:
+def _parsed_ranks(line: str, known: range) -> list[int] | None:
     """Return the ranks that ``0,2`` or ``1-3`` names; None for an empty line.
 
     Raises:
@@ -131,8 +131,8 @@ def _parsed_ranks(line: str, num_processes: int) -> list[int] | None:
         if not first.isdecimal() or (last and not last.isdecimal()):
             raise ValueError(f"%%ranks {line}: write ranks as 0,2 or 0-3")
         chosen += range(int(first), int(last or first) + 1)
-    if not set(chosen) <= set(range(num_processes)):
-        raise ValueError(f"%%ranks {line}: this session has the ranks 0 to {num_processes - 1}")
+    if not set(chosen) <= set(known):
+        raise ValueError(f"%%ranks {line}: this session has the ranks {known[0]} to {known[-1]} here")
     return chosen
 
 

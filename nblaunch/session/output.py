@@ -8,13 +8,24 @@ may print. What arrives while no command runs is kept for the next one.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from nblaunch.dashboard import Dashboard
-from nblaunch.events import AttemptStarted, Displayed, Event, Exited, JobEnded, LogLines, Note, Started
+from nblaunch.events import (
+    AttemptStarted,
+    Displayed,
+    Event,
+    Exited,
+    GroupBroken,
+    JobEnded,
+    LogLines,
+    Note,
+    Started,
+)
 from nblaunch.wire.board import SlotReading
 
 _MAX_KEPT = 10_000
@@ -25,7 +36,11 @@ _LONG_S = 2.0
 
 
 class SessionOutput:
-    """A listener of the session's job, which keeps what arrives until the cell takes it."""
+    """A listener of the session's job, which keeps what arrives until the cell takes it.
+
+    Attributes:
+        on_group_broken: receives what other machines report.
+    """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_MAX_KEPT)
@@ -33,15 +48,23 @@ class SessionOutput:
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._due_s = 0.0
+        self._thread = 0
+        self.on_group_broken: Callable[[GroupBroken], None] | None = None
 
     def on_event(self, event: Event) -> None:
         """Keep what ranks print and display, and notes; while a command runs, all that is not of the session's job."""
+        if isinstance(event, GroupBroken):
+            if self.on_group_broken is not None:
+                self.on_group_broken(event)
+            return
         is_output = isinstance(event, (LogLines, Displayed, Note))
         is_of_job = isinstance(event, (AttemptStarted, Started, Exited, JobEnded))
         if isinstance(event, Note) and event.kind == "hang":
             self._due_s = 0.0  # the rows show it
         if is_output or (self._dashboards and not is_of_job):
             self._events.append(event)
+        if self._dashboards and threading.get_ident() == self._thread:
+            self.pump()  # the cell itself waits for what sends events
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Keep the state of every rank."""
@@ -62,6 +85,7 @@ class SessionOutput:
         """
         self._dashboards, self._open_rows = dashboards, open_rows
         self._due_s = time.monotonic() + _LONG_S
+        self._thread = threading.get_ident()
         try:
             yield
             self.pump()

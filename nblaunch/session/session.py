@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
-from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.engines.saved_call import save_call
 from nblaunch.errors import PayloadError
@@ -27,12 +27,12 @@ from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
-from nblaunch.launcher.runner import JobRunner
+from nblaunch.launcher.runner import JobRunner, NodeAttempts
 from nblaunch.session.client import Replies, SessionClient, failed_ranks
 from nblaunch.session.failed_command import FailedCommand
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.server import serve
-from nblaunch.spec import LaunchSpec
+from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.messages import Execute, RunFunction, SessionCommand, SetVariables
@@ -67,10 +67,17 @@ class Session:
             never.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
+        num_nodes: number of machines. Each runs the same cells in a kernel of its own, which holds the ranks of its
+            machine alone.
+        node_rank: of this machine, from 0.
+        master_addr: address of machine 0, as the others reach it.
+        use_port: TCP port there, at which the machines meet; None = 29500.
+        rdzv_conf: as for :func:`nblaunch.notebook_launcher`.
+        rdzv_timeout_s: seconds in which all machines must have come; None = 600.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument can't be used; raised before any process starts.
-        LaunchError: the workers could not be started.
+        LaunchError: the workers could not be started, or the machines did not find each other.
     """
 
     def __init__(
@@ -83,8 +90,20 @@ class Session:
         threads_per_process: int | None = None,
         hang_timeout_s: float | None = 300.0,
         log_dir: str | None = None,
+        num_nodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str = "127.0.0.1",
+        use_port: str | int | None = None,
+        rdzv_conf: Mapping[str, Any] | None = None,
+        rdzv_timeout_s: float | None = None,
     ) -> None:
         self._settings: dict[str, Any] = {
+            "num_nodes": num_nodes,
+            "node_rank": node_rank,
+            "master_addr": master_addr,
+            "master_port": parse_port(use_port),
+            "rdzv_conf": rdzv_conf,
+            "rdzv_timeout_s": rdzv_timeout_s,
             "num_processes": num_processes,
             "mixed_precision": mixed_precision,
             "backend": backend,
@@ -209,7 +228,7 @@ class Session:
             dashboard: as for :func:`nblaunch.notebook_launcher`.
 
         Returns:
-            The return value of rank 0, or of all ranks.
+            The return value of rank 0, or of all ranks; with several machines, of those of this machine.
 
         Raises:
             BaseException: as :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
@@ -228,7 +247,7 @@ class Session:
         command = RunFunction(sends_weights_of=tuple(attempt.plan.modules))
         _emit(shown, [attempt.start_event(), *self._started()])
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
-            replies = self._request(self._runner.ranks, command, [saved.fd])
+            replies = self._request(self.local_ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
             self._keep_failures(replies)
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
@@ -272,7 +291,8 @@ class Session:
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             failed = self._failed
-            return self._client.channel.compare(failed.failed_rank if failed else 0, timeout_s)
+            first = failed.failed_rank if failed else self.local_ranks[0]
+            return self._client.channel.compare(first, timeout_s)
 
     @property
     def has_debugged_workers(self) -> bool:
@@ -294,8 +314,13 @@ class Session:
 
     @property
     def num_processes(self) -> int:
-        """How many ranks there are."""
+        """How many ranks there are, on all machines."""
         return self._runner.topology.world_size
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this machine, which this session holds: all, unless there are several machines."""
+        return self._runner.ranks
 
     @property
     def pids(self) -> dict[int, int]:
@@ -310,10 +335,10 @@ class Session:
     def status(self) -> RankValues:
         """Return rank -> ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
         if not self.is_running:
-            return RankValues(dict.fromkeys(self._runner.ranks, "ended"))
+            return RankValues(dict.fromkeys(self.local_ranks, "ended"))
         client = self._client
         busy = f"busy for {time.monotonic() - client.busy_since_s:.0f} s"
-        return RankValues({rank: busy if rank in client.busy else "idle" for rank in self._runner.ranks})
+        return RankValues({rank: busy if rank in client.busy else "idle" for rank in self.local_ranks})
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
@@ -330,7 +355,10 @@ class Session:
             self._start()
 
     def close(self) -> None:
-        """End the workers. What runs on them is killed."""
+        """End the workers. What runs on them is killed.
+
+        With several machines, this waits 10 s for the sessions of the others to be closed, and then ends them.
+        """
         self._end.detach()
         self._failed = None
         self._client.close()
@@ -357,11 +385,15 @@ class Session:
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, takes_commands=True, sync_weights=False, **self._settings)
         kept.release_all()
-        self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
-        self._runner.run_in_background()
+        attempts = _node_attempts() if spec.is_elastic else None
+        self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output], attempts)
+        waits = self._output.shown_by([dashboards.lines_printer()]) if spec.is_elastic else nullcontext()
+        with waits:
+            self._runner.run_in_background()
         self._end = weakref.finalize(self, self._runner.requests.cancel)
         self._runner.raise_if_not_started()
         self._client = SessionClient(self._runner, self._output)
+        self._output.on_group_broken = self._client.on_group_broken
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
@@ -386,10 +418,12 @@ class Session:
         Raises:
             ValueError: there are no such ranks.
         """
-        known = self._runner.ranks
+        known = self.local_ranks
         chosen = sorted(set(known if ranks is None else ranks))
         if not chosen or not set(chosen) <= set(known):
-            raise ValueError(f"ranks {ranks!r}: this session has the ranks {known[0]} to {known[-1]}")
+            is_part = len(known) < self.num_processes
+            where = " on this machine; each machine's kernel asks its own" if is_part else ""
+            raise ValueError(f"ranks {ranks!r}: this session has the ranks {known[0]} to {known[-1]}{where}")
         return chosen
 
     def _outcome(self, replies: Replies) -> JobOutcome:
@@ -399,7 +433,10 @@ class Session:
             return JobOutcome("interrupted", KeyboardInterrupt())
         if not failed_ranks(replies):
             return JobOutcome("done")
-        failure = failure_of(self._report(replies), self.pids, self._runner.log, 0)
+        report = self._report(replies)
+        if report.interrupted:
+            return JobOutcome("interrupted", KeyboardInterrupt())
+        failure = failure_of(report, self.pids, self._runner.log, 0)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline)
 
     def _started(self) -> list[Event]:
@@ -414,6 +451,9 @@ class Session:
     def _report(self, replies: Replies) -> AttemptReport:
         """Return the facts about a command as those of an attempt."""
         by_rank = {rank: received.reply for rank, received in replies.items()}
+        client, elsewhere = self._client, self._client.broken_elsewhere
+        is_ended_elsewhere = elsewhere is not None and bool(failed_ranks(replies))
+        there = elsewhere.failed if elsewhere is not None else {}
         return AttemptReport(
             returned={
                 rank: reply.returned or Returned(rank, reply.time_s)
@@ -423,7 +463,9 @@ class Session:
             weights={rank: dict(reply.weights) for rank, reply in by_rank.items()},
             failed={rank: reply.failed for rank, reply in by_rank.items() if reply.failed},
             exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
-            interrupted=self._client.num_interrupts > 0,
+            signalled=dict.fromkeys(by_rank, client.broken_elsewhere_s) if is_ended_elsewhere else {},
+            interrupted=client.num_interrupts > 0 or (is_ended_elsewhere and not there),
+            remote=RemoteFailures(dict.fromkeys(there, elsewhere.label if elsewhere else ""), dict(there)),
         )
 
 
@@ -494,9 +536,9 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
     outcome = session._run_call(spec, dashboards.choose(dashboard))
     outcome.with_traceback().raise_error()
     return (
-        [outcome.values.get(rank) for rank in range(session.num_processes)]
+        [outcome.values.get(rank) for rank in session.local_ranks]
         if spec.return_all
-        else outcome.values.get(0)
+        else outcome.values.get(session.local_ranks[0])
     )
 
 
@@ -540,6 +582,13 @@ _START_SETTINGS = {
 """Settings that hold from the start of the workers to their end, with their defaults."""
 
 _REMEDY = "or launch without session="
+
+
+def _node_attempts() -> Callable[[JobRunner], NodeAttempts]:
+    """Return what several machines need, imported for them alone."""
+    from nblaunch.nodes.link import LinkedAttempts
+
+    return LinkedAttempts
 
 
 def _emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:

@@ -50,6 +50,11 @@ class Execute(SessionCommand):
     source: str = ""
     shows_value: bool = False
 
+    @property
+    def is_name(self) -> bool:
+        """Whether it only reads a variable, for which no rank needs another."""
+        return self.code.isidentifier()
+
 
 @dataclass(frozen=True)
 class SetVariables(SessionCommand):
@@ -192,7 +197,7 @@ class Reply:
         shown: a display of the value, by MIME type, where that was asked for.
         has_output: something was printed since the last reply.
         number: of the command, where it has one.
-        new_names: of variables that commands have set since the last reply; of the first rank alone.
+        new_names: of variables that commands have set since the last reply; of the first rank of a machine alone.
     """
 
     time_s: float = 0.0
