@@ -105,6 +105,7 @@ class _Server:
         if is_code or isinstance(command, DropFrames):
             self._debugger.begin_command()
         if is_code:
+            self._slot.clear_progress()
             self._slot.set_state(WorkerState.RUNNING)
             self._slot.note_progress()
         sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._note_breakpoint

@@ -202,6 +202,13 @@ class Slot:
         """Return the number of the current or last epoch, from 1; 0 before the first."""
         return self._ints[_EPOCH]
 
+    def clear_progress(self) -> None:
+        """Forget loops and losses, for another command of a session. What is compared with before goes on."""
+        self.start_loop(-1, 0, self.state)
+        self.end_training(0, 0, 0)
+        self.set_losses(NO_LOSSES)
+        self._ints[_HAS_LOSS], self._doubles[_STEP_TIME] = 0, 0.0
+
     def start_loop(
         self, total: int, epoch: int, state: WorkerState, step: int = 0, number: int = 0, num_epochs: int = 0
     ) -> None:

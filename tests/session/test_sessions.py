@@ -154,12 +154,16 @@ def test_what_can_not_be_pickled_is_named(shared: Kernel) -> None:
 
 
 def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
+    shared.run(
+        "session.execute('from nblaunch import Accelerator\\nfor _ in Accelerator().progress(range(7)): pass')"
+    )
     cell = shared.submit("session.execute('kept = 7\\nprint(\"begun\", flush=True)\\nwhile True: pass')")
     cell.wait_for_text("begun")
     cell.wait_for(lambda cell: cell.displays, what="the rows of a long command")
     shared.interrupt()
     assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
     assert "interrupted" in str(cell.displays[0].data)
+    assert "7/7" not in str(cell.displays[0].data)  # of the command before
     assert shared.run("session.execute('kept')").result == "[0-3] 7"
 
 
