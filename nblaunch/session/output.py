@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from nblaunch.dashboard import Dashboard
@@ -20,13 +20,16 @@ from nblaunch.events import (
     Displayed,
     Event,
     Exited,
+    ExitStatus,
     GroupBroken,
     JobEnded,
     LogLines,
     Note,
     Started,
 )
+from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.messages import ReceivedReply
 
 _MAX_KEPT = 10_000
 """Events between two commands; threads of a rank may print at any time."""
@@ -105,3 +108,22 @@ class SessionOutput:
                 dashboard.on_event(event)
         for dashboard in self._dashboards:
             dashboard.on_readings(self._readings)
+
+
+def emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
+    """Send events to the dashboards of a command."""
+    for event in events:
+        for dashboard in shown:
+            dashboard.on_event(event)
+
+
+def end_events(replies: Mapping[int, ReceivedReply], outcome: JobOutcome) -> Iterator[Event]:
+    """Yield how each rank and the job have ended, as a job's dashboards receive it."""
+    for rank, received in replies.items():
+        event = received.reply.failed or received.reply.returned
+        if event is not None:
+            yield event
+        yield Exited(rank, time.time(), status=ExitStatus(0 if received.reply.failed is None else 1))
+    yield JobEnded(
+        -1, time.time(), outcome=outcome.status, failed_rank=outcome.failed_rank, message=outcome.message
+    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
@@ -18,9 +17,8 @@ from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import find_root_cause
-from nblaunch.engines.saved_call import save_call
-from nblaunch.errors import PayloadError
-from nblaunch.events import Event, Exited, ExitStatus, JobEnded, Returned, Started
+from nblaunch.engines.saved_call import save_call, saved_values
+from nblaunch.events import Event, ExitStatus, Returned, Started
 from nblaunch.launcher import kept
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.comparison import Comparison, RankValues
@@ -30,14 +28,11 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner, NodeAttempts
 from nblaunch.session.client import Replies, SessionClient, failed_ranks
 from nblaunch.session.failed_command import FailedCommand
-from nblaunch.session.output import SessionOutput
+from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
 from nblaunch.spec import LaunchSpec, parse_port
-from nblaunch.wire import payload
-from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.messages import Execute, RunFunction, SessionCommand, SetVariables
 from nblaunch.wire.modules import modules_in
-from nblaunch.wire.pickle_errors import unpicklable_parts
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3
@@ -165,18 +160,18 @@ class Session:
         in_notebook = dashboards.kernel_shell() is not None
         announced = [replace(self._attempt(self._runner.spec).start_event(), function_name="commands")]
         printer = dashboards.lines_printer(first_s=_FIRST_LINES_S, omits_hangs=in_notebook)
-        _emit([printer], announced)
+        emit([printer], announced)
         rows: list[Dashboard] = []
 
         def open_rows() -> list[Dashboard]:
             rows.extend(dashboards.choose()[:1] if in_notebook else ())
-            _emit(rows, [*announced, *self._started()])
+            emit(rows, [*announced, *self._started()])
             return rows
 
         with self._output.shown_by([printer], open_rows):
             replies = self._request(chosen, command)
             outcome = self._outcome(replies)
-            _emit(rows, _end_events(replies, outcome))
+            emit(rows, end_events(replies, outcome))
         outcome.with_traceback().raise_error()
         return replies
 
@@ -204,7 +199,7 @@ class Session:
     def _put(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
         __tracebackhide__ = True
         with HiddenLauncherFrames():
-            with _memory_file(values) as fd:
+            with saved_values(values) as fd:
                 replies = self._request(ranks, SetVariables(), [fd])
             self._outcome(replies).with_traceback().raise_error()
 
@@ -245,13 +240,13 @@ class Session:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
         command = RunFunction(sends_weights_of=tuple(attempt.plan.modules))
-        _emit(shown, [attempt.start_event(), *self._started()])
+        emit(shown, [attempt.start_event(), *self._started()])
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
             replies = self._request(self.local_ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
             self._keep_failures(replies)
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
-            _emit(shown, [*notes, *_end_events(replies, outcome)])
+            emit(shown, [*notes, *end_events(replies, outcome)])
         return outcome
 
     # --- the debugger ------------------------------------------------------------------------------------------------
@@ -385,7 +380,11 @@ class Session:
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, takes_commands=True, sync_weights=False, **self._settings)
         kept.release_all()
-        attempts = _node_attempts() if spec.is_elastic else None
+        attempts: Callable[[JobRunner], NodeAttempts] | None = None
+        if spec.is_elastic:
+            from nblaunch.nodes.link import LinkedAttempts  # needed for several machines alone
+
+            attempts = LinkedAttempts
         self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output], attempts)
         waits = self._output.shown_by([dashboards.lines_printer()]) if spec.is_elastic else nullcontext()
         with waits:
@@ -582,48 +581,3 @@ _START_SETTINGS = {
 """Settings that hold from the start of the workers to their end, with their defaults."""
 
 _REMEDY = "or launch without session="
-
-
-def _node_attempts() -> Callable[[JobRunner], NodeAttempts]:
-    """Return what several machines need, imported for them alone."""
-    from nblaunch.nodes.link import LinkedAttempts
-
-    return LinkedAttempts
-
-
-def _emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
-    for event in events:
-        for dashboard in shown:
-            dashboard.on_event(event)
-
-
-def _end_events(replies: Replies, outcome: JobOutcome) -> Iterator[Event]:
-    """Yield how each rank and the job have ended, as a job's dashboards receive it."""
-    for rank, received in replies.items():
-        event = received.reply.failed or received.reply.returned
-        if event is not None:
-            yield event
-        yield Exited(rank, time.time(), status=ExitStatus(0 if received.reply.failed is None else 1))
-    yield JobEnded(
-        -1, time.time(), outcome=outcome.status, failed_rank=outcome.failed_rank, message=outcome.message
-    )
-
-
-@contextmanager
-def _memory_file(values: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the descriptor of a memory file with ``values``, pickled.
-
-    Raises:
-        PayloadError: one can't be pickled.
-    """
-    fd = create_memory_file("nblaunch-values")
-    try:
-        try:
-            payload.dump(values, fd)
-        except Exception as error:
-            parts = [part for name, value in values.items() for part in unpicklable_parts(value, name)]
-            named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
-            raise PayloadError(f"put() sends pickled values, and this can't be pickled: {named}") from error
-        yield fd
-    finally:
-        os.close(fd)
