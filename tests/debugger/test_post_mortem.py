@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from tests.kernels import Kernel
+from tests.profiles import PROFILES, python_of
 
 PREAMBLE = """
 import torch, nblaunch
@@ -25,14 +27,15 @@ def train(bad_rank=1, bad_step=3):
 LAUNCH = "notebook_launcher(train, num_processes={}, post_mortem=True)"
 
 
-@pytest.fixture
-def failed(kernel: Kernel) -> Kernel:
+@pytest.fixture(params=PROFILES)
+def failed(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[Kernel]:
     """A kernel with a job of three ranks, of which rank 1 has failed and the others wait in a collective."""
-    kernel.run(PREAMBLE)
-    cell = kernel.run(LAUNCH.format(3), raises="ValueError")
-    assert cell.error is not None
-    assert 'raise ValueError("boom")' in cell.error.text
-    return kernel
+    with Kernel.start(python=python_of(request.param)) as kernel:
+        kernel.run(PREAMBLE)
+        cell = kernel.run(LAUNCH.format(3), raises="ValueError")
+        assert cell.error is not None
+        assert 'raise ValueError("boom")' in cell.error.text
+        yield kernel
 
 
 def test_every_rank_can_be_asked_those_in_a_collective_too(failed: Kernel) -> None:

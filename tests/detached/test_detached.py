@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.kernels import Kernel
+from tests.profiles import PROFILES, python_of
 
 PREAMBLE = """
 import os, time, torch, nblaunch
@@ -71,9 +72,9 @@ class Desk:
             os.mkfifo(f"{self.gate}{rank}")
         self._stack = stack
 
-    def kernel(self) -> Kernel:
+    def kernel(self, profile: str = "newest") -> Kernel:
         """Start a kernel with the functions of these tests."""
-        kernel = self._stack.enter_context(Kernel.start(env=self.env))
+        kernel = self._stack.enter_context(Kernel.start(python=python_of(profile), env=self.env))
         kernel.run(PREAMBLE)
         return kernel
 
@@ -102,12 +103,13 @@ def desk(tmp_path: Path, nothing_left_behind: None) -> Iterator[Desk]:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_survives_its_kernel(desk: Desk) -> None:
-    first = desk.kernel()
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_job_survives_its_kernel(desk: Desk, profile: str) -> None:
+    first = desk.kernel(profile)
     job_id = first.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
     first.kill()
 
-    second = desk.kernel()
+    second = desk.kernel(profile)
     shown = second.run(f"job = nblaunch.attach({job_id!r})\nother = nblaunch.attach()\njob.status")
     assert shown.value == "running"
     stacks = second.run("print(job.stacks())").stdout
@@ -128,6 +130,30 @@ def test_a_job_survives_its_kernel(desk: Desk) -> None:
     equal = "all(torch.equal(one, two) for one, two in zip(trained.parameters(), model.parameters()))"
     assert second.run(equal).value is True
     assert second.run("[one.status for one in nblaunch.jobs()]").value == ["done"]
+
+
+@pytest.mark.timeout(300)
+def test_a_job_runs_although_its_kernel_is_killed_while_it_starts(desk: Desk) -> None:
+    first = desk.kernel()
+    first.submit(LAUNCH.format(f"train, (model, {desk.gate!r})"))
+    first.wait_until(lambda: any(desk.folder.glob("detached/*/record")), 60, "the job's record")
+    first.kill()
+    second = desk.kernel()
+    second.run("job = nblaunch.attach()")
+    desk.release()
+    assert second.run("job.result(60)['rank']", timeout_s=120).value == 0
+    assert second.run("job.logs(1).splitlines()").value == [line.format(1) for line in LINES]
+
+
+@pytest.mark.timeout(300)
+def test_sigterm_to_the_supervisor_lets_the_loops_end(desk: Desk) -> None:
+    kernel = desk.kernel()
+    kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
+    supervisor = psutil.Process(kernel.run("job.pids[0]").value).parent()
+    assert supervisor is not None
+    supervisor.terminate()
+    assert kernel.run("job.result(60)", timeout_s=120).value == "stopped"
+    kernel.wait_for_no_processes()
 
 
 @pytest.mark.timeout(300)
