@@ -29,8 +29,8 @@ from nblaunch.wire.board import SlotReading
 
 _log = logging.getLogger(__name__)
 
-RATE_BYTES_S = 15_000.0
-"""Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 20 kB/s in all."""
+RATE_BYTES_S = 17_500.0
+"""Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 22 kB/s in all."""
 
 _INDEPENDENT = (DeviceUse, Fact, HostMemory)
 """Events that may be folded before lines and readings that are older."""

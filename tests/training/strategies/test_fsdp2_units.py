@@ -290,9 +290,10 @@ def test_a_lone_process_keeps_its_model() -> None:
     assert accelerator.state.fsdp_plugin is plugin
 
 
-def test_fp16_on_the_cpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fp16 .*mixed_precision='bf16'"):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), mixed_precision="fp16")
+def test_fp16_on_the_cpu_is_full_precision() -> None:
+    with pytest.warns(UserWarning, match="full precision"):
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), mixed_precision="fp16")
+    assert accelerator.prepare(torch.nn.Linear(2, 2))(torch.ones(1, 2)).dtype == torch.float32
 
 
 def test_a_device_without_sharding_is_refused() -> None:
