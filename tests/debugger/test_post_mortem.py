@@ -31,7 +31,9 @@ LAUNCH = "notebook_launcher(train, num_processes={}, post_mortem=True)"
 def failed(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[Kernel]:
     """A kernel with a job of three ranks, of which rank 1 has failed and the others wait in a collective."""
     with Kernel.start(python=python_of(request.param)) as kernel:
-        kernel.run(PREAMBLE)
+        kernel.submit(
+            PREAMBLE, is_typed_into=True
+        ).wait()  # connects the stdin: a prompt is lost where none is yet
         cell = kernel.run(LAUNCH.format(3), raises="ValueError")
         assert cell.error is not None
         assert 'raise ValueError("boom")' in cell.error.text
