@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -282,3 +285,31 @@ def test_the_end_of_the_kernel_ends_the_workers(kernel: Kernel) -> None:
     assert len(kernel.processes()) >= 4
     kernel.close()
     assert kernel.processes() == []
+
+
+OPENS_AND_CLOSES = """
+import gc, os
+from nblaunch import Session
+
+def open_and_close():
+    with Session(2, threads_per_process=1) as session:
+        session.execute("1")
+
+if __name__ == "__main__":
+    open_and_close()
+    gc.collect()
+    gc.disable()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        open_and_close()
+    print(len(os.listdir("/proc/self/fd")) - before)
+"""
+
+
+def test_closed_sessions_leave_no_descriptors_until_python_collects_garbage(tmp_path: Path) -> None:
+    script = tmp_path / "opens.py"
+    script.write_text(OPENS_AND_CLOSES)
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert run.stdout.split()[-1] == "0"
