@@ -31,7 +31,7 @@ _name = ""
 _is_timeout_extended = False
 
 _connections: dict[int, tuple[int, int]] = {}
-"""Sockets of gloo's default group: descriptor -> identity, as the number may be another file's later."""
+"""Sockets of gloo's default group, where that has a name: descriptor -> identity, as the number may be reused."""
 
 _abandoned: list[Any] = []
 
@@ -55,9 +55,10 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
         if topology.num_nodes > 1:
             _wait_for_all(common, size)
         store = dist.PrefixStore(_name, common)
-    before = _open_sockets()
+    may_break_off = bool(_name) and dist_backend == "gloo"
+    before = _open_sockets() if may_break_off else {}
     dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
-    if dist_backend == "gloo":
+    if may_break_off:
         _connections.clear()
         _connections.update({fd: one for fd, one in _open_sockets().items() if before.get(fd) != one})
 

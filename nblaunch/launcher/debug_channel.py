@@ -148,6 +148,11 @@ class DebugChannel:
         for rank in self.connections:
             self._send(rank, Release())
 
+    def close(self) -> None:
+        """Close the connections, of workers that end: nothing can be asked any more."""
+        with self._receiving:
+            self.connections = {}
+
     def wait_for_prompt(self, rank: int, may_go_on: Callable[[], bool]) -> Prompted | None:
         """Wait until pdb of a rank waits for a line; return None when it was left, or the rank has ended."""
         while rank not in self.prompts:

@@ -145,7 +145,7 @@ class SessionClient:
             with suppress(OSError):
                 connection.send(Close())
         self._connections = {}
-        self.channel.connections.clear()  # of workers that end: else they'd stay open until Python looks for circles
+        self.channel.close()  # or its descriptors would stay open until Python collects garbage
 
     def raise_end(self) -> None:
         """Raise why the workers have ended."""
