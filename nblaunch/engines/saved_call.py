@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from nblaunch import env
 from nblaunch.errors import PayloadError
@@ -111,27 +110,3 @@ def _blame(call: FunctionCall, error: Exception, remedy: str) -> str:
         f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: "
         f"{named}. Create it inside the function, or pass what it is made from in args; {remedy}."
     )
-
-
-@contextmanager
-def saved_values(values: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the descriptor of a memory file with ``values``, pickled.
-
-    Raises:
-        PayloadError: one can't be pickled.
-    """
-    fd = create_memory_file("nblaunch-values")
-    try:
-        try:
-            payload.dump(values, fd)
-        except Exception as error:
-            parts = [
-                part
-                for name, value in values.items()
-                for part in pickle_errors.unpicklable_parts(value, name)
-            ]
-            named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
-            raise PayloadError(f"put() sends pickled values, and this can't be pickled: {named}") from error
-        yield fd
-    finally:
-        os.close(fd)

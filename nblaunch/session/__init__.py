@@ -8,6 +8,7 @@ client.py        in the kernel: sends commands to the ranks, waits for their rep
 server.py        in each worker: executes commands
   cells.py       code that runs like a notebook cell
 failed_command.py  a command that has failed, kept for the debugger
+values.py        variables that are sent to the ranks
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        what ranks print while a command runs, shown in the cell
 """

@@ -17,7 +17,7 @@ from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import find_root_cause
-from nblaunch.engines.saved_call import save_call, saved_values
+from nblaunch.engines.saved_call import save_call
 from nblaunch.events import Event, ExitStatus, Returned, Started
 from nblaunch.launcher import kept
 from nblaunch.launcher.attempt import Attempt
@@ -30,6 +30,7 @@ from nblaunch.session.client import Replies, SessionClient, failed_ranks
 from nblaunch.session.failed_command import FailedCommand
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
+from nblaunch.session.values import saved_values
 from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.wire.messages import Execute, RunFunction, SessionCommand, SetVariables
 from nblaunch.wire.modules import modules_in
