@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 from nblaunch import dashboard as dashboards
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames, cell_name
 from nblaunch.events import Note
-from nblaunch.launcher import kept
+from nblaunch.launcher import post_mortem
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.job import last_job
 from nblaunch.wire.messages import Prompted
 
 if TYPE_CHECKING:
     from nblaunch.launcher.runner import JobRunner
-
-_PROMPT = "(Pdb) "
 
 
 class Debugged(Protocol):
@@ -55,7 +53,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        job = job or kept.latest() or last_job()
+        job = job or post_mortem.latest() or last_job()
         if job is None:
             raise RuntimeError(
                 "no job was launched and no command of a session has failed: nblaunch.debug() opens pdb in a worker"
@@ -130,7 +128,7 @@ def _ask(rank: int, prompt: Prompted) -> str:
         _print(f"rank {rank} at breakpoint() in {cell_name(filename)}, line {line}:\n")
     _print(prompt.text)
     try:
-        return input(f"[{rank}] {_PROMPT}")
+        return input(f"[{rank}] {prompt.prompt}")
     except EOFError:
         return "q"
 

@@ -212,7 +212,7 @@ class Returned(Event):
     Args:
         value_location: of the return value.
         left_by_exit: the function called ``sys.exit(0)`` instead of returning.
-        sends: argument paths of the modules whose weights follow, each with a :class:`WeightsSent`.
+        sends: argument paths of the modules and optimizers whose states follow, each with a :class:`StateSent`.
     """
 
     value_location: ValueLocation = field(default_factory=ValueLocation)
@@ -221,11 +221,11 @@ class Returned(Event):
 
 
 @dataclass(frozen=True)
-class WeightsSent(Event):
-    """The trained weights of a module are in the rank's outbox (``wire/outbox.py``), or could not be sent.
+class StateSent(Event):
+    """The state dict of a module or an optimizer is in the rank's outbox (``wire/outbox.py``), or could not be sent.
 
     Args:
-        path: of the module in the arguments (``wire/modules.py``).
+        path: of the module or optimizer in the arguments (``wire/modules.py``).
         at: where in the outbox; -1 where there is nothing to send, or nothing could be sent.
         end: where the outbox ends then.
         lost: the parts that could not be pickled.

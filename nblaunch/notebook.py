@@ -14,10 +14,10 @@ from nblaunch import dashboard as dashboards
 from nblaunch import debugging, env
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.host import descriptors
-from nblaunch.launcher import kept
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.job_base import Listener
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
+from nblaunch.launcher.post_mortem import release_all
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 
@@ -162,7 +162,7 @@ def notebook_launcher(
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        specs = [LaunchSpec(
+        specs = [_with_post_mortem(post_mortem, LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
             backend=backend, engine=engine, start_method=start_method,
             is_spmd=wants_spmd(strategy),
@@ -174,9 +174,9 @@ def notebook_launcher(
             sync_optimizers=sync_optimizers,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
-            post_mortem=env.read("NBLAUNCH_POST_MORTEM") and not detach if post_mortem is None else post_mortem,
+            post_mortem=False if post_mortem is None else post_mortem,
             is_detached=_checked_detach(detach, background, session),
-        )]  # fmt: skip
+        ))]  # fmt: skip
         # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
         del function, args
         if session is not None:
@@ -184,6 +184,12 @@ def notebook_launcher(
 
             return run_spec(session, specs.pop(), background=background, dashboard=dashboard)
         return run(specs.pop(), background=background, dashboard=dashboard)
+
+
+def _with_post_mortem(wanted: bool | None, spec: LaunchSpec) -> LaunchSpec:
+    """Return ``spec`` as the environment wants it, if the launch leaves that open and it is possible."""
+    is_open = wanted is None and not (spec.is_detached or spec.is_elastic)
+    return replace(spec, post_mortem=True) if is_open and env.read("NBLAUNCH_POST_MORTEM") else spec
 
 
 def _checked_detach(detach: bool, background: bool, session: object) -> bool:
@@ -287,7 +293,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     can_break = not (spec.is_elastic or spec.is_detached)
     if can_break and debugging.has_breakpoints(background):
         spec = replace(spec, has_breakpoints=True)
-    kept.release_all()
+    release_all()
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     if spec.is_detached:

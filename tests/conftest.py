@@ -29,7 +29,7 @@ LONGEST_FIRST = (
     "tests/integration/test_output.py",
     "tests/training/test_checkpoint.py",
     "tests/training/test_distributed.py",
-    "tests/contracts/test_engine.py",
+    "tests/contracts/test_start_method.py",
     "tests/cli/test_every_answer.py",
     "tests/failures/test_failures.py",
     "tests/failures/test_hangs.py",

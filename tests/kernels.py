@@ -348,9 +348,6 @@ class Kernel:
         """
         if is_typed_into:
             request["allow_stdin"] = True
-            if self._stdin is None:
-                # The kernel asks for input where the request came from, by this name.
-                self._stdin = self._manager.connect_stdin(identity=self._token.encode())
         content = (
             {
                 "code": source,
@@ -533,6 +530,12 @@ class Kernel:
         self._shell = self._manager.connect_shell(identity=self._token.encode())
         self._iopub = self._manager.connect_iopub()
         self._control = self._manager.connect_control()
+        # The kernel asks for input where the request came from, by this name; a prompt is lost where nothing is
+        # connected yet. Nothing answers on this socket without a prompt, so its monitor says when it is.
+        self._stdin = self._manager.context.socket(zmq.DEALER)
+        self._stdin.identity = self._token.encode()
+        monitor = self._stdin.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._stdin.connect(self._manager._make_url("stdin"))
         # A subscription takes effect some time after it was made, and what is published before is lost. So ask until
         # an answer comes on both sockets. The control channel is asked too, though nothing needs it before the end:
         # zmq tries each connection anew up to 0.2 s after it was refused, and one that comes to be later than the
@@ -546,9 +549,14 @@ class Kernel:
                     message = self._manager.session.send(sockets[channel], "kernel_info_request", {})
                     asked.append(Cell(self, "", message["header"]["msg_id"]))
                     self._cells[asked[-1].msg_id] = asked[-1]
-            return all(any(probe.is_idle for probe in asked) for asked in probes.values())
+            is_answered = all(any(probe.is_idle for probe in asked) for asked in probes.values())
+            return is_answered and bool(monitor.poll(0))
 
-        self.wait_until(is_connected, timeout_s, "the kernel to start")
+        try:
+            self.wait_until(is_connected, timeout_s, "the kernel to start")
+        finally:
+            self._stdin.disable_monitor()
+            monitor.close(linger=0)
         for probe in (*probes["shell"], *probes["control"]):
             del self._cells[probe.msg_id]
 

@@ -124,7 +124,7 @@ def test_no_connection_to_a_kernel_comes_to_be_after_its_start(monkeypatch: pyte
     before = Snapshot.take()
     with Kernel.start():
         new = set(Snapshot.take().files.items()) - set(before.files.items())
-        assert sum(target.startswith("socket:") for _, target in new) == 3  # shell, IOPub, control
+        assert sum(target.startswith("socket:") for _, target in new) == 4  # shell, IOPub, control, stdin
 
 
 def test_a_kernel_over_tcp_works_too() -> None:

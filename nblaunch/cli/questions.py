@@ -310,7 +310,7 @@ QUESTIONS = (
              _precisions),
     Question("downcast_bf16", "Hold float as bfloat16 on the TPU (and double as float32)?",
              lambda a: a["backend"] == "xla" and a["mixed_precision"] == "bf16", _fixed(False), _YES_NO),
-    Question("strategy", "How is the model spread over the processes?", _is_parallel, _fixed("ddp"), _strategies),
+    Question("strategy", "By which strategy is the model trained?", _is_parallel, _fixed("ddp"), _strategies),
     Question("fsdp_reshard_after_forward", "Free gathered weights after the forward pass? (less memory, more traffic)",
              _is_fsdp, _fixed(True), _listed((True, "yes"), (False, "no"))),
     Question("fsdp_auto_wrap_policy", "Which parts of the model are sharded one by one?", _is_fsdp,

@@ -25,6 +25,8 @@ _NAMES: Mapping[str, str] = {
         "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules"
     ),
     "inference": "prepare_pippy",
+    "test_utils": "torch_device",  # examples ask for it
+    "test_utils.training": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
     "utils": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
         "TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION are_libraries_initialized "
@@ -65,7 +67,15 @@ DISPATCHING = "load_checkpoint_and_dispatch"
 LOADING = "load_checkpoint_in_model"
 """nblaunch's functions of these names pass on the calls that cut a model into pieces."""
 
-MODULES = ("hooks", "inference", "utils.ao", "utils.bnb", "utils.offload")
+MODULES = (
+    "hooks",
+    "inference",
+    "test_utils",
+    "test_utils.training",
+    "utils.ao",
+    "utils.bnb",
+    "utils.offload",
+)
 """Modules that have no other names."""
 
 _INSTALL = (

@@ -83,9 +83,6 @@ _OLD_NAMES = {
 _MAX_UNKNOWN = 5
 """Number of unknown keys that a message lists."""
 
-_MAX_VALUES = 10_000
-"""Largest number of values in a file. A file with every setting has a few hundred."""
-
 _EXTRA_KEYS = ("gradient_accumulation_steps",)
 """Settings of other groups that ``accelerate config`` writes into ``deepspeed_config``."""
 
@@ -177,46 +174,11 @@ def _content(text: str) -> Any:
 
     loader = _loader()(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_size(node, {})
-        return loader.construct_document(node)
+        return loader.get_single_data()
     except RecursionError:
         raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=loader.get_mark()) from None
     finally:
         loader.dispose()
-
-
-def _check_size(node: Any, sizes: dict[int, int]) -> int:
-    """Return the number of values in a node with its aliases expanded.
-
-    Expanded aliases can fill the memory with a file of a few lines, or contain themselves.
-
-    Args:
-        node: of the YAML tree.
-        sizes: ``id`` of each visited node -> its number of values; 0 while the node is being visited.
-
-    Raises:
-        yaml.YAMLError: the node contains itself, or too many values.
-    """
-    import yaml
-
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    size = sizes.get(id(node))
-    if size is None:
-        sizes[id(node)] = 0
-        parts = (
-            node.value
-            if isinstance(node, yaml.SequenceNode)
-            else [part for pair in node.value for part in pair]
-        )
-        size = sizes[id(node)] = 1 + sum(_check_size(part, sizes) for part in parts)
-    if size == 0 or size > _MAX_VALUES:
-        problem = "holds itself" if size == 0 else f"holds more than {_MAX_VALUES:,} values"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    return size
 
 
 def _loader() -> Any:

@@ -106,7 +106,12 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
     "training": (
         ("mixed_precision", Choice(MIXED_PRECISIONS), "no", "precision of forward passes"),
         ("gradient_accumulation_steps", Whole(1), None, "micro-batches per optimizer step; default: 1"),
-        ("strategy", Choice(STRATEGIES), "auto", "how models are spread; auto = data parallel (ddp)"),
+        (
+            "strategy",
+            Choice(STRATEGIES),
+            "auto",
+            "how models are trained on several processes; auto = data parallel (ddp)",
+        ),
         ("downcast_bf16", Switch(), False, "TPU with bf16: hold float as bfloat16 and double as float32"),
         ("debug", Switch(), False, "compare the shapes of collective operations over ranks"),
     ),
@@ -201,8 +206,8 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "processes over which a replica is sharded (FSDP2)",
         ),
         ("parallelism_config_tp_size", Whole(1), None, "processes that compute every layer together"),
-        ("parallelism_config_cp_size", Whole(1), None, "processes that cut a sequence among them"),
-        ("parallelism_config_cp_backend", Choice(("torch",)), None, "how sequences are cut"),
+        ("parallelism_config_cp_size", Whole(1), None, "processes that shard a sequence"),
+        ("parallelism_config_cp_backend", Choice(("torch",)), None, "how sequences are sharded"),
         (
             "parallelism_config_cp_comm_strategy",
             Choice(("allgather", "alltoall")),

@@ -43,7 +43,8 @@ class EpochTable:
 def tabulate_epochs(view: JobView) -> EpochTable:
     """Return the table of epochs; an empty one if there are neither losses nor metrics.
 
-    While the job runs, it has its column of losses and all its rows from the first loss on: nothing moves later.
+    While the job runs, it has its column of losses and all its rows from the first loss on: nothing moves later. The
+    row after the last epoch that has ended is that of the running one, which explains a table without values.
     """
     epochs = sorted(view.epochs.items())
     names = metrics_of_epochs(view)
@@ -54,10 +55,14 @@ def tabulate_epochs(view: JobView) -> EpochTable:
         return EpochTable()
     most = _ALL_ROWS if view.is_over else _num_live_rows(view)
     shown = epochs[-most:]
+    rows = [_row(number, epoch, names, has_loss=has_loss) for number, epoch in shown]
+    running = 0 if view.is_over else max((rank.epoch for rank in view.ranks), default=0)
+    if len(rows) < most and running > max(view.epochs, default=0):
+        rows.append((str(running), *[""] * (has_loss + len(names)), "running"))
     return EpochTable(
         columns=("epoch", *(["training loss"] if has_loss else []), *map(single_line, names), "time"),
-        rows=tuple(_row(number, epoch, names, has_loss=has_loss) for number, epoch in shown),
-        num_free=0 if view.is_over else most - len(shown),
+        rows=tuple(rows),
+        num_free=0 if view.is_over else most - len(rows),
         note="earlier epochs are not shown" if view.is_over and len(epochs) > len(shown) else "",
     )
 

@@ -29,6 +29,7 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import LARGEST_DRAWN, SlotReading
 
 _POINT_SPACING_S = 0.5
+_PAUSE_S = 2.0  # between two epochs: rates go on after a shorter one
 _PHASES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
 
@@ -59,10 +60,9 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     is_new_loop = _is_new_loop(last, reading)
     has_new_state = rank.state_s == 0.0 or reading.state != last.state
     has_waited = has_new_state and last.state is WorkerState.WAITING
-    steps_done = rank.steps_done + (reading.step if is_new_loop else reading.step - last.step)
+    measured = _measured_before(rank, reading) if is_new_loop else rank
     moved = is_new_loop or reading.step != last.step
-    starts_anew = is_new_loop and not _goes_on(rank, reading)
-    points = _with_point(() if starts_anew else rank.rate_points, reading, steps_done)
+    points = _with_point(measured.rate_points, reading)
     steps_per_s, samples_per_s = _rates(points, rank)
     rank = replace(
         rank,
@@ -88,7 +88,6 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
         reading=reading,
         rate_points=points,
-        steps_done=steps_done,
     )
     return replace(rank, trained=_trained(rank, reading))
 
@@ -114,7 +113,13 @@ def _trained(rank: RankView, reading: SlotReading) -> TrainingRates | None:
         trained is not None and trained.loop == reading.loop and reading.state is not WorkerState.EVALUATING
     )
     if reading.state is WorkerState.TRAINING or goes_on:  # the rank may wait in it, or have left it
-        return TrainingRates(reading.loop, rank.steps_per_s, rank.samples_per_s, rank.busy_step_s)
+        return TrainingRates(
+            reading.loop,
+            rank.steps_per_s,
+            rank.samples_per_s,
+            rank.busy_step_s,
+            rank.rate_points,
+        )
     return trained
 
 
@@ -124,9 +129,19 @@ def _is_new_loop(last: SlotReading, reading: SlotReading) -> bool:
     return last.state != reading.state and {last.state, reading.state} == _PHASES
 
 
-def _goes_on(rank: RankView, reading: SlotReading) -> bool:
-    """Return whether a training loop follows another one, without an evaluation between them: rates go on."""
-    return reading.state is WorkerState.TRAINING and rank.phase is WorkerState.TRAINING
+def _measured_before(rank: RankView, reading: SlotReading) -> RankView | TrainingRates:
+    """Return the rate points that a new loop goes on from: one that trains, from the training loop right before it.
+
+    A look may have met the rank in the loop over epochs between the two; of ranks in lockstep, it meets some.
+    """
+    if reading.state is WorkerState.TRAINING:
+        if rank.phase is WorkerState.TRAINING:
+            return rank
+        before = rank.trained
+        is_next = before is not None and before.loop + 1 == reading.loop and bool(before.rate_points)
+        if before and is_next and reading.step_time_s - before.rate_points[-1].time_s < _PAUSE_S:
+            return before
+    return replace(rank, rate_points=())
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:
@@ -140,14 +155,12 @@ def _state(rank: RankView, read: WorkerState) -> WorkerState:
     return max(read, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else read
 
 
-def _with_point(
-    points: tuple[RatePoint, ...], reading: SlotReading, steps_done: int
-) -> tuple[RatePoint, ...]:
+def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[RatePoint, ...]:
     """Return ``points`` with a new last point; points are spaced out and dropped when older than the window."""
     if reading.step_time_s <= 0:
         return points
     newest = RatePoint(
-        reading.step_time_s, steps_done, reading.samples, reading.busy_time_s, reading.busy_steps
+        reading.step_time_s, reading.steps_done, reading.samples, reading.busy_time_s, reading.busy_steps
     )
     if points and newest.time_s <= points[-1].time_s:
         return points

@@ -89,7 +89,7 @@ def _shape(shape: str, colour: str) -> str:
 def _labelled(label: str, text: str, shape: str, colour: str) -> str:
     return (
         f'<div style="margin:2px 0">{_shape(shape, colour)}<b>{escape(label)}</b> '
-        f'<span style="{MONO}">{escape(text)}</span></div>'
+        f'<span style="{MONO};overflow-wrap:anywhere">{escape(text)}</span></div>'
     )
 
 

@@ -122,6 +122,7 @@ class MergedLines:
 
 _LINE_LENGTH = 4000  # characters
 _NUM_DISPLAYS = 100  # of a rank, such as figures
+_MAX_TAILS = 16  # ranks whose last lines are printed; those of hundreds would bury the cell
 
 Publish = Callable[[Displayed], None]
 
@@ -130,8 +131,8 @@ Publish = Callable[[Displayed], None]
 class LinesPrinter(Dashboard):
     """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
 
-    After ``num_head`` lines of a rank, further lines are only counted; the last ones are printed at the end. If many
-    ranks print a lot, the limit of each is its share of ``num_head_of_all``.
+    After ``num_head`` lines of a rank, further lines are only counted; the last ones are printed at the end, of the
+    first 16 such ranks. If many ranks print a lot, the limit of each is its share of ``num_head_of_all``.
 
     Args:
         stream: default: ``sys.stdout``, looked up at each write.
@@ -145,6 +146,7 @@ class LinesPrinter(Dashboard):
         omits_hangs: leave out reports of hangs, because a table shows them.
         merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
         live: what is redrawn in place on the same terminal, to be kept below.
+        display_ids: (rank, id) of displays that may be updated; this adds to it. Default: of this printer alone.
         clock: monotonic seconds.
     """
 
@@ -162,6 +164,7 @@ class LinesPrinter(Dashboard):
         defers_lines: bool = False,
         omits_hangs: bool = False,
         merges_equal: bool = False,
+        display_ids: set[tuple[int, str]] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
@@ -179,8 +182,9 @@ class LinesPrinter(Dashboard):
         self._pending: list[str | MergedLines | Displayed] = []
         self._num_lines: dict[int, int] = {}
         self._tails: dict[int, deque[str]] = {}
+        self._num_folded: dict[int, int] = {}
         self._num_displays: dict[int, int] = {}
-        self._display_ids: set[tuple[int, str]] = set()
+        self._display_ids = set() if display_ids is None else display_ids
         self._num_processes = 1
         self._first_rank = 0
         self._log_dir = ""
@@ -212,7 +216,13 @@ class LinesPrinter(Dashboard):
     def close(self) -> None:
         for rank in sorted(self._tails):
             self._end(rank)
-        self._tails = {}
+        if self._num_folded:
+            logs = f"; complete logs: {self._log_dir}" if self._log_dir else ""
+            hidden = formatting.count(sum(self._num_folded.values()), "line")
+            self._pending.append(
+                f"[{formatting.spans(sorted(self._num_folded))}] ... {hidden} not shown{logs}\n"
+            )
+        self._tails, self._num_folded = {}, {}
         if self._pending:
             self._flush()
 
@@ -235,6 +245,9 @@ class LinesPrinter(Dashboard):
         if not hidden:
             return
         if rank not in self._tails:
+            if len(self._tails) == _MAX_TAILS:
+                self._num_folded[rank] = self._num_folded.get(rank, 0) + len(hidden)
+                return
             self._tails[rank] = deque(maxlen=self._num_tail)
             self._pending.append(f"{label}... prints a lot; its last lines follow at the end\n")
         self._tails[rank].extend(hidden[-self._num_tail :])
@@ -259,7 +272,7 @@ class LinesPrinter(Dashboard):
 
     def _room(self, rank: int) -> int:
         """Return how many more lines of ``rank`` may be printed: 0 once lines have been left out."""
-        if rank in self._tails:
+        if rank in self._tails or rank in self._num_folded:
             return 0
         shown = self._num_shown.get(rank, 0)
         share = self._num_head_of_all // self._num_processes

@@ -114,10 +114,17 @@ def renderable(view: JobView, width: int) -> RenderableType:
         remarks += [Text(notice.text, style="yellow"), *(Text(f"    {line}") for line in notice.lines)]
     remarks += [Text(f"warning: {text}", style="yellow") for text in table.warnings]
     folded = [Text(line, no_wrap=True, overflow="ellipsis") for line in folded_lines(table)]
-    return Group(head, _rows(view, table, width), *folded, *remarks)
+    drawn, has_output = _rows(view, table, width)
+    stalled = [] if has_output else [row for row in table.rows if row.is_stalled]
+    abouts = [f"rank {row.label}: " for row in stalled]
+    where = [
+        about + row.detail_within(width - len(about)) for about, row in zip(abouts, stalled, strict=True)
+    ]
+    return Group(head, drawn, *map(Text, where), *folded, *remarks)
 
 
-def _rows(view: JobView, table: Table, width: int) -> RichTable:
+def _rows(view: JobView, table: Table, width: int) -> tuple[RichTable, bool]:
+    """Return the rows, and whether the column with the output of the ranks has room."""
     starting = "starting" if is_starting(view) else ""
     columns: dict[str, list[RenderableType]] = {
         "rank": [Text(row.label) for row in table.rows],
@@ -128,21 +135,21 @@ def _rows(view: JobView, table: Table, width: int) -> RichTable:
     for index, name in enumerate(table.columns):
         columns[name] = [Text(row.cells[index]) for row in table.rows]
     if any(row.detail for row in table.rows):
-        columns["output"] = [
-            Text(row.detail, style="dim", no_wrap=True, overflow="ellipsis") for row in table.rows
-        ]
+        columns["output"] = []
     widths = {name: _width(name, cells) for name, cells in columns.items()}
     drawn = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     shown = _fitting(widths, width)
+    if "output" in shown:  # takes what is left
+        widths["output"] += width - _total(widths, shown)
+        columns["output"] = [
+            Text(row.detail_within(widths["output"]), style="dim", overflow="ellipsis") for row in table.rows
+        ]
     for name in shown:
-        if name == "output":
-            drawn.add_column(name, ratio=1)  # takes what is left
-        else:
-            is_text = name in ("state", "progress")
-            drawn.add_column(name, justify="left" if is_text else "right", width=widths[name], no_wrap=True)
+        is_text = name in ("state", "progress", "output")
+        drawn.add_column(name, justify="left" if is_text else "right", width=widths[name], no_wrap=True)
     for cells in zip(*(columns[name] for name in shown), strict=True):
         drawn.add_row(*cells)
-    return drawn
+    return drawn, "output" in shown
 
 
 def _width(name: str, cells: Sequence[RenderableType]) -> int:
@@ -155,11 +162,15 @@ def _fitting(widths: Mapping[str, int], width: int) -> list[str]:
     """Return the names of the columns that fit side by side: a number that is cut would be worse than none."""
     shown = list(widths)
     for name in _DISPENSABLE:
-        if sum(widths[name] + _GAP for name in shown) - _GAP <= width:
+        if _total(widths, shown) <= width:
             break
         if name in shown:
             shown.remove(name)
     return shown
+
+
+def _total(widths: Mapping[str, int], shown: Sequence[str]) -> int:
+    return sum(widths[name] + _GAP for name in shown) - _GAP
 
 
 def _state(row: Row, instead: str) -> Text:

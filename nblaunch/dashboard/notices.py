@@ -64,8 +64,9 @@ def _slow_ranks(view: JobView) -> list[Notice]:
     rates = {
         rank.rank: rank.steps_per_s for rank in view.ranks if rank.steps_per_s and _is_measured(view, rank)
     }
-    slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO)
+    slower, when = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO), ""
     if not slower and not view.is_over:
+        when = f" in the last {_RECENT_S:g} s"  # the rows have rates over a longer time
         rates = {
             rank.rank: recent.steps_per_s for rank in view.ranks if (recent := _recent(rank)) is not None
         }
@@ -74,7 +75,7 @@ def _slow_ranks(view: JobView) -> list[Notice]:
         return []
     text = (
         f"{_are_slower(view, slower, rates)} ({rate(median(rates[rank] for rank in slower))} against "
-        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s)"
+        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s{when})"
     )
     return [Notice("slow", tuple(sorted(slower)), text)]
 
@@ -200,9 +201,14 @@ def _stalled(view: JobView) -> list[Notice]:
         is_shown = view.hang and not view.has_hung
         return [Notice("stalled", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
-    named = tuple(rank.rank for rank in live if rank.stall is not None)
-    if view.hang and named:
-        return [Notice("stalled", named, view.hang[0], view.hang[1:])]
+    found = {rank.rank: rank.stall for rank in live if rank.stall is not None}
+    if view.hang and found:
+        text = view.hang[0]
+        if all(stall.is_certain for stall in found.values()):
+            # The report has the time at which it was made.
+            since_s = max(stall.time_s - stall.for_s for stall in found.values())
+            text = f"no progress for {whole_duration(view.now_s - since_s)}:"
+        return [Notice("stalled", tuple(found), text, view.hang[1:])]
     without_progress = [rank for rank in live if is_stalled(view, rank)]
     if not without_progress:
         return []

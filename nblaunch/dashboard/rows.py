@@ -71,6 +71,12 @@ class Row:
     is_marked: bool = False
     is_stalled: bool = False
 
+    def detail_within(self, width: int) -> str:
+        """Return ``detail`` cut to ``width`` characters; of a position the end is kept, which has file and line."""
+        if len(self.detail) <= width:
+            return self.detail
+        return f"…{self.detail[1 - width :]}" if self.is_stalled else f"{self.detail[: width - 1]}…"
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -190,6 +196,8 @@ def _row(view: JobView, rank: RankView, status: _RankStatus, marks: Mapping[int,
     # A rank alone has no others that it could differ from; a stalled rank says so by its state.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
     words = {"stalled": "", "loss": f"loss {rank.loss}"}.get(mark, mark)
+    if rank.is_consequence and status.state is WorkerState.FAILED:
+        words = "secondary"  # it failed because another rank did
     return Row(
         rank=rank.rank,
         label=str(rank.rank),

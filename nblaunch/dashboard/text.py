@@ -206,5 +206,4 @@ def _letter(tile: Tile) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    detail = row.detail if len(row.detail) <= _DETAIL_WIDTH else row.detail[: _DETAIL_WIDTH - 1] + "…"
-    return (row.label, row.state_text, *row.cells, detail)
+    return (row.label, row.state_text, *row.cells, row.detail_within(_DETAIL_WIDTH))

@@ -187,6 +187,7 @@ class TrainingRates:
     steps_per_s: float | None
     samples_per_s: float | None
     busy_step_s: float | None
+    rate_points: tuple[RatePoint, ...]
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,6 @@ class RankView:
         trained: rates of the last training loop, shown when the job has ended; None before the first.
         reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
-        steps_done: steps of all loops.
     """
 
     rank: int
@@ -281,7 +281,6 @@ class RankView:
     trained: TrainingRates | None = None
     reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
-    steps_done: int = 0
 
     def without_line(self) -> RankView:
         """Return the rank without a status line."""

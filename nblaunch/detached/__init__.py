@@ -23,6 +23,7 @@ from __future__ import annotations
 from nblaunch import dashboard as dashboards
 from nblaunch.detached.folder import JobSummary, find, list_jobs
 from nblaunch.detached.follower import JobFollower
+from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.launcher.job import Job
 
 __all__ = ["JobSummary", "attach", "jobs"]
@@ -58,9 +59,11 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         LookupError: there is no such job.
         PermissionError: the folder of the job can be changed by other users.
     """
-    folder = find(job_id)
-    listeners = dashboards.choose(dashboard, background=True)
-    runner = JobFollower(folder, listeners)
+    __tracebackhide__ = True
+    with HiddenLauncherFrames():
+        folder = find(job_id)
+        listeners = dashboards.choose(dashboard, background=True)
+        runner = JobFollower(folder, listeners)
     job = Job(runner)
     job.show_with(dashboards.attach(listeners, job))
     runner.follow()

@@ -35,8 +35,8 @@ from nblaunch.wire.board import SlotReading
 
 
 @dataclass(frozen=True)
-class Record:
-    """What was launched.
+class DetachedLaunch:
+    """What is launched, except the call.
 
     Args:
         spec: without the function and its arguments.
@@ -45,9 +45,6 @@ class Record:
         num_processes: number of ranks.
         num_threads: CPU threads of each.
         sources: file name -> text of the notebook's cells, for tracebacks.
-        host: name of the machine.
-        pid: of the supervisor.
-        started_s: ``time.time()`` of the launch.
     """
 
     spec: LaunchSpec
@@ -56,6 +53,18 @@ class Record:
     num_processes: int
     num_threads: int
     sources: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Record(DetachedLaunch):
+    """What was launched, and by which process it is supervised.
+
+    Args:
+        host: name of the machine.
+        pid: of the supervisor.
+        started_s: ``time.time()`` of the launch.
+    """
+
     host: str
     pid: int
     started_s: float

@@ -179,14 +179,24 @@ class JobFollower(JobBase):
                 -1, end.time_s, end.status, end.failed_rank, outcome.message, end.is_early
             )
         else:
-            text = (
-                f"the supervisor of {self.id} (pid {self._supervisor_pid}) was killed, or this machine was restarted: "
-                f"its workers ended with it, and there is no result. Logs: {self._folder.path}"
-            )
-            outcome = JobOutcome("lost", JobLost(text), headline="its supervisor was killed")
+            text, headline = self._describe_loss()
+            outcome = JobOutcome("lost", JobLost(text), headline=headline)
             time_s = self._progress.time_s if self._progress is not None else time.time()
             ended = JobEnded(-1, time_s, "failed", message=outcome.message)
         self._conclude(outcome, ended)
+
+    def _describe_loss(self) -> tuple[str, str]:
+        """Return what is known of a job whose end nothing has recorded, and the same in a few words."""
+        pid = self._supervisor_pid
+        if not self._folder.path.exists():
+            return (
+                f"the folder of {self.id}, {self._folder.path}, was removed: nothing can be read or requested of the "
+                f"job any more. Its supervisor (pid {pid}) and workers may still run: `kill {pid}` ends them"
+            ), "its folder was removed"
+        return (
+            f"the supervisor of {self.id} (pid {pid}) was killed, or this machine was restarted: "
+            f"its workers ended with it, and there is no result. Logs: {self._folder.path}"
+        ), "its supervisor was killed"
 
     def _conclude(self, outcome: JobOutcome, ended: JobEnded) -> None:
         self.status, self.outcome = outcome.status, outcome.with_traceback()

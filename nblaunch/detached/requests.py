@@ -71,12 +71,8 @@ class RequestServer:
 
     def _handle(self, request: str) -> str:
         name, _, argument = request.strip().partition(" ")
-        if name == "stop":
-            self._requests.stop()
-        elif name == "interrupt":
-            self._requests.interrupt()
-        elif name == "cancel":
-            self._requests.cancel()
+        if name in ("stop", "interrupt", "cancel"):
+            getattr(self._requests, name)()
         elif name == "terminate":
             self._requests.terminate(float(argument))
         elif name == "stacks":

@@ -7,18 +7,18 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nblaunch.detached.folder import JobFolder, root
+from nblaunch.detached.folder import DetachedLaunch, JobFolder, root
 from nblaunch.detached.follower import JobFollower
-from nblaunch.engines.interpreter import registered_backend, start_program
-from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.job_base import Listener
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.spec import LaunchSpec
+from nblaunch.start_methods.interpreter import registered_backend, start_program
+from nblaunch.start_methods.saved_call import SavedCall, save_call
 from nblaunch.wire.assignment import capture_sources
 
 _MAX_NAME = 24  # characters of the function's name in the job's id
@@ -26,32 +26,22 @@ _REMEDY = "without detach=True, where workers are forked from the notebook, noth
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What a supervisor needs besides the call.
+class SupervisorTask(DetachedLaunch):
+    """What a supervisor is started with, besides the call.
 
     Args:
         job_id: short name of the job.
         root: folder in which it makes that of the job.
-        spec: without the function and its arguments.
-        backend: name of the device family.
-        registered_backend: it, pickled, where it is not part of nblaunch.
-        num_processes: number of ranks.
-        num_threads: CPU threads of each.
         has_shell: the launching process is an IPython shell.
-        sources: file name -> text of the notebook's cells.
         random_states: of the launching process, pickled.
+        argv: its ``sys.argv``.
     """
 
     job_id: str
     root: str
-    spec: LaunchSpec
-    backend: str
-    registered_backend: bytes
-    num_processes: int
-    num_threads: int
     has_shell: bool
-    sources: Mapping[str, str]
     random_states: bytes
+    argv: tuple[str, ...]
 
 
 def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
@@ -72,7 +62,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     job_id = f"{name}-{secrets.token_hex(3)}"
     call = save_call((spec.function, spec.args), _REMEDY)
     try:
-        launch = Launch(
+        task = SupervisorTask(
             job_id=job_id,
             root=str(folder),
             spec=spec.without_call(),
@@ -83,11 +73,12 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
             has_shell="IPython.core.interactiveshell" in sys.modules,
             sources=capture_sources(),
             random_states=call.random_states,
+            argv=tuple(sys.argv),
         )
         interrupts: list[float] = []
         # What has started must be known here, to be ended by an interrupt.
         with interrupts_as_requests(lambda: interrupts.append(time.time())):
-            _start_supervisor(launch, call)
+            _start_supervisor(task, call)
             runner = JobFollower(JobFolder(folder / job_id), listeners)
             runner.follow()
             runner.wait_for_start(interrupts)
@@ -96,12 +87,12 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     return runner
 
 
-def _start_supervisor(launch: Launch, call: SavedCall) -> None:
+def _start_supervisor(task: SupervisorTask, call: SavedCall) -> None:
     reading, writing = os.pipe()
     try:
         process = start_program(
             "nblaunch.detached.supervisor_process",
-            launch,
+            task,
             [call.fd, writing],
             [call.fd, writing],
             environment=call.environment,

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from nblaunch import backends
 from nblaunch.detached.folder import JobFolder, Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import RequestServer
-from nblaunch.detached.start import Launch
+from nblaunch.detached.start import SupervisorTask
 from nblaunch.events import JobEnded
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
@@ -40,16 +41,16 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Run the job of a launch.
 
     Args:
-        arguments: numbers of the memory file of the :class:`Launch`, that of the call, and the pipe on which the
-            launching process waits until the folder of the job is there.
+        arguments: numbers of the memory file of the :class:`SupervisorTask`, that of the call, and the pipe on which
+            the launching process waits until the folder of the job is there.
     """
     launch_fd, call_fd, report_fd = (int(argument) for argument in arguments)
     with os.fdopen(launch_fd, "rb") as file:
-        launch: Launch = pickle.load(file)
+        task: SupervisorTask = pickle.load(file)
     if os.fork():
         os._exit(0)  # the system reaps the supervisor, also while the launching process lives
     try:
-        job = _DetachedJob(launch)
+        job = _DetachedJob(task)
     except BaseException as error:
         os.write(report_fd, str(error).encode()[:4096])
         os._exit(1)
@@ -64,9 +65,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 class _DetachedJob:
     """The job of this process, with its folder, from which others can follow it from now on."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._log = JobLog(launch.root, launch.job_id)
+    def __init__(self, task: SupervisorTask) -> None:
+        self._task = task
+        self._log = JobLog(task.root, task.job_id)
         output.capture(str(self._log.new_file("supervisor.log")))
         self._requests = JobRequests()
         self._outcome: JobOutcome | None = None
@@ -74,15 +75,16 @@ class _DetachedJob:
         folder = JobFolder(self._log.path)
         self._recorder = Recorder(folder, self._present_outcome)
         self._server = RequestServer(self._log.path, self._requests)
-        restore_sources(launch.sources)
+        restore_sources(task.sources)
+        sys.argv[:] = task.argv
         folder.write(
             Record(
-                spec=launch.spec,
-                backend=launch.backend,
-                registered_backend=launch.registered_backend,
-                num_processes=launch.num_processes,
-                num_threads=launch.num_threads,
-                sources=launch.sources,
+                spec=task.spec,
+                backend=task.backend,
+                registered_backend=task.registered_backend,
+                num_processes=task.num_processes,
+                num_threads=task.num_threads,
+                sources=task.sources,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 started_s=time.time(),
@@ -110,15 +112,15 @@ class _DetachedJob:
 
     def _load(self, call_fd: int) -> LaunchSpec:
         """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""
-        launch = self._launch
-        if launch.has_shell:
+        task = self._task
+        if task.has_shell:
             output.ensure_shell()
-        backends.find(launch.backend, launch.registered_backend)
+        backends.find(task.backend, task.registered_backend)
         call: FunctionCall = payload.load(call_fd)
         os.close(call_fd)
-        restore_random_states(pickle.loads(launch.random_states))
+        restore_random_states(pickle.loads(task.random_states))
         function, args = call
-        return replace(launch.spec, function=function, args=args, num_processes=launch.num_processes)
+        return replace(task.spec, function=function, args=args, num_processes=task.num_processes)
 
     def _end_unstarted(self, error: BaseException) -> None:
         """Record that the job ended before it ran."""

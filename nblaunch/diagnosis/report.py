@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nblaunch.diagnosis.memory import MemoryRecord
-from nblaunch.events import EpochEnded, ExitStatus, Failed, Returned, WeightsSent
+from nblaunch.events import EpochEnded, ExitStatus, Failed, HostMemory, Returned, StateSent
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.modules import ArgPath
 
@@ -71,6 +71,7 @@ class AttemptReport:
         last_readings: last readings of the board.
         memory: of host and workers during the attempt.
         epochs: the last ends of epochs of any rank, oldest first.
+        host_memory: rank -> last sample, of this node.
         kept: ranks that go on running, for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
         hang: the hang for which the job was stopped; None otherwise.
@@ -78,7 +79,7 @@ class AttemptReport:
     """
 
     returned: dict[int, Returned] = field(default_factory=dict)
-    weights: dict[int, dict[ArgPath, WeightsSent]] = field(default_factory=dict)
+    weights: dict[int, dict[ArgPath, StateSent]] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     signalled: dict[int, float] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class AttemptReport:
     stopped_early: bool = False
     last_readings: list[SlotReading] = field(default_factory=list)
     memory: MemoryRecord | None = None
+    host_memory: dict[int, HostMemory] = field(default_factory=dict)
     epochs: deque[EpochEnded] = field(default_factory=lambda: deque(maxlen=_NUM_EPOCHS_KEPT))
     kept: list[int] = field(default_factory=list)
     unkillable: dict[int, str] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 Every process forked from the kernel, by us or by other code, inherits its descriptors. A child that kept the writing
 end of a guardian's pipe would hide the kernel's death from that guardian, one that kept a listening socket would keep
-its port open. What is registered here is closed in every child, the moment it is forked.
+its port open. What is registered here is closed in every child, the moment it is forked. What exists for a moment only
+is kept from children by :func:`forks_held_back`.
 
 Waiting is done by ``poll``: ``select.select`` takes no descriptor from 1024 on, and a kernel may have many files open.
 """
@@ -11,14 +12,28 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _kernel_only: set[int] = set()
+_forking = threading.RLock()
 
 
 def keep_from_children(*fds: int) -> None:
     """Close ``fds`` in every process that is forked from this one from now on."""
     _kernel_only.update(fds)
+
+
+@contextmanager
+def forks_held_back() -> Iterator[None]:
+    """Let forks of other threads wait while the block runs.
+
+    ``subprocess.Popen`` waits until no process holds the writing end of a pipe that it has made: for a child that is
+    forked meanwhile it would wait as long as that child lives.
+    """
+    with _forking:
+        yield
 
 
 def close(*fds: int) -> None:
@@ -56,13 +71,23 @@ def check_room(count: int) -> None:
             os.close(fd)
 
 
+def _hold_forks() -> None:
+    _forking.acquire()
+
+
+def _let_forks() -> None:
+    _forking.release()
+
+
 def _close_in_child() -> None:
+    global _forking
+    _forking = threading.RLock()  # the other may be held by a thread that does not exist here
     for fd in _kernel_only:
         os.close(fd)
     _kernel_only.clear()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(before=_hold_forks, after_in_parent=_let_forks, after_in_child=_close_in_child)
 
 
 def wait_until_readable(fds: Iterable[int], timeout_s: float | None = None) -> None:

@@ -5,7 +5,7 @@ this code in it.
 
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
-    job_base.py          what is known of a job, for its Job
+    job_base.py          the state of a job, which its Job reads
     runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
@@ -20,7 +20,7 @@ this code in it.
         metrics.py       what was logged, as a table
     job.py               Job: what the caller holds, a future
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
-    kept.py              what is kept of a failure for the debugger
+    post_mortem.py       failures that are kept for the debugger, until they are released
       debug_channel.py   the debugger's connections with the workers
       comparison.py      values by rank; the variables of a function over all ranks
 

@@ -17,11 +17,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from nblaunch import engines, env
+from nblaunch import env, start_methods
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.engines.base import Engine, WorkerGroup
-from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
 from nblaunch.events import AttemptStarted
 from nblaunch.host import descriptors
@@ -33,6 +31,8 @@ from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
+from nblaunch.start_methods.base import StartMethod, WorkerGroup
+from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.topology import Topology
 from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
@@ -185,21 +185,21 @@ class RunningAttempt:
         self._resources.close()
 
 
-def start_attempt(attempt: Attempt, engine: Engine | None = None) -> RunningAttempt:
+def start_attempt(attempt: Attempt, method: StartMethod | None = None) -> RunningAttempt:
     """Start the workers of an attempt.
 
     Args:
         attempt: what to start.
-        engine: how; None = by the start method of the plan.
+        method: how; None = by the start method of the plan.
 
     Raises:
         PayloadError: the call can't be sent to workers.
         LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
     """
-    engine = engine or engines.find(attempt.plan.start_method)
+    method = method or start_methods.find(attempt.plan.start_method)
     leak_check = DeviceLeakCheck(attempt.plan.backend)
     with ExitStack() as stack, refusals_as_launch_errors(attempt):
-        return _start(attempt, engine, leak_check, stack)
+        return _start(attempt, method, leak_check, stack)
 
 
 @contextmanager
@@ -214,7 +214,9 @@ def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
         ) from error
 
 
-def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack: ExitStack) -> RunningAttempt:
+def _start(
+    attempt: Attempt, method: StartMethod, leak_check: DeviceLeakCheck, stack: ExitStack
+) -> RunningAttempt:
     """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     descendants = Descendants()
@@ -230,7 +232,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     with ExitStack() as worker_ends:
         assignments, links = assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
-        group = engine.start(call, assignments, board, attempt.saved)
+        group = method.start(call, assignments, board, attempt.saved)
     left_running: list[str] = []
     # After the group was closed: then no worker is left that could start another process.
     stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)

@@ -93,12 +93,14 @@ class DebugChannel:
         )
 
     def compare(self, first: int, timeout_s: float) -> Comparison:
-        """Compare the variables of the function in which rank ``first`` is."""
-        frames = self._read_variables(None, [first], timeout_s)
-        function = frames[first].function if first in frames else None
-        frames |= self._read_variables(
-            function, [rank for rank in self.connections if rank != first], timeout_s
-        )
+        """Compare the variables of the innermost function of rank ``first`` that all ranks are in."""
+        frames = self._read_variables(None, list(self.connections), timeout_s)
+        running = {rank: frame for rank, frame in frames.items() if frame.stack}
+        for function in running[first].stack if first in running else ():
+            if all(function in frame.stack for frame in running.values()):
+                others = [rank for rank, frame in running.items() if frame.function != function]
+                frames |= self._read_variables(function, others, timeout_s)
+                break
         return Comparison(
             dict(sorted(frames.items())), [rank for rank in self.connections if rank not in frames]
         )

@@ -18,8 +18,8 @@ import subprocess
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 
-from nblaunch.engines.spawn import disown
 from nblaunch.host import descriptors
+from nblaunch.start_methods.spawn import disown
 
 _SCRIPT = (
     'tag=$1; shift; groups="$*"; while read -r line; do case "$line" in '
@@ -59,22 +59,23 @@ class Guardian:
         Raises:
             OSError: the system refused a process or a pipe.
         """
-        reading, self._writing = os.pipe()
-        descriptors.keep_from_children(self._writing)
-        try:
-            self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", str(self._tag), *map(str, self._groups)],
-                stdin=reading,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
-            )
-        except OSError:
-            descriptors.close(self._writing)
-            raise
-        finally:
-            os.close(reading)
+        with descriptors.forks_held_back():
+            reading, self._writing = os.pipe()
+            descriptors.keep_from_children(self._writing)
+            try:
+                self._process = subprocess.Popen(
+                    ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", str(self._tag), *map(str, self._groups)],
+                    stdin=reading,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    cwd="/",
+                )
+            except OSError:
+                descriptors.close(self._writing)
+                raise
+            finally:
+                os.close(reading)
 
     def watch_only(self, process_groups: Collection[int]) -> None:
         """Kill these groups and no others from now on.

@@ -224,7 +224,8 @@ class Job:
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function over all ranks; those that differ come first.
 
-        The function is that of the failure, or the innermost of the user's code on the first rank. Of tensors and
+        The function is that of the failure, or the innermost of the user's code on the first rank; where other ranks
+        are not in it, the innermost of its callers that all are in. Of tensors and
         arrays the shape, data type and device are compared, of numbers and text the value, of containers the length.
 
         Args:

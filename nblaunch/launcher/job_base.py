@@ -1,6 +1,7 @@
-"""JobBase: what is known of a job, for the :class:`nblaunch.launcher.job.Job` that a caller holds.
+"""JobBase: the state of a job, which the :class:`nblaunch.launcher.job.Job` that a caller holds reads.
 
-Kept by what runs the job in this process (``runner.py``), or by what follows one of another process (``detached/``).
+``JobRunner`` (``runner.py``) keeps it for a job that it runs in this process, ``JobFollower`` (``detached/``) for one
+that another process runs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any, Protocol
 from nblaunch.events import Event, Metric, Started
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.joblog import LogFolder
-from nblaunch.launcher.kept import KeptWorkers
 from nblaunch.launcher.metrics import row_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.post_mortem import KeptWorkers
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading

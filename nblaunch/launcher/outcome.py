@@ -151,12 +151,12 @@ def _load_weights(
         return {}, []
     unsent = {path: reason for path, reason in _unsent(report).items() if path in modules}
     sent = [rank_results[rank].weights for rank in attempt.ranks if rank in rank_results]
-    back = weights.join([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
+    back = weights.merge_ranks([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
     if attempt.spec.is_detached:
         whole = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
         lost = {**rank_results[first_rank].weights_errors, **unsent}
-        return whole, weights.kept_notes(modules, whole, lost)
+        return whole, weights.notes_of_detached(modules, whole, lost)
     loaded = weights.load_back(modules, back, rank_results[first_rank].weights_errors)
     notes = [Note.of_job(line) for line in loaded.lines]
     notes += [

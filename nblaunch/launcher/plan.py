@@ -1,6 +1,6 @@
 """LaunchPlan: what will be launched, how, and why it can't be; decided before any process is started.
 
-Reads, and never touches a device: a device context in the kernel is what makes fork impossible.
+It reads the machine and makes no device context: with one in the kernel, workers could not be forked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Requests to a running job: stop, interrupt, kill, show stacks. From a signal handler, a button, a thread.
+"""Requests to a running job, from a signal handler, a button, a thread.
+
+    stop()         the loops of all ranks end at the same step boundary; the function goes on after them
+    terminate(s)   stop, and interrupt when ``s`` seconds are over; the second time at once
+    interrupt()    KeyboardInterrupt in all workers; the second time they are killed
+    cancel()       all workers are killed
+    ask_stacks()   where every rank is, as text
 
     any thread, any signal handler ── counts, flags, queries ─────> JobRequests <── the supervisor reads
                                    └─ one byte ──> WakePipe ─────────────────────> wakes its wait loop
@@ -65,7 +71,8 @@ class Query(Future[str]):
     """A question to the supervisor, and its answer.
 
     Args:
-        subject: ``"stacks"``: where every rank is; ``"logs"``: that everything printed so far has been reported.
+        subject: ``"stacks"``: where every rank is; ``"logs"``: that all that ranks have printed and sent has been
+            reported.
     """
 
     def __init__(self, subject: str) -> None:
@@ -135,7 +142,7 @@ class JobRequests:
         return self._ask(Query("stacks"))
 
     def ask_logs(self) -> Future[str]:
-        """Ask for all that workers have printed by now to be reported; the future ends when it was."""
+        """Ask for all that workers have printed and sent by now to be reported; the future ends when it was."""
         return self._ask(Query("logs"))
 
     def _ask(self, query: Query) -> Future[str]:

@@ -22,21 +22,21 @@ from nblaunch import formatting
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
-from nblaunch.engines.inline import run_inline
-from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, Peers, start_attempt
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.job_base import JobBase, Listener
 from nblaunch.launcher.joblog import JobLog
-from nblaunch.launcher.kept import KeptWorkers
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
+from nblaunch.launcher.post_mortem import KeptWorkers
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
+from nblaunch.start_methods.inline import run_inline
+from nblaunch.start_methods.saved_call import SavedCall, save_call
 from nblaunch.topology import Topology
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.outbox import RankResult

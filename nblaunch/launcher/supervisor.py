@@ -22,19 +22,19 @@ from nblaunch import formatting
 from nblaunch.diagnosis.hang import Finding, Inspector, cause, describe_hang, describe_positions
 from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.diagnosis.stacks import Position, StackDump
-from nblaunch.engines.base import KILL_PATIENCE_S
 from nblaunch.events import (
     EpochEnded,
     Event,
     Exited,
     ExitStatus,
     Failed,
+    HostMemory,
     Metric,
     Note,
     Returned,
     Stalled,
     Started,
-    WeightsSent,
+    StateSent,
     WorkerState,
 )
 from nblaunch.host import proc
@@ -44,6 +44,7 @@ from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.launcher.store import StoreHost
+from nblaunch.start_methods.base import KILL_PATIENCE_S
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult
@@ -263,7 +264,7 @@ class Supervisor:
                 self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
             elif isinstance(event, Returned):
                 self._report.returned.setdefault(event.rank, event)
-            elif isinstance(event, WeightsSent):
+            elif isinstance(event, StateSent):
                 self._report.weights.setdefault(event.rank, {})[event.path] = event
             elif isinstance(event, EpochEnded):
                 self._report.epochs.append(event)
@@ -277,6 +278,13 @@ class Supervisor:
             counts[rank] += 1
             self._emit(event)
         return is_closed
+
+    def _read_pipes(self, ranks: Sequence[int] | None = None) -> None:
+        """Handle what ranks have sent by now; None = all."""
+        receivers = self._running.links.receivers
+        for rank in receivers if ranks is None else ranks:
+            if receivers[rank].fd in self._selector.get_map():
+                self._reader_of(rank)()
 
     def _receive_from_debugger(self, rank: int) -> None:
         assert self._channel is not None, "only its connections are waited for"
@@ -296,8 +304,7 @@ class Supervisor:
             self._alive.discard(rank)
             now = time.time()
             self._report.exits[rank] = (status, now)
-            if self._running.links.receivers[rank].fd in self._selector.get_map():
-                self._reader_of(rank)()  # its last words, before anything is concluded from its end
+            self._read_pipes([rank])  # its last words, before anything is concluded from its end
             self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self._report.returned:
@@ -329,6 +336,7 @@ class Supervisor:
             )
         for query in requests.take_queries():
             if query.subject == "logs":
+                self._read_pipes()
                 self._read_logs()
                 requests.answer(query, "")
             else:
@@ -475,6 +483,8 @@ class Supervisor:
         readings = self._read_board()
         self._update(readings)
         for event in self._running.monitor.sample(self._active_pids()):
+            if isinstance(event, HostMemory):
+                self._report.host_memory[event.rank] = event
             self._emit(event)
         self._inspect(readings)
         self._check_lingering()

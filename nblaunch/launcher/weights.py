@@ -29,7 +29,7 @@ def trainable_bytes(module: Any) -> int:
     return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
 
 
-def join(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
+def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
     """Return state dicts from what every rank sent, by argument path; :class:`ShardedTensor` of sharded tensors."""
     joined: dict[ArgPath, dict[str, Any]] = {}
     for one in sent:
@@ -100,7 +100,7 @@ def load_back(
     return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
 
 
-def kept_notes(
+def notes_of_detached(
     modules: Mapping[ArgPath, Any], whole: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
 ) -> list[Note]:
     """Return notes about the weights of a detached job, which are kept for those that attach to it.

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nblaunch import env
-from nblaunch.engines.children import kill_and_reap, open_pidfd, reap_with_group
-from nblaunch.engines.interpreter import start_program
-from nblaunch.engines.spawn import disown
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.host import descriptors
 from nblaunch.host.descriptors import is_writable, wait_until_readable
+from nblaunch.start_methods.children import kill_and_reap, open_pidfd, reap_with_group
+from nblaunch.start_methods.interpreter import start_program
+from nblaunch.start_methods.spawn import disown
 from nblaunch.wire.channel import EventReceiver, EventSender
 
 LINGER_S = 4.0

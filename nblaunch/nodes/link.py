@@ -273,6 +273,7 @@ class NodeLink:
                 rank: messages.returned_for_peers(returned) for rank, returned in report.returned.items()
             },
             epochs=tuple(report.epochs),
+            host_memory=tuple(report.host_memory.values()),
             stop=replace(self._stop),
             broken=self._requests.broken_group,
         )

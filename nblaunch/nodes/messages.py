@@ -15,7 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nblaunch import formatting
-from nblaunch.events import EpochEnded, Event, ExitStatus, Failed, GroupBroken, Returned, ValueLocation
+from nblaunch.events import (
+    EpochEnded,
+    Event,
+    ExitStatus,
+    Failed,
+    GroupBroken,
+    HostMemory,
+    Returned,
+    ValueLocation,
+)
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
 
@@ -101,6 +110,7 @@ class Summary(Event):
         exits: ranks whose process ended, and when.
         returned: ranks whose function returned.
         epochs: the last ends of epochs.
+        host_memory: the last sample of each worker.
         stop: state of the agreement on a common last step.
         broken: the last process group that ranks of this node had to leave, of a session.
     """
@@ -110,6 +120,7 @@ class Summary(Event):
     exits: Mapping[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     returned: Mapping[int, Returned] = field(default_factory=dict)
     epochs: tuple[EpochEnded, ...] = ()
+    host_memory: tuple[HostMemory, ...] = ()
     stop: StopState = field(default_factory=StopState)
     broken: GroupBroken | None = None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from nblaunch.diagnosis.report import RemoteFailures
-from nblaunch.events import Event, Exited, Returned
+from nblaunch.events import Event, Exited, HostMemory, Returned
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import Heartbeat, Node, StopState
 from nblaunch.wire.board import Slot, SlotReading, private_slot
@@ -36,6 +36,7 @@ class _Peer:
     ahead_s: float = math.inf
     """Difference between our monotonic clock and that of the node: the minimum, which has the least delay."""
     readings: dict[int, SlotReading] = field(default_factory=dict)
+    host_memory: dict[int, HostMemory] = field(default_factory=dict)
 
     @property
     def is_expected(self) -> bool:
@@ -97,6 +98,10 @@ class PeerStates:
         for ended in summary.epochs:
             if ended.rank in own:
                 events += self._once(f"epoch {ended.epoch}", ended.rank, ended)
+        for sample in summary.host_memory:
+            if sample.rank in own and sample != peer.host_memory.get(sample.rank):
+                peer.host_memory[sample.rank] = sample
+                events.append(sample)
         for rank, returned in _of(own, summary.returned).items():
             self.failures.returned.setdefault(rank, returned)
             events += self._once("returned", rank, Returned(rank, returned.time_s))

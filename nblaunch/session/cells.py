@@ -26,8 +26,9 @@ def run(code: str, filename: str, first_line: int = 1, source: str = "") -> tupl
         BaseException: what the code raises.
     """
     remember_source(filename, source or code)
-    tree = ast.parse(_transformed(code), filename)
-    ast.increment_lineno(tree, first_line - 1)
+    # IPython drops empty lines at the beginning.
+    num_before = first_line - 1 + code[: len(code) - len(code.lstrip())].count("\n")
+    tree = ast.parse("\n" * num_before + _transformed(code).lstrip("\n"), filename)
     last = tree.body[-1] if tree.body else None
     is_value = isinstance(last, ast.Expr) and not code.rstrip().endswith(";")
     statements = tree.body[:-1] if is_value else tree.body

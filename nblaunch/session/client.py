@@ -13,11 +13,11 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from nblaunch import debugging
-from nblaunch.errors import LaunchError
+from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Failed, GroupBroken, Note
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.output import SessionOutput
+from nblaunch.session.output import BUSY, SessionOutput
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.messages import (
     Close,
@@ -104,9 +104,7 @@ class SessionClient:
         if not self._runner.is_running:
             raise LaunchError(_ENDED)
         if not self._lock.acquire(timeout=_HANDOVER_S):
-            raise RuntimeError(
-                "the session is running another command; wait for it, or call session.interrupt()"
-            )
+            raise RuntimeError(BUSY)
         try:
             with interrupts_as_requests(self.interrupt):
                 return self._request(ranks, command, files)
@@ -140,7 +138,8 @@ class SessionClient:
     def close(self) -> None:
         """Let the workers end, and close the connections; workers that are busy are killed."""
         if self.busy:
-            self._runner.requests.cancel()
+            self._runner.requests.cancel()  # the thread that waits for them closes the connections
+            return
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.send(Close())
@@ -151,8 +150,11 @@ class SessionClient:
         """Raise why the workers have ended."""
         __tracebackhide__ = True
         self._runner.wait()
+        self.busy = set()
         self.close()
         outcome = self._runner.outcome
+        if outcome is not None and outcome.status == "cancelled":
+            raise JobCancelled(f"the ranks were killed by a second interrupt or close(); {_ENDED}")
         if outcome is not None and outcome.error is not None:
             set_attribute(outcome.error, "__notes__", [*getattr(outcome.error, "__notes__", ()), _ENDED])
             outcome.raise_error()

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from nblaunch import formatting
 from nblaunch.launcher.debug_channel import DebugChannel
-from nblaunch.launcher.kept import Kept
+from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.session.client import SessionClient
 
 
-class FailedCommand(Kept):
+class FailedCommand(KeptFailure):
     """The frames of the ranks on which a command has raised, those that were interrupted among them.
 
     Args:

@@ -25,6 +25,7 @@ from nblaunch.events import (
     JobEnded,
     LogLines,
     Note,
+    Returned,
     Started,
 )
 from nblaunch.launcher.outcome import JobOutcome
@@ -34,6 +35,8 @@ from nblaunch.wire.messages import ReceivedReply
 _MAX_KEPT = 10_000
 """Events between two commands; threads of a rank may print at any time."""
 
+BUSY = "the session is running another command; wait for it, or call session.interrupt()"
+
 _LONG_S = 2.0
 """After that a command is shown with the rows of its ranks."""
 
@@ -42,6 +45,7 @@ class SessionOutput:
     """A listener of the session's job, which keeps what arrives until the cell takes it.
 
     Attributes:
+        ended: ranks whose process has ended.
         on_group_broken: receives what other machines report.
     """
 
@@ -52,6 +56,8 @@ class SessionOutput:
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._due_s = 0.0
         self._thread = 0
+        self._shown = threading.Lock()
+        self.ended: set[int] = set()
         self.on_group_broken: Callable[[GroupBroken], None] | None = None
 
     def on_event(self, event: Event) -> None:
@@ -60,6 +66,8 @@ class SessionOutput:
             if self.on_group_broken is not None:
                 self.on_group_broken(event)
             return
+        if isinstance(event, Exited):
+            self.ended.add(event.rank)
         is_output = isinstance(event, (LogLines, Displayed, Note))
         is_of_job = isinstance(event, (AttemptStarted, Started, Exited, JobEnded))
         if isinstance(event, Note) and event.kind == "hang":
@@ -85,7 +93,12 @@ class SessionOutput:
         Args:
             dashboards: from the start.
             open_rows: returns those that are added where the block takes long.
+
+        Raises:
+            RuntimeError: another thread is in such a block.
         """
+        if not self._shown.acquire(blocking=False):
+            raise RuntimeError(BUSY)
         self._dashboards, self._open_rows = dashboards, open_rows
         self._due_s = time.monotonic() + _LONG_S
         self._thread = threading.get_ident()
@@ -94,6 +107,7 @@ class SessionOutput:
             self.pump()
         finally:
             dashboards, self._dashboards = self._dashboards, ()
+            self._shown.release()
             for dashboard in dashboards:
                 dashboard.close()
 
@@ -118,12 +132,11 @@ def emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
 
 
 def end_events(replies: Mapping[int, ReceivedReply], outcome: JobOutcome) -> Iterator[Event]:
-    """Yield how each rank and the job have ended, as a job's dashboards receive it."""
+    """Yield the events by which a job's dashboards show the end of a command; the workers go on, idle."""
     for rank, received in replies.items():
-        event = received.reply.failed or received.reply.returned
-        if event is not None:
-            yield event
-        yield Exited(rank, time.time(), status=ExitStatus(0 if received.reply.failed is None else 1))
+        reply = received.reply
+        yield reply.failed or reply.returned or Returned(rank, reply.time_s)
+        yield Exited(rank, time.time(), status=ExitStatus(0 if reply.failed is None else 1))
     yield JobEnded(
         -1, time.time(), outcome=outcome.status, failed_rank=outcome.failed_rank, message=outcome.message
     )

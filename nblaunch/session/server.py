@@ -13,7 +13,7 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.events import Event, Returned, WeightsSent, WorkerState
+from nblaunch.events import Event, Returned, StateSent, WorkerState
 from nblaunch.session import cells
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
@@ -62,13 +62,12 @@ class _Server:
         self._connection = connection
         self._debugger = debugger
         self._pass_breakpoint = sys.breakpointhook
-        self._has_passed = False
         self._topology = context.current().topology
         self._slot = context.current().slot
         self._is_interruptible = False
         self._group = 0
         self._names = set(vars(sys.modules["__main__"]))
-        self._printed_bytes = _size_of_output()
+        self._sent = _size_of_output()
         self._pid = os.getpid()
         signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -108,7 +107,7 @@ class _Server:
             self._slot.clear_progress()
             self._slot.set_state(WorkerState.RUNNING)
             self._slot.note_progress()
-        sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._note_breakpoint
+        sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._pass_breakpoint
         try:
             try:
                 self._is_interruptible = True
@@ -126,17 +125,13 @@ class _Server:
             done,
             time_s=time.time(),
             failed=failed,
-            has_output=self._has_printed(),
+            has_output=self._has_output(),
             new_names=self._new_names(),
         )
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
         if os.getpid() == self._pid:  # a process that the code forked has no user
             self._debugger.stop_at(sys._getframe(1))
-
-    def _note_breakpoint(self, *args: object, **kwargs: object) -> None:
-        self._has_passed = True
-        self._pass_breakpoint()
 
     def _do(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
         if isinstance(command, DropFrames):
@@ -175,7 +170,7 @@ class _Server:
         output.show_pending_figures()
         delivery.deliver(value, left_by_exit=False)
         returned = next(event for event in sent if isinstance(event, Returned))
-        weights = {event.path: event for event in sent if isinstance(event, WeightsSent)}
+        weights = {event.path: event for event in sent if isinstance(event, StateSent)}
         return Reply(returned=returned, weights=weights)
 
     def _enter_group(self, command: SessionCommand) -> None:
@@ -200,15 +195,19 @@ class _Server:
         self._names |= new
         return tuple(new)
 
-    def _has_printed(self) -> bool:
+    def _has_output(self) -> bool:
         output.flush()
-        before, self._printed_bytes = self._printed_bytes, _size_of_output()
-        has_passed, self._has_passed = self._has_passed, False
-        return has_passed or before != self._printed_bytes
+        before, self._sent = self._sent, _size_of_output()
+        return before != self._sent
 
 
-def _size_of_output() -> int:
-    return os.fstat(1).st_size
+def _size_of_output() -> tuple[int, int]:
+    """Return how much this process has printed, in bytes, and how many events it has sent."""
+    try:
+        printed_bytes = os.fstat(1).st_size
+    except OSError:  # closed by the user's code
+        printed_bytes = 0
+    return printed_bytes, context.current().count_events()
 
 
 def _display_of(value: Any) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
@@ -17,21 +19,22 @@ from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import find_root_cause
-from nblaunch.engines.saved_call import save_call
-from nblaunch.events import Event, ExitStatus, Returned, Started
-from nblaunch.launcher import kept
+from nblaunch.events import Event, ExitStatus, Note, Returned, Started
+from nblaunch.launcher import post_mortem
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner, NodeAttempts
+from nblaunch.session import cells
 from nblaunch.session.client import Replies, SessionClient, failed_ranks
 from nblaunch.session.failed_command import FailedCommand
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
 from nblaunch.session.values import saved_values
 from nblaunch.spec import LaunchSpec, parse_port
+from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.messages import Execute, RunFunction, SessionCommand, SetVariables
 from nblaunch.wire.modules import modules_in
 
@@ -40,7 +43,82 @@ _FIRST_LINES_S = 0.3
 """What ranks of a short command print is shown at its end, equal lines of all ranks once, whenever each arrives."""
 
 
-class Session:
+class RankCommands(ABC):
+    """Commands to ranks of a session: of a :class:`Session` itself to all, of :meth:`Session.ranks` to some."""
+
+    @abstractmethod
+    def _target(self) -> tuple[Session, Sequence[int]]:
+        """Return the session and its ranks that commands are for."""
+
+    def execute(self, code: str) -> RankValues:
+        """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
+
+        What they print is shown in the running cell, with the rank. ``torch.distributed`` is up from the first code on
+        that names torch, or a command after it has been imported.
+
+        Args:
+            code: Python.
+
+        Returns:
+            rank -> the value of a last expression; None on ranks without one. Tensors arrive on the CPU, and an
+            :class:`nblaunch.wire.pickle_errors.Unpicklable` stands for what can't be pickled.
+
+        Raises:
+            KeyboardInterrupt: the command was interrupted. Names that ranks have set stay.
+            WorkerDied: a rank has ended; the session has then ended, too.
+            BaseException: what the code raised on the first rank that failed, with its original type.
+        """
+        __tracebackhide__ = True
+        session, ranks = self._target()
+        with HiddenLauncherFrames():
+            filename = f"<session command {next(_numbers)}>"
+            cells.remember_source(filename, code)
+            replies = session._execute(Execute(code=code, filename=filename), ranks)
+            return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
+
+    def put(self, **values: Any) -> None:
+        """Set variables on the ranks: ``session.put(lr=0.1)``.
+
+        Args:
+            **values: name -> value, pickled; tensors are shared by the ranks until one writes to them.
+
+        Raises:
+            PayloadError: a value can't be pickled.
+        """
+        __tracebackhide__ = True
+        session, ranks = self._target()
+        with HiddenLauncherFrames():
+            with saved_values(values) as fd:
+                replies = session._request(ranks, SetVariables(), [fd])
+            session._outcome(replies).with_traceback().raise_error()
+
+    def __getitem__(self, name: str) -> RankValues:
+        """Return rank -> the value of a variable.
+
+        Raises:
+            NameError: a rank has no such variable.
+        """
+        __tracebackhide__ = True
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is no name of a variable; execute() takes expressions")
+        return self.execute(name)
+
+
+class _SomeRanks(RankCommands):
+    """Some ranks of a session."""
+
+    def __init__(self, session: Session, ranks: Sequence[int]) -> None:
+        self._session = session
+        self._ranks = ranks
+
+    def _target(self) -> tuple[Session, Sequence[int]]:
+        return self._session, self._ranks
+
+    def __repr__(self) -> str:
+        return f"<{formatting.ranks(self._ranks)} of {self._session!r}>"
+
+
+class Session(RankCommands):
     """Workers, one per device, that stay between cells and execute code and functions.
 
     They are forked from the kernel: every variable that the notebook has then is there on every rank, and each rank
@@ -114,7 +192,7 @@ class Session:
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def ranks(self, *ranks: int) -> ChosenRanks:
+    def ranks(self, *ranks: int) -> RankCommands:
         """Return some of the ranks, for commands to these alone: ``session.ranks(0, 2).execute("loss.item()")``.
 
         Args:
@@ -124,35 +202,10 @@ class Session:
             ValueError: there are no such ranks.
         """
         with HiddenLauncherFrames():
-            return ChosenRanks(self, self._checked_ranks(ranks or None))
+            return _SomeRanks(self, self._checked_ranks(ranks or None))
 
-    def execute(self, code: str) -> RankValues:
-        """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
-
-        What they print is shown in the running cell, with the rank. ``torch.distributed`` is up from the first code on
-        that names torch, or a command after it has been imported.
-
-        Args:
-            code: Python.
-
-        Returns:
-            rank -> the value of a last expression; None on ranks without one. Tensors arrive on the CPU, and an
-            :class:`nblaunch.wire.pickle_errors.Unpicklable` stands for what can't be pickled.
-
-        Raises:
-            KeyboardInterrupt: the command was interrupted. Names that ranks have set stay.
-            WorkerDied: a rank has ended; the session has then ended, too.
-            BaseException: what the code raised on the first rank that failed, with its original type.
-        """
-        __tracebackhide__ = True
-        return self.ranks().execute(code)
-
-    def _execute_code(self, code: str, ranks: Sequence[int]) -> RankValues:
-        __tracebackhide__ = True
-        with HiddenLauncherFrames():
-            self._count += 1
-            replies = self._execute(Execute(code=code, filename=f"<session command {self._count}>"), ranks)
-            return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
+    def _target(self) -> tuple[Session, Sequence[int]]:
+        return self, self.local_ranks
 
     def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies:
         """Execute code on ranks and show what they print meanwhile; return their replies, none of which has failed."""
@@ -160,7 +213,9 @@ class Session:
         chosen = self._checked_ranks(ranks)
         in_notebook = dashboards.kernel_shell() is not None
         announced = [replace(self._attempt(self._runner.spec).start_event(), function_name="commands")]
-        printer = dashboards.lines_printer(first_s=_FIRST_LINES_S, omits_hangs=in_notebook)
+        printer = dashboards.lines_printer(
+            first_s=_FIRST_LINES_S, omits_hangs=in_notebook, display_ids=self._display_ids
+        )
         emit([printer], announced)
         rows: list[Dashboard] = []
 
@@ -175,34 +230,6 @@ class Session:
             emit(rows, end_events(replies, outcome))
         outcome.with_traceback().raise_error()
         return replies
-
-    def __getitem__(self, name: str) -> RankValues:
-        """Return rank -> the value of a variable.
-
-        Raises:
-            NameError: a rank has no such variable.
-        """
-        __tracebackhide__ = True
-        return self.ranks()[name]
-
-    def put(self, **values: Any) -> None:
-        """Set variables on the ranks: ``session.put(lr=0.1)``.
-
-        Args:
-            **values: name -> value, pickled; tensors are shared by the ranks until one writes to them.
-
-        Raises:
-            PayloadError: a value can't be pickled.
-        """
-        __tracebackhide__ = True
-        self.ranks().put(**values)
-
-    def _put(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        __tracebackhide__ = True
-        with HiddenLauncherFrames():
-            with saved_values(values) as fd:
-                replies = self._request(ranks, SetVariables(), [fd])
-            self._outcome(replies).with_traceback().raise_error()
 
     def run(
         self,
@@ -241,8 +268,8 @@ class Session:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
         command = RunFunction(sends_weights_of=tuple(attempt.plan.modules))
-        emit(shown, [attempt.start_event(), *self._started()])
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
+            emit(shown, [attempt.start_event(), *self._started()])
             replies = self._request(self.local_ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
             self._keep_failures(replies)
@@ -276,7 +303,7 @@ class Session:
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function over all ranks, as :meth:`nblaunch.Job.compare` does.
 
-        The function is that in which the last command failed.
+        The function is that in which the last command failed, or the innermost of its callers that all ranks are in.
 
         Args:
             timeout_s: how long to wait for the replies.
@@ -330,11 +357,14 @@ class Session:
 
     def status(self) -> RankValues:
         """Return rank -> ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
-        if not self.is_running:
-            return RankValues(dict.fromkeys(self.local_ranks, "ended"))
-        client = self._client
-        busy = f"busy for {time.monotonic() - client.busy_since_s:.0f} s"
-        return RankValues({rank: busy if rank in client.busy else "idle" for rank in self.local_ranks})
+        ended = self._output.ended if self.is_running else self.local_ranks
+        busy, busy_s = self._client.busy, time.monotonic() - self._client.busy_since_s
+        return RankValues(
+            {
+                rank: "ended" if rank in ended else f"busy for {busy_s:.0f} s" if rank in busy else "idle"
+                for rank in self.local_ranks
+            }
+        )
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
@@ -377,18 +407,22 @@ class Session:
     # --- start -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._count = 0
+        self._display_ids: set[tuple[int, str]] = set()
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, takes_commands=True, sync_weights=False, **self._settings)
-        kept.release_all()
+        post_mortem.release_all()
         attempts: Callable[[JobRunner], NodeAttempts] | None = None
         if spec.is_elastic:
             from nblaunch.nodes.link import LinkedAttempts  # needed for several machines alone
 
             attempts = LinkedAttempts
         self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output], attempts)
-        waits = self._output.shown_by([dashboards.lines_printer()]) if spec.is_elastic else nullcontext()
-        with waits:
+        with self._output.shown_by([dashboards.lines_printer()]):
+            if reason := self._runner.plan.fallback:
+                text = (
+                    f"{reason}. Ranks have no variables of the notebook: session.put(name=value) sends them"
+                )
+                self._output.on_event(Note.of_job(text))
             self._runner.run_in_background()
         self._end = weakref.finalize(self, self._runner.requests.cancel)
         self._runner.raise_if_not_started()
@@ -469,43 +503,6 @@ class Session:
         )
 
 
-class ChosenRanks:
-    """Some ranks of a session, made by :meth:`Session.ranks`; its methods are those of :class:`Session`, for these.
-
-    Args:
-        session: that has them.
-        ranks: which.
-    """
-
-    def __init__(self, session: Session, ranks: Sequence[int]) -> None:
-        self._session = session
-        self._ranks = ranks
-
-    def execute(self, code: str) -> RankValues:
-        """Run ``code`` on these ranks, as :meth:`Session.execute` does on all."""
-        __tracebackhide__ = True
-        return self._session._execute_code(code, self._ranks)
-
-    def put(self, **values: Any) -> None:
-        """Set variables on these ranks, as :meth:`Session.put` does on all."""
-        __tracebackhide__ = True
-        self._session._put(values, self._ranks)
-
-    def __getitem__(self, name: str) -> RankValues:
-        """Return rank -> the value of a variable.
-
-        Raises:
-            NameError: a rank has no such variable.
-        """
-        __tracebackhide__ = True
-        if not name.isidentifier():
-            raise ValueError(f"{name!r} is no name of a variable; execute() takes expressions")
-        return self.execute(name)
-
-    def __repr__(self) -> str:
-        return f"<{formatting.ranks(self._ranks)} of {self._session!r}>"
-
-
 def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
     """Run the call of ``spec`` on a session, as :meth:`Session.run` describes.
 
@@ -580,5 +577,8 @@ _START_SETTINGS = {
     )
 }
 """Settings that hold from the start of the workers to their end, with their defaults."""
+
+_numbers = itertools.count(1)
+"""Of the commands of all sessions: tracebacks find their lines by them."""
 
 _REMEDY = "or launch without session="

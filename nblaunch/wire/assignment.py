@@ -109,6 +109,7 @@ class Boot:
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
         random_states: the kernel's, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
             must not be imported before the number of threads is set.
+        argv: the launching process's ``sys.argv``, which a function may parse.
     """
 
     assignments: tuple[Assignment, ...]
@@ -117,6 +118,7 @@ class Boot:
     log_path: str
     sources: Mapping[str, str]
     random_states: bytes
+    argv: tuple[str, ...]
 
 
 def capture_sources() -> dict[str, str]:

@@ -108,7 +108,7 @@ _SLOT_BYTES = 8 * _WORDS
 
 # Words of a slot. Integers unless marked; a double is stored in the same 8 bytes through another view.
 _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
-_HAS_LOSS = 7
+_HAS_LOSS, _STEPS_DONE = 7, 15
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
@@ -146,6 +146,7 @@ class SlotReading:
         num_epochs: how many epochs there will be; 0 where that is not known.
         loop: number of the current loop, from 1; 0 before the first.
         trained: step, total and epoch at the end of the last loop over a training loader; zeros before.
+        steps_done: steps of all loops since the start.
     """
 
     rank: int
@@ -170,6 +171,7 @@ class SlotReading:
     num_epochs: int = 0
     loop: int = 0
     trained: tuple[int, int, int] = (0, 0, 0)
+    steps_done: int = 0
 
 
 class Slot:
@@ -239,9 +241,14 @@ class Slot:
     def advance_to(self, step: int, samples: int) -> None:
         """Set the batches of this loop that were handed to the user, and the samples since the start."""
         ints = self._ints
+        ints[_STEPS_DONE] += step - ints[_STEP]
         ints[_STEP] = step
         ints[_SAMPLES] = samples
         self._doubles[_STEP_TIME] = monotonic()
+
+    def count_step(self) -> None:
+        """Count the step with which an outer loop was resumed."""
+        self._ints[_STEPS_DONE] += 1
 
     def set_loss(self, loss: float) -> None:
         """Set the last loss, perhaps not finite."""
@@ -365,6 +372,7 @@ class Slot:
             num_epochs=ints[_NUM_EPOCHS],
             loop=ints[_LOOP],
             trained=(ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH]),
+            steps_done=ints[_STEPS_DONE],
         )
 
     def _losses(self) -> LossCurve:

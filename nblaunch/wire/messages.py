@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch.events import Failed, Returned, WeightsSent
+from nblaunch.events import Failed, Returned, StateSent
 from nblaunch.wire import outbox
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.modules import ArgPath
@@ -149,11 +149,13 @@ class Prompted:
         stop: identifies a ``breakpoint()`` that was reached, by file, line and how often; None after that, and in pdb
             of a failure. It is the same on every rank that runs the same code.
         place: where that is, for messages.
+        prompt: what pdb asks with: another one for the rest of a statement, or for the commands of a breakpoint.
     """
 
     text: str
     stop: tuple[str, int, int] | None = None
     place: tuple[str, int] = ("", 0)
+    prompt: str = "(Pdb) "
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,14 @@ class FrameVariables:
         filename: of the code.
         line: where it is.
         aspects: name of an aspect of a variable, as ``batch.shape`` -> its text.
+        stack: name and first line of each function of the user's code that runs, innermost first.
     """
 
     function: tuple[str, int]
     filename: str
     line: int
     aspects: Mapping[str, str]
+    stack: Sequence[tuple[str, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ class Reply:
     failed: Failed | None = None
     value: Any = None
     returned: Returned | None = None
-    weights: Mapping[ArgPath, WeightsSent] = field(default_factory=dict)
+    weights: Mapping[ArgPath, StateSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
     has_output: bool = False
     number: int = 0

@@ -1,7 +1,7 @@
-"""What a worker leaves for its launcher when its function has returned: the return value, then trained weights.
+"""What a worker leaves for its launcher when its function has returned: the return value, then trained states.
 
     worker   ── put_value ──> memory file      ── Returned: where it is
-             ── put_weights ──> memory file    ── WeightsSent, of one module after the other
+             ── put_state ──> memory file      ── StateSent, of one module or optimizer after the other
     launcher ── read ──> RankResult
 
 The value comes first and by itself, and each part is written and read by itself: one that can't travel, or a worker
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch.events import ValueLocation, WeightsSent
+from nblaunch.events import StateSent, ValueLocation
 from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.modules import ArgPath, path_name
 
@@ -62,7 +62,7 @@ class Outbox:
         value_at, unpicklable = self._append(value, "result", {})
         return ValueLocation(value_at, os.fstat(self._fd).st_size, unpicklable)
 
-    def put_weights(
+    def put_state(
         self, path: ArgPath, state: Mapping[str, Any], tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, int, str]:
         """Write a state dict without the tensors that pass their test (``PayloadWriter.append``).
@@ -92,7 +92,7 @@ class Outbox:
             return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
 
-def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, WeightsSent]) -> RankResult:
+def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:
     """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt.
 
     What a worker that died has not finished goes first: memory may have run out, and the kernel must not be next.

@@ -4,11 +4,11 @@
     output           descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
     inherited        the state of libraries that a fork brought along from the kernel is reset
-    progress         bars and parameters of the function are counted
+    libraries        steps, bars and parameters are counted as progress
     context          environment, backend, thread counts, displays, ``nblaunch.context``
     ──> Started
     function         the call is loaded, the user's function called
-    delivery         the value ──> Returned ──> the weights of each module ──> WeightsSent
+    delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
                      (or, where the function raised: ──> Failed)
     finish           threads joined, exit handlers run, process group left; then ``os._exit``
 
@@ -182,6 +182,7 @@ class _Worker:
                 backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
+                count_events=lambda: self.sender.num_sent,
                 locks=self.locks,
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,

@@ -18,11 +18,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any
 
-from nblaunch.user_code import from_first_user_frame, line_of
+from nblaunch.user_code import from_first_user_frame, is_user_file, line_of
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
@@ -39,7 +40,6 @@ from nblaunch.wire.messages import (
 from nblaunch.worker import frames
 from nblaunch.worker.failure import describe_failure
 
-_PROMPT = "(Pdb) "
 _SKIPPED = ("nblaunch", "nblaunch.*")
 """Modules into which stepping does not go."""
 
@@ -81,7 +81,7 @@ class Debugger:
         self._traceback, self._is_idle = None, False
         self._stops.clear()
         if self._terminal is not None:
-            self._terminal.put_line("q")
+            self._terminal.close()
             self._terminal = None
 
     def end_command(self, error: BaseException | None) -> None:
@@ -138,7 +138,8 @@ class Debugger:
                 return
             post_mortem = _Pdb(terminal)
             post_mortem.reset()
-            post_mortem.interaction(frame, traceback)
+            with suppress(_Closed):
+                post_mortem.interaction(frame, traceback)
         finally:
             terminal.end()
 
@@ -161,7 +162,9 @@ class Debugger:
         stack = self._stack()
         frame = frames.frame_of_function(stack, command.function)
         value = (
-            frames.variables_of_main() if frame is None else frames.variables_of(frame, self._line_of(frame))
+            frames.variables_of_main()
+            if frame is None
+            else frames.variables_of(frame, self._line_of(frame), stack)
         )
         return Reply(time_s=time.time(), value=value, number=command.number)
 
@@ -179,6 +182,10 @@ class Debugger:
         return frame.f_lineno or frame.f_code.co_firstlineno
 
 
+class _Closed(Exception):
+    """Pdb reads no more lines."""
+
+
 class _Terminal:
     """What one pdb reads from and writes to: the connection with the kernel.
 
@@ -193,13 +200,19 @@ class _Terminal:
 
     def __init__(self, send: Callable[[Any], None], first: Prompted) -> None:
         self._send = send
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._next = first
         self._written: list[str] = []
+        self._is_closed = False
 
     def put_line(self, text: str) -> None:
         """Take a line that the kernel has sent."""
         self._lines.put(text)
+
+    def close(self) -> None:
+        """End pdb, which may wait for the rest of a statement: ``q`` would become a part of that."""
+        self._is_closed = True
+        self._lines.put(None)
 
     def write(self, text: str) -> int:
         """Keep what pdb prints until it waits for a line."""
@@ -210,11 +223,20 @@ class _Terminal:
         """Do nothing: a prompt sends what was written."""
 
     def readline(self) -> str:
-        """Prompt the kernel and wait for its line."""
-        text = self._taken().removesuffix(_PROMPT)
-        self._send(Prompted(text, self._next.stop, self._next.place))
+        """Prompt the kernel and wait for its line.
+
+        Raises:
+            _Closed: now, and again where pdb goes on after it.
+        """
+        if self._is_closed:
+            raise _Closed
+        text, newline, prompt = self._taken().rpartition("\n")
+        self._send(replace(self._next, text=text + newline, prompt=prompt))
         self._next = Prompted("")
-        return self._lines.get() + "\n"
+        line = self._lines.get()
+        if line is None:
+            raise _Closed
+        return line + "\n"
 
     def isatty(self) -> bool:
         """Return False: there is nothing to colour."""
@@ -239,13 +261,14 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
 
     def __init__(self, terminal: _Terminal) -> None:
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True, readrc=False, skip=_SKIPPED)
-        self.prompt = _PROMPT
         self._terminal = terminal
         self._is_stepping = False
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         self._is_stepping = True
         super().set_trace(frame, **options)
+        if sys.version_info >= (3, 14):  # Pdb keeps it there, and by it the frames and all that they hold
+            _OwnPdb._last_pdb_instance = None
 
     def set_continue(self) -> None:
         super().set_continue()
@@ -268,10 +291,18 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
             self._select(innermost)
         return result
 
+    def get_stack(self, frame: FrameType | None, tb: TracebackType | None) -> tuple[list[Any], int]:
+        """Leave out what has called the user's code: the kernel, and what prepares a worker."""
+        stack, index = super().get_stack(frame, tb)
+        is_user = [is_user_file(one.f_code.co_filename) for one, _ in stack]
+        first = is_user.index(True) if True in is_user else 0
+        return stack[first:], max(0, index - first)
+
     def _select(self, frame: FrameType) -> None:
         for index, (one, _) in enumerate(self.stack):
             if one is frame:
                 self.curindex = index
                 self.curframe = one
-                self.curframe_locals = one.f_locals
+                if sys.version_info < (3, 14):  # read from the frame itself since, and a warning to set
+                    self.curframe_locals = one.f_locals
                 self.lineno = None

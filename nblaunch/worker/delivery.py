@@ -1,6 +1,6 @@
-"""What a worker sends once its function has returned: the value, then the trained weights.
+"""What a worker sends once its function has returned: the value, then the trained weights and optimizer states.
 
-    value ──> Returned ──> weights of one module ──> WeightsSent ──> weights of the next ...
+    value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
 
 From ``Returned`` on the job has its result. Nothing that happens to weights, which may be large, can cost it: neither
 memory that runs out, nor a ``state_dict()`` that raises.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch import context
-from nblaunch.events import Event, Returned, ValueLocation, WeightsSent
+from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire import modules
 from nblaunch.wire.modules import ArgPath
@@ -56,7 +56,7 @@ class Delivery:
             originals.remember(modules)
 
     def deliver(self, value: Any, *, left_by_exit: bool) -> None:
-        """Send the value, then the weights.
+        """Send the value, then the states.
 
         Raises:
             Exception: the value could not be written.
@@ -81,13 +81,15 @@ class Delivery:
         for path in sends:
             try:
                 if path in self._optimizers:
-                    at, end, lost = self._put_state(outbox, path, is_sharded=collect_shards is not None)
+                    at, end, lost = self._put_optimizer_state(
+                        outbox, path, is_sharded=collect_shards is not None
+                    )
                 else:
                     at, end, lost = self._put_weights(outbox, path, collect_shards)
-                sent = WeightsSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
+                sent = StateSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-                sent = WeightsSent(self._rank, time.time(), path=path, error=text)
+                sent = StateSent(self._rank, time.time(), path=path, error=text)
             self._send(sent)
 
     def _put_weights(
@@ -104,9 +106,9 @@ class Delivery:
         tests = (
             self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}
         )
-        return outbox.put_weights(path, state, tests)
+        return outbox.put_state(path, state, tests)
 
-    def _put_state(self, outbox: Outbox, path: ArgPath, is_sharded: bool) -> tuple[int, int, str]:
+    def _put_optimizer_state(self, outbox: Outbox, path: ArgPath, is_sharded: bool) -> tuple[int, int, str]:
         """Write the state of an optimizer, which is the same on all ranks; return as :meth:`_put_weights`.
 
         Raises:
@@ -116,4 +118,4 @@ class Delivery:
             raise RuntimeError(
                 "ranks hold shards of it; save it by accelerator.save_state(), which load_state() continues from"
             )
-        return outbox.put_weights(path, self._optimizers[path].state_dict(), {})
+        return outbox.put_state(path, self._optimizers[path].state_dict(), {})

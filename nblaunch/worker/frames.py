@@ -79,11 +79,12 @@ def evaluate(expression: str, frame: FrameType | None) -> Any:
     return eval(compile(expression, "<inspect>", "eval"), names)
 
 
-def variables_of(frame: FrameType, line: int) -> FrameVariables:
-    """Describe the local variables of a frame that stands at ``line``."""
+def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> FrameVariables:
+    """Describe the local variables of a frame of ``stack`` that stands at ``line``."""
     is_module = frame.f_locals is frame.f_globals
     aspects = _all_aspects(frame.f_locals, is_module)
-    return FrameVariables(_function_of(frame), frame.f_code.co_filename, line, aspects)
+    functions = [_function_of(one) for one in stack if is_user_file(one.f_code.co_filename)]
+    return FrameVariables(_function_of(frame), frame.f_code.co_filename, line, aspects, functions)
 
 
 def variables_of_main() -> FrameVariables:

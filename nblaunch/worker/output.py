@@ -155,6 +155,11 @@ class EventPublisher:
             )
         )
 
+    def write_payload(self, payload: dict[str, Any], single: bool = True) -> None:
+        """Show what a front end would show in its pager, as the help of ``name?``."""
+        if payload.get("source") == "page":
+            self.publish(payload["data"])
+
     def clear_output(self, wait: bool = False) -> None:
         """Do nothing: one rank must not clear what the others show in the same cell."""
 
@@ -171,6 +176,7 @@ def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
     publisher = EventPublisher(rank, emit)
     shell.display_pub.publish = publisher.publish
     shell.display_pub.clear_output = publisher.clear_output
+    shell.payload_manager.write_payload = publisher.write_payload
 
 
 def ensure_shell() -> None:

@@ -40,7 +40,8 @@ def drive(num_ranks, seconds, slow_rank):
         events = [LogLines(rank, time.time(), (f"step {count} of rank {rank}",)) for rank in ranks]
         events += [StatusLine(rank, time.time(), bar) for rank in ranks]
         readings = [SlotReading(rank, WorkerState.TRAINING, int(step), 99_999, 1, int(step) * 32, 0.5,
-                                step_time_s=now_s + 5, num_epochs=4, loop=1) for rank, step in enumerate(steps)]
+                                step_time_s=now_s + 5, num_epochs=4, loop=1,
+                                steps_done=int(step)) for rank, step in enumerate(steps)]
         begun_s = time.thread_time()
         emit(boards, events)
         look(boards, readings)

@@ -42,6 +42,7 @@ class Server(ABC):
     Attributes:
         url: where it answers, with a slash at the end.
         token: what it asks for.
+        runtime_folder: with the connection files of its kernels.
     """
 
     ABOUT: str
@@ -55,6 +56,7 @@ class Server(ABC):
         self.token = secrets.token_hex(8)
         self._home = tempfile.TemporaryDirectory(prefix="nbl-")
         home = Path(self._home.name)
+        self.runtime_folder = home / "run"
         self.configure(home / "config")
         with (home / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -64,7 +66,7 @@ class Server(ABC):
                     **os.environ,
                     "JUPYTER_CONFIG_DIR": str(home / "config"),
                     "JUPYTER_DATA_DIR": str(home / "data"),
-                    "JUPYTER_RUNTIME_DIR": str(home / "run"),
+                    "JUPYTER_RUNTIME_DIR": str(self.runtime_folder),
                     "JUPYTER_PREFER_ENV_PATH": "1",
                     "IPYTHONDIR": str(home / "ipython"),
                     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
@@ -72,7 +74,7 @@ class Server(ABC):
                 },
             )  # fmt: skip
         try:
-            self._connect(home / "run" / self.ABOUT.format(pid=self._process.pid))
+            self._connect(self.runtime_folder / self.ABOUT.format(pid=self._process.pid))
         except BaseException:
             self.close()
             raise

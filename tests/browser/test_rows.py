@@ -32,7 +32,7 @@ def drive(cell, num_ranks, kind="auto", prints=False):
         curve = LossCurve(min(step, 60), 1, tuple(1 / (i + 1) for i in range(min(step, 60))))
         steps = [step] * (num_ranks - 1) + [int(own)]
         look(board, [SlotReading(rank, WorkerState.TRAINING, done, 2000, epoch=1, num_epochs=3, samples=done * 32,
-                                 loss=1 / step, losses=curve, step_time_s=time.monotonic(), loop=1)
+                                 loss=1 / step, losses=curve, step_time_s=time.monotonic(), loop=1, steps_done=done)
                      for rank, done in enumerate(steps)])
         if step % 10 == 0:
             emit(board, [HostMemory(rank, time.time(), 800_000_000) for rank in range(num_ranks)])
@@ -72,6 +72,17 @@ output => {
     let part = table;
     while (part !== output && part.scrollWidth <= part.clientWidth) part = part.parentElement;
     return part !== output && ["auto", "scroll"].includes(getComputedStyle(part).overflowX);
+}
+"""
+
+# What a browser shows of a chart as the pointer moves over its curves.
+UNDER_POINTER = """
+svg => {
+    svg.scrollIntoView();
+    const frame = svg.querySelector("polyline").getBoundingClientRect(), texts = [];
+    for (let x = frame.left + 1; x < frame.right; x += 3)
+        texts.push(document.elementFromPoint(x, frame.top + 5).querySelector("title")?.textContent ?? "");
+    return texts;
 }
 """
 
@@ -156,7 +167,7 @@ def test_ranks_in_lockstep_open_on_a_click_and_stay_open(lab: Lab, page: Page) -
 def test_nothing_moves_between_the_start_and_the_end(lab: Lab, page: Page) -> None:
     output = page.output(TWO)
     with driven(lab, page, TWO):
-        page.wait_until(lambda: output.locator("svg").count(), "the charts")
+        page.wait_until(lambda: output.locator("svg[role=img]").count(), "the charts")
         page.wait_for_text(TWO, "800 MB")
         places = [output.evaluate(HEADS)]
         heights = {output.bounding_box()["height"]}  # type: ignore[index]
@@ -179,6 +190,9 @@ def test_nothing_moves_between_the_start_and_the_end(lab: Lab, page: Page) -> No
     page.wait_for_text(TWO, "done in")
     wait_for_table(page, TWO)
     assert output.evaluate(HEADS) == places[0]
+    under_pointer = output.locator("svg[role=img]").evaluate(UNDER_POINTER)
+    assert len(set(under_pointer)) > 10
+    assert all(re.fullmatch(r"step \d+: [\d.]+", text) for text in under_pointer)
 
 
 def test_a_rank_that_begins_to_differ_moves_no_column_and_narrow_cells_scroll(lab: Lab, page: Page) -> None:

@@ -295,7 +295,7 @@ def test_a_user_answers_in_a_terminal_and_the_file_launches() -> None:
             ("must be a whole number", "2"),
             ("Mixed precision?", "3"),
             ("must be a number from 1 to 2", "bf16"),
-            ("How is the model spread", ""),
+            ("By which strategy", ""),
             ("Micro-batches", ""),
             ("Compile models", ""),
         ):

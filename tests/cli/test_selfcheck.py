@@ -22,7 +22,7 @@ from nblaunch.cli import main, selfcheck_jobs
 from nblaunch.launcher import weights
 from nblaunch.launcher.job import Job
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.strategies.ddp import DdpStrategy
+from nblaunch.training.strategies.replicated import DdpStrategy
 from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 
 DdpStrategy.setup_module = Fsdp2Strategy.setup_module = lambda self, model, process: model

@@ -75,11 +75,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(
         ("a: !!map [1]\n", "line 1, column 4: expected a mapping node"),
         ("a: 1\nb: " + "[" * 600, "nested too deeply"),
         ('{"a":' * 600, "nested too deeply"),
-        ("a: &a\n  b: *a\n", "line 1, column 4: holds itself"),
-        (
-            "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else '0'] * 9)}]\n" for i in range(12)),
-            "holds more than 10,000 values",
-        ),
+        ("a: &a\n  b: *a\n", "a is unknown"),
         ("num_processes: " + "9" * 400, "num_processes: 9999"),
         ("num_processes: 1" + "0" * 9000, "line 1, column 16: '1000"),
         ('deepspeed_config_file: "a\\0"\n', "must be a text"),

@@ -90,4 +90,4 @@ def sample(rank: int, step: int, total: int = 1000, **fields: object) -> SlotRea
         "epoch": 1,
         "loop": 1,
     }
-    return SlotReading(rank, step=step, total=total, **{**values, **fields})  # type: ignore[arg-type]
+    return SlotReading(rank, step=step, total=total, **{"steps_done": step, **values, **fields})  # type: ignore[arg-type]

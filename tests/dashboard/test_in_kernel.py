@@ -58,7 +58,8 @@ emit(d, begin(4))
 tick = threading.Event()
 for step in range(50):
     emit(d, [LogLines(rank, time.time(), (f"rank {rank} step {step}",)) for rank in range(4)])
-    look(d, [SlotReading(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1), step_time_s=time.monotonic())
+    look(d, [SlotReading(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1),
+                        step_time_s=time.monotonic(), steps_done=step)
              for rank in range(4)])
     tick.wait(0.06)
 emit(d, end(4))

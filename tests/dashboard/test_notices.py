@@ -77,7 +77,7 @@ def test_the_first_second_is_too_early_to_judge() -> None:
 
 def test_a_rank_that_is_far_slower_is_named_within_two_seconds() -> None:
     assert texts(at_rates([20] * 300 + [5] + [20] * 211, seconds=2)) == [
-        "rank 300 is 4.0 times slower than the others (5.00 against 20.0 steps/s)"
+        "rank 300 is 4.0 times slower than the others (5.00 against 20.0 steps/s in the last 2 s)"
     ]
 
 
@@ -202,6 +202,7 @@ def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> No
     stall = Stalled(1, START_S + 70, "cell 5, line 9", "", 60.0)
     view = fold_readings(view_of([report, stall], trained(2)), [], START_S + 71)
     assert notices(view)[0].lines == ("    rank 1 is at cell 5, line 9",)
+    assert notices(view)[0].text == "no progress for 1:01:"  # as the row, not as when it was reported
     assert "rank 1 is at cell 5, line 9" in render_text(view)
     moved = fold_readings(view, [sample(1, 101)], START_S + 72)
     assert not any(notice.lines for notice in notices(moved))

@@ -214,14 +214,14 @@ def test_rates_forget_what_lies_before_the_window() -> None:
 
 def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_own() -> None:
     view = trained(1, steps=100, total=100)
-    evaluating = sample(0, 0, 20, loop=2, state=WorkerState.EVALUATING, step_time_s=100.0)
+    evaluating = sample(0, 0, 20, loop=2, state=WorkerState.EVALUATING, step_time_s=100.0, steps_done=100)
     view = fold_readings(view, [evaluating], START_S + 95)
     assert (view.ranks[0].step, view.ranks[0].total) == (0, 20)
     assert view.ranks[0].steps_per_s == pytest.approx(10)
-    view = fold_readings(view, [replace(evaluating, step=2, step_time_s=101.0)], START_S + 96)
+    view = fold_readings(view, [replace(evaluating, step=2, step_time_s=101.0, steps_done=102)], START_S + 96)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
     # Back to the outer pass, which resumes where it was: no jump in the rate.
-    resumed = sample(0, 100, 100, step_time_s=110.0)
+    resumed = sample(0, 100, 100, step_time_s=110.0, steps_done=102)
     view = fold_readings(view, [resumed], START_S + 105)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
 
@@ -389,9 +389,42 @@ def test_a_rank_that_failed_shows_where_it_was() -> None:
     assert (view.ranks[0].step, view.ranks[0].total) == (3, 6)
 
 
+def test_ranks_in_lockstep_have_equal_rates_although_one_was_seen_between_two_epochs() -> None:
+    view = view_of(started(2))
+    for step in range(0, 41, 5):
+        view = fold_readings(view, [sample(rank, step, 40, loop=2) for rank in range(2)], START_S + step / 10)
+    between = sample(1, 1, 12, loop=1, step_time_s=9.05, state=WorkerState.RUNNING, steps_done=40)
+    view = fold_readings(view, [sample(0, 40, 40, loop=2, step_time_s=9.0), between], START_S + 4.1)
+    for step, step_s in ((1, 9.1), (5, 9.9), (10, 10.9)):  # half as fast
+        later = {"epoch": 2, "step_time_s": step_s, "steps_done": 40 + step}
+        readings = [sample(rank, step, 40, loop=3, **later) for rank in range(2)]
+        view = fold_readings(view, readings, START_S + step_s - 5)
+    one, other = view.ranks
+    assert one.steps_per_s == pytest.approx(50 / 5.9)
+    assert one.steps_per_s == pytest.approx(other.steps_per_s)
+    # A long pause is none of the training's.
+    later = [
+        sample(1, 12, loop=1, step_time_s=40.0, state=WorkerState.RUNNING),
+        sample(1, 1, 40, loop=4, epoch=3, step_time_s=40.1),
+    ]
+    for number, reading in enumerate(later):
+        view = fold_readings(view, [reading], START_S + 35 + number)
+    assert [point.time_s for point in view.ranks[1].rate_points] == [40.1]
+
+
+def test_steps_of_epochs_that_no_look_has_met_count_in_the_rate() -> None:
+    view = view_of(started(1))
+    for look in range(5):  # every half second, five epochs of four steps
+        reading = sample(0, 2, 4, loop=1 + 5 * look, step_time_s=5 + look / 2, steps_done=2 + 20 * look)
+        view = fold_readings(view, [reading], START_S + look / 2)
+    assert view.ranks[0].steps_per_s == pytest.approx(40)
+
+
 def test_rates_go_on_from_one_epoch_to_the_next_and_begin_anew_after_an_evaluation() -> None:
     view = trained(1, steps=40, total=40)
-    view = fold_readings(view, [sample(0, 5, 40, loop=2, epoch=2, step_time_s=9.5)], START_S + 4.5)
+    view = fold_readings(
+        view, [sample(0, 5, 40, loop=2, epoch=2, step_time_s=9.5, steps_done=45)], START_S + 4.5
+    )
     (rank,) = view.ranks
     assert rank.rate_points[0].time_s < 9
     assert rank.steps_per_s == pytest.approx(10)

@@ -29,7 +29,7 @@ def run(d, num_ranks, num_ticks, tick_s=0.05, text="line", end_it=True):
         emit(d, [LogLines(rank, time.time(), (f"{text} {step}",) * 20) for rank in range(num_ranks)])
         look(d, [SlotReading(rank, WorkerState.TRAINING, step * 7 + rank, 9_999, samples=step * 64, loss=1 / (step + 1),
                         losses=LossCurve(step, 1, tuple(1 / (s + 1) for s in range(min(step, MAX_BINS)))),
-                        step_time_s=time.monotonic()) for rank in range(num_ranks)])
+                        step_time_s=time.monotonic(), steps_done=step * 7 + rank) for rank in range(num_ranks)])
         tick.wait(tick_s)
     if end_it:
         emit(d, end(num_ranks))
@@ -210,7 +210,8 @@ def supervise():
     step = 0
     while not stop.wait(0.05):
         step += 1
-        look(d, [SlotReading(rank, WorkerState.TRAINING, step, 1000, step_time_s=time.monotonic()) for rank in (0, 1)])
+        look(d, [SlotReading(rank, WorkerState.TRAINING, step, 1000, step_time_s=time.monotonic(), steps_done=step)
+                 for rank in (0, 1)])
     emit(d, end(2))
     close(d)
 thread = threading.Thread(target=supervise)

@@ -31,9 +31,7 @@ LAUNCH = "notebook_launcher(train, num_processes={}, post_mortem=True)"
 def failed(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[Kernel]:
     """A kernel with a job of three ranks, of which rank 1 has failed and the others wait in a collective."""
     with Kernel.start(python=python_of(request.param)) as kernel:
-        kernel.submit(
-            PREAMBLE, is_typed_into=True
-        ).wait()  # connects the stdin: a prompt is lost where none is yet
+        kernel.run(PREAMBLE)
         cell = kernel.run(LAUNCH.format(3), raises="ValueError")
         assert cell.error is not None
         assert 'raise ValueError("boom")' in cell.error.text
@@ -78,9 +76,36 @@ def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None
     assert "batch.shape is (7, 16) on rank 1, (8, 16) on ranks 0, 2" in text
 
 
+def test_compared_is_the_innermost_function_that_all_ranks_are_in(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    kernel.run(
+        """
+def helper(batch, rank):
+    if rank == 1:
+        raise ValueError("boom")
+def steps():
+    rank = Accelerator().process_index
+    for step in range(10):
+        batch = torch.ones(8 - (rank == 1 and step == 3), 16)
+        if step == 3:
+            helper(batch, rank)
+        Accelerator().reduce(batch.sum())
+"""
+    )
+    kernel.run("notebook_launcher(steps, num_processes=2, post_mortem=True)", raises="ValueError")
+    differing = kernel.run("nblaunch.last_job().compare().differing").value
+    assert differing == {"batch.shape": {0: "(8, 16)", 1: "(7, 16)"}, "rank": {0: "0", 1: "1"}}
+    cell = kernel.submit("nblaunch.debug(0)", is_typed_into=True)
+    cell.type("w")
+    cell.type("q")
+    assert "steps()" in cell.wait().stdout
+    assert "ipykernel" not in cell.stdout.replace("/tmp/ipykernel_", "")
+    kernel.run("nblaunch.last_job().release()")
+
+
 def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug()", is_typed_into=True)
-    for line in ("p step, bad_rank", "!print('from', rank)", "nonsense(", "p 'q' + 'uit'"):
+    for line in ("p step, bad_rank", "!print('from', rank)", "nonsense)", "p 'q' + 'uit'"):
         cell.type(line)
     cell.type("q")
     cell.wait()
@@ -107,6 +132,19 @@ def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -
     failed.run("notebook_launcher(train, (5, 0), num_processes=2)")
     assert failed.run("nblaunch.last_job().plan.start_method").value == "fork"
     failed.wait_for_no_processes()
+
+
+def test_the_environment_asks_for_it_where_it_is_possible_and_time_ends_it(kernel: Kernel) -> None:
+    kernel.run(
+        PREAMBLE
+        + "from nblaunch.launcher import post_mortem\npost_mortem.KEPT_S = 1.0\n%env NBLAUNCH_POST_MORTEM=1"
+    )
+    kernel.run("notebook_launcher(train, num_processes=2)", raises="ValueError")
+    assert kernel.run("nblaunch.last_job().has_debugged_workers").value is True
+    kernel.wait_for_no_processes()
+    kernel.run("nblaunch.debug()", raises="RuntimeError")
+    elsewhere = "num_nodes=2, node_rank=1, use_port=1, rdzv_timeout_s=0.1"
+    kernel.run(f"notebook_launcher(train, {elsewhere})", raises="LaunchError")  # and no ValueError
 
 
 def test_exit_handlers_of_the_failed_rank_run_when_it_is_released(kernel: Kernel) -> None:

@@ -33,9 +33,7 @@ for number in range(2, 4):
 def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """A kernel with a session of three ranks, which the magics use."""
     with Kernel.start(python=python_of(request.param)) as kernel:
-        kernel.submit(
-            PREAMBLE, is_typed_into=True
-        ).wait()  # connects the stdin, which no test leaves behind then
+        kernel.run(PREAMBLE)
         yield kernel
         kernel.run("session.close()")
         assert kernel.processes() == []

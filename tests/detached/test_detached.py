@@ -83,11 +83,16 @@ class Desk:
         for rank in range(2):
             open(f"{self.gate}{rank}", "w").close()
 
+    def start_command(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start nblaunch in a shell."""
+        command, env = [sys.executable, "-m", "nblaunch", *arguments], {**os.environ, **self.env}
+        return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run nblaunch in a shell."""
-        command = [sys.executable, "-m", "nblaunch", *arguments]
-        env = {**os.environ, **self.env}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        """Run nblaunch in a shell to its end."""
+        with self.start_command(*arguments) as process:
+            stdout, stderr = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
 def _last_update(kernel: Kernel) -> str:
@@ -163,6 +168,15 @@ def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
     listed = desk.command("jobs")
     assert job_id in listed.stdout
     assert "running" in listed.stdout
+    follower = desk.start_command("attach", job_id)
+    with follower:
+        assert follower.stdout is not None
+        while "waiting" not in follower.stdout.readline():
+            continue
+        follower.send_signal(signal.SIGINT)
+        _, errors = follower.communicate(timeout=60)
+    assert f"{job_id} goes on" in errors
+    assert "running" in desk.command("jobs").stdout
     assert desk.command("stop", job_id[:-3]).returncode == 0
     followed = desk.command("attach", job_id)
     assert followed.returncode == 0, followed.stderr
@@ -211,6 +225,21 @@ def test_a_job_whose_supervisor_is_killed_is_lost_with_its_workers(desk: Desk) -
 
 
 @pytest.mark.timeout(300)
+def test_a_job_whose_folder_was_removed_can_be_ended_by_its_process(desk: Desk) -> None:
+    kernel = desk.kernel()
+    kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
+    kernel.run("import shutil; shutil.rmtree(job.log_dir)")
+    error = kernel.run("job.result(60)", raises="JobLost", timeout_s=120).error
+    assert error is not None
+    assert "was removed" in error.value
+    supervisor = psutil.Process(kernel.run("job.pids[0]").value).parent()
+    assert supervisor is not None
+    assert f"`kill {supervisor.pid}`" in error.value
+    supervisor.terminate()
+    kernel.wait_for_no_processes()
+
+
+@pytest.mark.timeout(300)
 def test_an_interrupt_ends_a_detached_job(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
@@ -223,15 +252,16 @@ def test_an_interrupt_ends_a_detached_job(desk: Desk) -> None:
 def test_a_restarted_job_is_followed_through_its_attempts(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(
+        "import sys\n"
         "def flaky():\n"
         "    attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "    print('attempt', attempt)\n"
         "    assert attempt, 'the first fails'\n"
-        "    return attempt"
+        "    return attempt, sys.argv"
     )
     kernel.run(LAUNCH.format("flaky, max_restarts=1"), timeout_s=120)
     cell = kernel.run("again = nblaunch.attach(dashboard='text')\nagain.result(60)", timeout_s=120)
-    assert cell.value == 1
+    assert cell.value == (1, kernel.run("sys.argv").value)
     assert kernel.run("again.attempt, again.logs(1, attempt=0), again.logs(1)").value == (
         1,
         kernel.run("job.logs(1, attempt=0)").value,

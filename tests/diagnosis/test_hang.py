@@ -59,7 +59,7 @@ BOOTSTRAP = ("/site/nblaunch/worker/bootstrap.py", 100, "_call")
                 ("/usr/lib/python3.11/threading.py", 9, "wait"),
                 ("/site/nblaunch/training/checkpoints/save_round.py", 9, "arrive"),
                 ("/site/nblaunch/training/checkpoints/saving.py", 9, "save"),
-                ("/site/nblaunch/training/checkpoints/checkpointer.py", 9, "save_state"),
+                ("/site/nblaunch/training/checkpoints/saving.py", 9, "save_state"),
             ],
             "save_state",
         ),
@@ -112,7 +112,7 @@ def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted(
 def test_the_cell_that_a_worker_was_forked_in_is_not_where_it_is() -> None:
     """Below the bootstrap, a forked worker has the frames of the kernel."""
     cell = ("/tmp/ipykernel_1/2.py", 4, "<module>")
-    fork = ("/site/nblaunch/engines/fork.py", 70, "fork_workers")
+    fork = ("/site/nblaunch/start_methods/fork.py", 70, "fork_workers")
     starting = position_of(dump((output.__file__, 9, "capture"), BOOTSTRAP, fork, cell))
     assert starting == Position("outside of the function")
     running = position_of(dump(("/home/me/train.py", 14, "train"), BOOTSTRAP, fork, cell))

@@ -18,7 +18,7 @@ import dataclasses, os, psutil, resource, signal, socket, sys, threading, time
 import torch
 import torch.distributed as dist
 import nblaunch
-import nblaunch.engines.fork
+import nblaunch.start_methods.fork
 from nblaunch import notebook_launcher
 
 get_ipython().history_manager.enabled = False   # or a thread and a database would come to be at some time

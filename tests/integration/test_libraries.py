@@ -5,6 +5,9 @@ Each trains a tiny model for a few steps. The losses that the two report are the
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,15 +71,23 @@ def fitted(trainer):
     losses = [round(row["loss"], 5) for row in trainer.state.log_history if "loss" in row]
     return maker, trainer.accelerator.num_processes, losses
 
+def sharded(arguments):
+    # Has Accelerate shard as on GPUs, where it would replicate on CPUs; nblaunch shards on both.
+    if arguments.fsdp and arguments.bf16 and accelerate.PartialState.__module__.startswith("accelerate."):
+        assert arguments.device.type == "cpu"  # the state is there from here on
+        accelerate.PartialState()._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_XPU
+    return arguments
+
 SENTENCES = datasets.Dataset.from_dict({"text": [" ".join(f"w{n * k % 40}" for k in range(1, 7)) for n in range(12)]})
 """
 
 TRAINER = """
 def train():
     rows = [{"input_ids": [4 + (n * k) % 40 for k in range(3 + n % 5)], "labels": n % 2} for n in range(22)]
+    arguments = sharded(settings(gradient_accumulation_steps=2, STRATEGY))
     trainer = transformers.Trainer(
-        bert("BertForSequenceClassification"), settings(gradient_accumulation_steps=2, STRATEGY),
-        train_dataset=rows, eval_dataset=rows[:13], processing_class=words())
+        bert("BertForSequenceClassification"), arguments, train_dataset=rows,
+        eval_dataset=rows[:13], processing_class=words())
     return *fitted(trainer), round(trainer.evaluate()["eval_loss"], 5)
 """
 
@@ -180,6 +191,10 @@ PROGRAMS = {
     "Trainer with FSDP2": TRAINER.replace(
         "STRATEGY", "fsdp=True, fsdp_config={'version': 2, 'transformer_layer_cls_to_wrap': ['BertLayer']}"
     ),
+    "Trainer with FSDP2 in bf16": TRAINER.replace(
+        "STRATEGY",
+        "bf16=True, fsdp=True, fsdp_config={'version': 2, 'transformer_layer_cls_to_wrap': ['BertLayer']}",
+    ),
     "Trainer with DeepSpeed": TRAINER.replace(
         "STRATEGY",
         "deepspeed={'zero_optimization': {'stage': 2}, 'gradient_accumulation_steps': 'auto', "
@@ -256,6 +271,35 @@ def test_every_row_is_predicted_once_and_in_order(sides: Sides) -> None:
     launch = f"{PREDICTIONS}\nnotebook_launcher(train, num_processes=2, backend='cpu', return_all=True)"
     ranks = sides.nblaunch.run(launch, timeout_s=PATIENCE_S).value
     assert ranks == [("nblaunch", 2, [(True, True)] * 6)] * 2
+
+
+ROWS_IN_A_SCRIPT = f"""
+{IN_PLACE}
+import tempfile
+import torch, transformers
+def settings(**more):
+    return transformers.TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, report_to=[], disable_tqdm=True, **more)
+{PREDICTIONS}
+assert train() == ("nblaunch", 2, [(True, True)] * 6)
+"""
+
+
+def test_every_row_is_predicted_once_in_a_script_that_is_launched(tmp_path: Path) -> None:
+    script = tmp_path / "predict.py"
+    script.write_text(ROWS_IN_A_SCRIPT)
+    command = [sys.executable, "-m", "nblaunch", "launch", "--cpu", "--num_processes", "2", str(script)]
+    environment = {**os.environ, **ENVIRONMENT, "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_trainer_of_lightning(sides: Sides) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.integration.conftest import START_METHODS
@@ -47,12 +49,15 @@ def draw():
 def test_every_method_returns_prints_raises_and_shares_the_model(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
+import sys
+argv = list(sys.argv)
 model = nn.Linear(3, 2)
 def train(model, factor):
     rank = int(os.environ["RANK"])
     print(f"hello from {{rank}}")
     with torch.no_grad():
         model.weight.fill_(factor * (rank + 1))
+    assert sys.argv == argv
     return rank, os.getppid() == {shared.pid}, os.getpid() == {shared.pid}, model.weight.sum().item()
 values = notebook_launcher(train, (model, 2.0), 2, start_method={method!r}, return_all=True)
 values, model.weight.unique().tolist(), nblaunch.last_job().plan.start_method
@@ -122,8 +127,8 @@ def test_where_pools_cannot_be_paused_workers_keep_to_one_thread(fresh: Kernel) 
     fresh.run(USED_OPENMP + TRAIN)
     cell = fresh.run(
         """
-import nblaunch.engines.fork
-nblaunch.engines.fork.pause_pools = lambda: False
+import nblaunch.start_methods.fork
+nblaunch.start_methods.fork.pause_pools = lambda: False
 notebook_launcher(train, num_processes=2, threads_per_process=2, return_all=True)
 """
     )
@@ -285,31 +290,43 @@ drawn, draw()
     assert drawn == {method: [own, own] for method in START_METHODS}
 
 
-def test_fresh_workers_pickle_what_cells_defined_by_name(shared: Kernel) -> None:
-    """Checkpoints with a class of the notebook in them, and tasks of a process pool."""
+def test_workers_pickle_what_cells_defined_by_name(shared: Kernel, tmp_path: Path) -> None:
+    """Checkpoints with a class of the notebook in them, gathered objects, and tasks of a process pool."""
     shared.run(
         """
 import io, multiprocessing, pickle
+from nblaunch import Accelerator
 class Config:
     def __init__(self, lr): self.lr = lr
 class Net(nn.Linear):
     pass
+class Registered:
+    def state_dict(self): return vars(self)
+    def load_state_dict(self, state): vars(self).update(state)
 def double(value):
     return 2 * value
-def train(config):
+def train(config, folder):
+    accelerator, registered = Accelerator(), Registered()
+    registered.config = config
+    accelerator.register_for_checkpointing(registered)
+    accelerator.save_state(folder)
+    registered.config = None
+    accelerator.load_state(folder)
+    kept = [registered.config, *accelerator.gather_object([config])]
     file = io.BytesIO()
     torch.save({"config": config, "model": Net(2, 2)}, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         doubled = pool.map(double, [loaded["config"].lr])
-    is_same = type(loaded["config"]) is Config, type(loaded["model"]) is Net
+    is_same = {type(one) for one in [loaded["config"], *kept]} == {Config}, type(loaded["model"]) is Net
     return *is_same, doubled, pickle.loads(pickle.dumps(train)) is train
 """
     )
-    for method in ("forkserver", "spawn"):
+    for method in START_METHODS:
+        arguments = f"(Config(3), {str(tmp_path / method)!r})"
         cell = shared.run(
-            f"notebook_launcher(train, (Config(3),), num_processes=2, backend='cpu', start_method={method!r})"
+            f"notebook_launcher(train, {arguments}, num_processes=2, backend='cpu', start_method={method!r})"
         )
         assert cell.value == (True, True, [6], True), method
     own = shared.run(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import psutil
@@ -67,3 +70,35 @@ def test_no_rank_that_has_ended_is_watched(method: str, monkeypatch: pytest.Monk
     pids = notebook_launcher(os.getpid, (), 2, return_all=True, start_method=method, dashboard="none")
     assert all(any(pid in groups for groups in watched) for pid in pids)
     assert not watched[-1].intersection(pids)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_forked_meanwhile_does_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of another job are: the first would wait until the second has ended."""
+    open_pipe, num_pipes = os.pipe, itertools.count(1)
+    is_in_popen, has_forked = threading.Event(), threading.Event()
+
+    def open_pipe_slowly() -> tuple[int, int]:
+        ends = open_pipe()
+        if next(num_pipes) == 2:  # the first is the guardian's own
+            is_in_popen.set()
+            has_forked.wait(0.2)
+        return ends
+
+    monkeypatch.setattr(os, "pipe", open_pipe_slowly)
+    guardian = Guardian([], tag=1)
+    starting = threading.Thread(target=guardian.start)
+    starting.start()
+    assert is_in_popen.wait(LIMIT_S)
+    if (pid := os.fork()) == 0:
+        signal.pause()
+        os._exit(0)
+    has_forked.set()
+    try:
+        starting.join(LIMIT_S / 3)
+        assert guardian.is_started
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        starting.join()
+        guardian.dismiss()

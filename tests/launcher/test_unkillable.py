@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.events import Event, Exited, ExitStatus, Note
 from nblaunch.launcher import supervisor as module
 from nblaunch.launcher.attempt import Attempt, start_attempt
@@ -21,6 +20,7 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
+from nblaunch.start_methods.base import StartMethod, WorkerGroup
 from nblaunch.topology import Topology
 
 pytestmark = pytest.mark.timeout(30)
@@ -60,7 +60,7 @@ class Immortal(WorkerGroup):
         self.is_closed = True
 
 
-class Starting(Engine):
+class Starting(StartMethod):
     """Starts nothing, and gives this group."""
 
     name = "test"

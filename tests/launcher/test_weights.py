@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.launcher.weights import assembled, join, load_back, trainable_bytes
+from nblaunch.launcher.weights import assembled, load_back, merge_ranks, trainable_bytes
 from nblaunch.wire.modules import TensorShard
 
 
@@ -116,7 +116,7 @@ def test_shards_come_back_as_one(device: str) -> None:
     state = {name: torch.randn(tensor.shape) for name, tensor in net().state_dict().items()}
     model = net().to(device)
     model[1].requires_grad_(False)
-    back = load_back({0: model}, join(in_shards(state, 4)), {})
+    back = load_back({0: model}, merge_ranks(in_shards(state, 4)), {})
     assert back.paths == {0}
     (line,) = back.lines
     assert "copied trained weights" in line
@@ -130,7 +130,7 @@ def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
     model[1].weight = model[0].weight
     state = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
     state["1.weight"] = state["0.weight"]
-    assert load_back({0: model}, join(in_shards(state, 2)), {}).paths == {0}
+    assert load_back({0: model}, merge_ranks(in_shards(state, 2)), {}).paths == {0}
     assert model[1].weight is model[0].weight
     torch.testing.assert_close(model[0].weight.data, state["0.weight"])
 
@@ -139,7 +139,7 @@ def test_shards_that_do_not_make_a_whole_change_nothing() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = in_shards(ones_like(model), 2)
-    back = load_back({0: model}, join(states[:1]), {})
+    back = load_back({0: model}, merge_ranks(states[:1]), {})
     assert not back.paths
     (line,) = back.warnings
     assert "2 elements of 0.weight are on other machines" in line
@@ -148,5 +148,5 @@ def test_shards_that_do_not_make_a_whole_change_nothing() -> None:
 
 def test_weights_that_stay_out_can_be_had_whole() -> None:
     state = {"weight": torch.randn(5, 2)}
-    whole = assembled(join(in_shards(state, 3))[0], nn.Linear(2, 5))
+    whole = assembled(merge_ranks(in_shards(state, 3))[0], nn.Linear(2, 5))
     torch.testing.assert_close(whole, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.events import EpochEnded, Event, ExceptionInfo, Exited, ExitStatus, Failed, Returned
+from nblaunch.events import EpochEnded, Event, ExceptionInfo, Exited, ExitStatus, Failed, HostMemory, Returned
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.nodes.peer_states import PeerStates
@@ -120,6 +120,24 @@ def test_the_end_of_an_epoch_is_emitted_once_however_often_it_is_sent() -> None:
         for count, epochs in enumerate(sent)
     ]
     assert emitted == [[first], [second], []]
+
+
+def test_memory_of_ranks_is_emitted_whenever_it_was_sampled_anew_and_before_their_end() -> None:
+    others = peers()
+    first, second, of_another = (
+        HostMemory(2, 1.0, 10**8),
+        HostMemory(2, 2.0, 10**9),
+        HostMemory(4, 1.0, 10**8),
+    )
+    sent = [
+        summary(host_memory=(first, of_another)),
+        summary(host_memory=(first,)),
+        summary(host_memory=(second,), returned={2: Returned(2, 3.0)}),
+    ]
+    emitted = [
+        others.update([heartbeat("b", count, summary=one)], 101.0)[0] for count, one in enumerate(sent)
+    ]
+    assert emitted == [[first], [], [second, Returned(2, 3.0)]]
 
 
 def test_a_node_reports_on_its_own_ranks_alone() -> None:

@@ -45,6 +45,7 @@ def test_they_train_together(pair: Pair, static: Settings) -> None:
     assert {str(value["weights"]) for value in values} == {str(outcome["model"]) for outcome in outcomes}
     for launch in launches:
         assert rows(launch) == dict.fromkeys(range(3), "done")
+        assert len(re.findall(r"^ *\d  done .* MB *$", launch.output, re.MULTILINE)) == 3, launch.output
     # The means of the epoch are those of all ranks, on both.
     here, there = (
         re.findall(r"^ *epoch .*training loss.*\n *1 +(\d\S+)", launch.output, re.MULTILINE)

@@ -71,7 +71,7 @@ def test_runs_and_does_what_it_says(path: Path, profile: str) -> None:
     notebook = executed(
         path, SMALL.get(path.stem, ""), f"{CHECKS[path.stem]}\n{_VERSIONS}", kernel_name=profile
     )
-    versions = notebook.cells.pop().outputs[0].text
+    versions = "".join(output.text for output in notebook.cells.pop().outputs)  # a busy kernel sends it in pieces
     assert versions.startswith("6.17.1 7.34.0 7.7.") == (profile == "colab")
     copy = ARTIFACTS / profile / path.name
     copy.parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,31 @@ def test_an_error_fails_the_cell_at_its_own_line(shared: Kernel) -> None:
     assert "rank 1" in cell.error.text
 
 
+def test_lines_are_counted_from_the_magic(shared: Kernel) -> None:
+    cell = shared.run("%%ranks\n\n\n1 / 0", raises="ZeroDivisionError")
+    assert cell.error is not None
+    assert "----> 4 1 / 0" in cell.error.text
+    cell = shared.run("%%ranks\nx = 1\nno syntax", raises="SyntaxError")
+    assert cell.error is not None
+    assert "line 3\n" in cell.error.text
+    assert "    no syntax" in cell.error.text
+
+
+def test_bars_magics_and_shell_commands_work_as_in_a_cell(shared: Kernel) -> None:
+    cell = shared.run(
+        "%%ranks 1\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(3)): pass\n%time pass\n!echo $RANK"
+    )
+    assert "3/3" in cell.stdout
+    assert "Wall time" in cell.stdout
+    assert "[1] 1\n" in cell.stdout
+    assert shared.run("%history -l 1").stdout.startswith("%%ranks 1\nfrom tqdm")
+
+
+def test_help_is_shown_in_the_cell(shared: Kernel) -> None:
+    cell = shared.run("%%ranks 1\nrank?")
+    assert [one.data["text/plain"].splitlines()[0].split()[-1] for one in cell.displays] == ["int"]
+
+
 def test_rich_values_are_shown_as_such(shared: Kernel) -> None:
     cell = shared.run("%%ranks\nfrom IPython.display import HTML\nHTML('<b>bold</b>')")
     assert [display.data["text/html"] for display in cell.displays] == ["<b>bold</b>"]

@@ -58,6 +58,114 @@ def test_all_that_a_command_prints_is_in_its_cell(shared: Kernel) -> None:
     assert shared.run("_ = session.execute('print(\"next\")')").stdout == "[0-3] next\n"
 
 
+DISPLAYS = """
+from IPython.display import HTML, display
+display(HTML('<b>bold</b>'))
+"""
+
+
+def test_all_that_a_command_displays_is_in_its_cell(kernel: Kernel) -> None:
+    kernel.run(
+        """
+import time
+from nblaunch import Session
+from nblaunch.launcher.supervisor import Supervisor
+receive = Supervisor._receive
+def receive_late(supervisor, rank):
+    time.sleep(0.2)  # as on a busy machine
+    return receive(supervisor, rank)
+Supervisor._receive = receive_late
+session = Session(2)
+"""
+    )
+    cell = kernel.run(f"_ = session.execute({DISPLAYS!r})")
+    assert [one.data["text/html"] for one in cell.displays] == ["<b>bold</b>"] * 2
+    kernel.run("session.close()")
+
+
+def test_a_display_of_one_command_is_updated_by_another(shared: Kernel) -> None:
+    kept = "from IPython.display import display\nhandle = display(os.environ['RANK'], display_id='shown')"
+    cell = shared.run(f"_ = session.ranks(0, 1).execute({kept!r})")
+    assert {one.display_id for one in cell.displays} == {"shown", "shown-rank1"}
+    after = shared.run("_ = session.ranks(1).execute('handle.update(7)')")
+    [update] = after.contents("update_display_data")
+    assert update["transient"]["display_id"] == "shown-rank1"
+
+
+def test_the_rows_of_a_long_command_show_that_it_has_ended_well(shared: Kernel) -> None:
+    shared.run("from nblaunch.session import output\noutput._LONG_S = 0.0")
+    cell = shared.run("_ = session.execute('import time; time.sleep(0.3)')")
+    assert "failed" not in str(cell.displays[0].data)
+    assert "done" in str(cell.displays[0].data)
+    shared.run("output._LONG_S = 2.0")
+
+
+def test_a_command_may_close_its_output(kernel: Kernel) -> None:
+    kernel.run("import os\nfrom nblaunch import Session\nsession = Session(1)")
+    kernel.run("session.execute('os.close(1)')")
+    assert kernel.run("session.execute('7')[0]").value == 7
+    kernel.run("session.close()")
+
+
+def test_errors_show_the_lines_of_their_commands(shared: Kernel) -> None:
+    shared.run("session.execute('def fail():\\n    raise KeyError(7)')")
+    cell = shared.run("session.execute('fail()')", raises="KeyError")
+    assert cell.error is not None
+    assert "raise KeyError(7)" in cell.error.text
+    assert "----> 1 fail()" in cell.error.text
+
+
+def test_ranks_that_can_not_be_forked_have_no_variables_and_the_cell_says_why(shared: Kernel) -> None:
+    shared.run("session.execute('torch.distributed.barrier()')")
+    cell = shared.run("with Session(1) as other: 'base' in other.execute('dir()')[0]")
+    assert "no variables of the notebook" in cell.stdout
+    assert "another job of this process is running" in cell.stdout
+
+
+def test_a_command_of_another_thread_is_refused_and_disturbs_nothing(shared: Kernel) -> None:
+    shared.run("import threading, traceback\nfrom nblaunch.session import output\noutput._LONG_S = 0.0")
+    cell = shared.run(
+        """
+def other():
+    for start in (lambda: session.execute('1'), lambda: session.run(os.getpid)):
+        try:
+            start()
+        except RuntimeError as error:
+            print('refused:', error)
+
+thread = threading.Thread(target=other)
+threading.Timer(0.2, thread.start).start()
+_ = session.execute('import time; time.sleep(1.5); print("the end")')
+thread.join()
+"""
+    )
+    assert cell.stdout.count("refused: the session is running another command") == 2
+    assert "the end" in cell.stdout
+    assert len(cell.displays) == 1
+    assert "done" in str(cell.displays[0].data)
+    shared.run("output._LONG_S = 2.0")
+
+
+def test_a_session_may_be_closed_while_a_command_runs(kernel: Kernel) -> None:
+    kernel.run("import threading\nfrom nblaunch import Session\nsession = Session(2)")
+    cell = kernel.run(
+        "threading.Timer(0.5, session.close).start()\nsession.execute('import time; time.sleep(1000)')",
+        raises="JobCancelled",
+    )
+    assert cell.error is not None
+    assert "close()" in cell.error.value
+    assert kernel.processes() == []
+    assert kernel.run("session.restart()\nsession.execute('1')").result == "[0-1] 1"
+    kernel.run("session.close()")
+
+
+def test_figures_are_shown_without_asking(shared: Kernel) -> None:
+    cell = shared.run(
+        "_ = session.ranks(0, 2).execute('import matplotlib.pyplot as plt\\n_ = plt.plot([1, 2])')"
+    )
+    assert sum("image/png" in one.data for one in cell.displays) == 2
+
+
 def test_a_process_group_is_up_and_survives_a_failed_command(shared: Kernel) -> None:
     reduce = "x = torch.ones(2); torch.distributed.all_reduce(x); x.sum().item()"
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
@@ -175,7 +283,7 @@ def test_a_collective_that_a_rank_never_enters_is_reported_and_left(kernel: Kern
     kernel.run("session.execute('import torch; torch.distributed.barrier()')")
     waits = "kept = 1\nif torch.distributed.get_rank() > 0:\n    torch.distributed.all_reduce(torch.ones(1))"
     cell = kernel.submit(f"session.execute({waits!r})")
-    cell.wait_for(lambda cell: any("no progress for 1 s" in str(one.data) for one in cell.displays))
+    cell.wait_for(lambda cell: any("no progress for" in str(one.data) for one in cell.displays))
     shown = str(cell.displays[0].data)
     assert "all_reduce" in shown
     assert "rank 0 returned already" in shown
@@ -263,6 +371,7 @@ def test_the_death_of_a_rank_is_named_and_a_restart_begins_anew(kernel: Kernel) 
     assert cell.error is not None
     assert "SIGKILL" in cell.error.value
     assert kernel.run("session.is_running").result == "False"
+    assert kernel.run("session.status()").result == "[0-1] 'ended'"
     assert kernel.run("session.execute('1')", raises="LaunchError").error is not None
     kernel.run("base = 50; session.restart()")
     assert kernel.run("session['base']").result == "[0-1] 50"

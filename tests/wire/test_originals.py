@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.engines.fork import pause_pools
+from nblaunch.start_methods.fork import pause_pools
 from nblaunch.wire import outbox, payload
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.originals import Originals, Unchanged
@@ -116,7 +116,7 @@ def sent(module: nn.Module, originals: Originals) -> set[str]:
     """Names of the tensors that go into an outbox; the others are marked as unchanged, and have their shape."""
     state = module.state_dict()
     fd = create_memory_file("test")
-    at, _, lost = outbox.Outbox(fd).put_weights(0, state, originals.equality_tests(0, state))
+    at, _, lost = outbox.Outbox(fd).put_state(0, state, originals.equality_tests(0, state))
     arrived = payload.load(fd, at)
     os.close(fd)
     assert not lost

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nblaunch.events import WeightsSent
+from nblaunch.events import StateSent
 from nblaunch.wire import outbox, payload
 from nblaunch.wire.board import create_memory_file
 
@@ -190,10 +190,10 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
     assert location.unpicklable[0].startswith("result['bad'][0] (TypeError: ")
     sent = {}
     for place, state in weights.items():
-        at, end, lost = box.put_weights(place, state, {})
-        sent[place] = WeightsSent(0, 1.0, path=place, at=at, end=end, lost=lost)
+        at, end, lost = box.put_state(place, state, {})
+        sent[place] = StateSent(0, 1.0, path=place, at=at, end=end, lost=lost)
     assert sent[2].lost.startswith("args[2].state_dict()['extra'] (TypeError: ")
-    sent[4] = WeightsSent(0, 1.0, path=4, error="MemoryError: ")
+    sent[4] = StateSent(0, 1.0, path=4, error="MemoryError: ")
     result = outbox.read(file, location, sent)
     assert result.value["fine"] == 1
     assert result.value["bad"][0].why.startswith("TypeError")
@@ -214,12 +214,12 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MB, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            box.put_weights(0, {"small": torch.ones(MB // 8), "large": torch.ones(MB)}, {})
+            box.put_state(0, {"small": torch.ones(MB // 8), "large": torch.ones(MB)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.fstat(file).st_size < size + 100
-    at, end, _ = box.put_weights(0, {"small": torch.full((MB // 8,), 3.0)}, {})
-    result = outbox.read(file, location, {0: WeightsSent(0, 1.0, at=at, end=end)})
+    at, end, _ = box.put_state(0, {"small": torch.full((MB // 8,), 3.0)}, {})
+    result = outbox.read(file, location, {0: StateSent(0, 1.0, at=at, end=end)})
     assert result.value["loss"].sum() == 1000
     assert result.weights[0]["small"].unique().tolist() == [3.0]
 
@@ -228,9 +228,9 @@ def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:
     """It died at it, maybe because there was none left."""
     box = outbox.Outbox(file)
     location = box.put_value("value")
-    at, end, _ = box.put_weights(0, {"w": torch.full((MB,), 2.0)}, {})
-    box.put_weights(1, {"w": torch.ones(4 * MB)}, {})
-    result = outbox.read(file, location, {0: WeightsSent(0, 1.0, path=0, at=at, end=end)})
+    at, end, _ = box.put_state(0, {"w": torch.full((MB,), 2.0)}, {})
+    box.put_state(1, {"w": torch.ones(4 * MB)}, {})
+    result = outbox.read(file, location, {0: StateSent(0, 1.0, path=0, at=at, end=end)})
     assert os.fstat(file).st_size == end
     assert (result.value, result.weights[0]["w"].unique().tolist()) == ("value", [2.0])
     assert outbox.read(file, location, {}).value == "value"

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import bdb
 import gc
 import os
 import socket
 import sys
 import threading
 
+import pytest
+
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import Debug, Line, Prompted, Resumed
 from nblaunch.worker.debugger import Debugger
 
 
-def test_lines_for_a_pdb_that_has_ended_are_not_read_by_the_next() -> None:
-    assert _num_prompts_of_a_breakpoint_after_an_open_pdb() == 1
+@pytest.mark.parametrize("lines", [[], ["b {}:{}", "commands"]], ids=["command", "commands"])
+def test_an_open_pdb_is_ended_and_its_lines_are_not_read_by_the_next(lines: list[str]) -> None:
+    """Also one that waits for the commands of a breakpoint, as it does for the rest of a statement."""
+    line = _prompts_of_a_breakpoint_after_an_open_pdb.__code__.co_firstlineno + 2
+    try:
+        prompts = _prompts_of_a_breakpoint_after_an_open_pdb([one.format(__file__, line) for one in lines])
+    finally:
+        bdb.Breakpoint.clearBreakpoints()
     gc.collect()  # pdb refers to frames, which refer to the connections
+    assert prompts == ["(Pdb) ", *(["(Pdb) ", "(com) "] if lines else []), "(Pdb) "]
 
 
-def _num_prompts_of_a_breakpoint_after_an_open_pdb() -> int:
-    """Return how often a breakpoint asks that is reached after a pdb that was ended several times over."""
+def _prompts_of_a_breakpoint_after_an_open_pdb(lines: list[str]) -> list[str]:
+    """Return the prompts of a pdb that gets these lines and is then ended, and of a breakpoint after it."""
     ends = socket.socketpair()
     own, other = (CommandConnection(os.dup(end.fileno())) for end in ends)
     debugger = Debugger(0, own)
@@ -29,19 +39,22 @@ def _num_prompts_of_a_breakpoint_after_an_open_pdb() -> int:
     except ValueError as error:
         debugger.end_command(error)
     other.send(Debug())
-    assert isinstance(other.receive()[0], Prompted)
+    received = [other.receive()[0]]
+    for line in lines:
+        other.send(Line(text=line))
+        received.append(other.receive()[0])
     for _ in range(3):  # each ends a pdb that is open still, as it is until its thread runs again
         debugger.begin_command()
     # In a thread: pdb leaves its trace function in the outermost frame.
     worker = threading.Thread(target=lambda: debugger.stop_at(sys._getframe()), daemon=True)
     worker.start()
-    received: list[object] = []
     while sum(isinstance(one, Resumed) for one in received) < 2:  # of the pdb before, and of this one
         received.append(other.receive()[0])
         if isinstance(received[-1], Prompted):
             other.send(Line(text="c"))
-    worker.join()
     ends[0].shutdown(socket.SHUT_RDWR)  # ends the debugger's thread
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join()
     for end in ends:
         end.close()
-    return sum(isinstance(one, Prompted) for one in received)
+    return [one.prompt for one in received if isinstance(one, Prompted)]

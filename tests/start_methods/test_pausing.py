@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.engines import fork
+from nblaunch.start_methods import fork
 
 # A parallel operation, a fork, and a parallel operation in the child, which must end by itself.
 FORK = """
 import os, signal, sys
-from nblaunch.engines.fork import pause_pools
+from nblaunch.start_methods.fork import pause_pools
 assert pause_pools()  # nothing to pause yet: that libraries have been loaded since is noticed below
 import torch
 torch.set_num_threads(2)
@@ -41,7 +41,7 @@ def test_children_of_a_paused_process_use_their_threads() -> None:
 
 
 def test_a_process_without_openmp_needs_no_pause() -> None:
-    program = "from nblaunch.engines.fork import pause_pools; assert pause_pools() is True"
+    program = "from nblaunch.start_methods.fork import pause_pools; assert pause_pools() is True"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

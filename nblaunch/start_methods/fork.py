@@ -32,17 +32,17 @@ from typing import Any, ClassVar
 
 from nblaunch import backends
 from nblaunch.backends.base import Backend
-from nblaunch.engines.base import Engine, WorkerGroup
-from nblaunch.engines.children import Children, kill_and_reap
-from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
+from nblaunch.start_methods.base import StartMethod, WorkerGroup
+from nblaunch.start_methods.children import Children, kill_and_reap
+from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, process_control
 
 
-class ForkEngine(Engine):
+class Fork(StartMethod):
     """Forks from the calling thread: the main one, while no other code of the user can run."""
 
     name = "fork"

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from nblaunch import backends
-from nblaunch.engines.saved_call import SavedCall, present_folder
 from nblaunch.errors import LaunchError
+from nblaunch.host import descriptors
+from nblaunch.start_methods.saved_call import SavedCall, present_folder
 from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment, Boot, capture_sources
 from nblaunch.wire.board import create_memory_file
@@ -25,7 +26,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(
 def start_interpreter(
     assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that runs ``engines/interpreter_main.py`` for the given assignments.
+    """Start a Python process that runs ``start_methods/interpreter_main.py`` for the given assignments.
 
     Safe in any thread, whatever the others are doing: nothing of this process runs in the new one.
 
@@ -41,6 +42,7 @@ def start_interpreter(
         has_shell="IPython.core.interactiveshell" in sys.modules,
         sources=capture_sources(),
         random_states=call.random_states,
+        argv=tuple(sys.argv),
         log_path=assignments[0].log_path + ".forkserver",
     )
     inherited = {call.fd, assignments[0].board_fd}
@@ -49,7 +51,7 @@ def start_interpreter(
         inherited.add(report_fd)
     try:
         return start_program(
-            "nblaunch.engines.interpreter_main",
+            "nblaunch.start_methods.interpreter_main",
             boot,
             [call.fd],
             inherited,
@@ -99,7 +101,7 @@ def start_program(
         os.lseek(message_fd, 0, os.SEEK_SET)
         program = _PROGRAM.format(path=list(sys.path if path is None else path), module=module)
         # Or an interrupt would print the traceback of an unfinished import into the cell.
-        with process_control.signals_blocked():
+        with process_control.signals_blocked(), descriptors.forks_held_back():
             return subprocess.Popen(
                 [sys.executable, "-c", program, *map(str, (message_fd, *further_fds))],
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What every way to start workers must do, whatever it is: engines and their groups."""
+"""What every way to start workers must do, whatever it is: start methods and their groups."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from nblaunch import engines
-from nblaunch.engines.base import Engine, WorkerGroup
+from nblaunch import start_methods
 from nblaunch.errors import LaunchError, PayloadError
 from nblaunch.events import ExitStatus, Returned, Started
+from nblaunch.start_methods.base import StartMethod, WorkerGroup
 from nblaunch.topology import Topology
 from nblaunch.wire import outbox
 from nblaunch.wire.assignment import Assignment
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Stage:
-    """Everything that an engine needs to be given, and what came of it."""
+    """Everything that a start method needs to be given, and what came of it."""
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        self.engine = engine
+    def __init__(self, method: StartMethod, folder: Path) -> None:
+        self.method = method
         self.folder = folder
         self.stack = ExitStack()
         self.board = Board.create(NUM)
@@ -74,7 +74,7 @@ class Stage:
 
     def start(self, function: Callable[..., Any], *args: Any) -> WorkerGroup:
         try:
-            group = self.engine.start((function, args), self.assignments, self.board)
+            group = self.method.start((function, args), self.assignments, self.board)
         finally:
             for fd in self.worker_ends:
                 os.close(fd)
@@ -117,7 +117,7 @@ class Stage:
 
 @pytest.fixture(params=["fork", "forkserver", "spawn"])
 def stage(request: pytest.FixtureRequest, tmp_path: Path, nothing_left_behind: None) -> Iterator[Stage]:
-    stage = Stage(engines.find(request.param), tmp_path)
+    stage = Stage(start_methods.find(request.param), tmp_path)
     with stage.stack:
         yield stage
     for fd in stage.worker_ends:
@@ -224,7 +224,7 @@ def test_a_call_that_cannot_be_sent_is_refused_by_name(stage: Stage) -> None:
     def train() -> bool:
         return gate.locked()
 
-    if stage.engine.name == "fork":
+    if stage.method.name == "fork":
         stage.run(stage.start(train))
         assert stage.values() == [False, False]
     else:
@@ -233,7 +233,7 @@ def test_a_call_that_cannot_be_sent_is_refused_by_name(stage: Stage) -> None:
 
 
 def test_a_refused_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    if stage.engine.name != "forkserver":
+    if stage.method.name != "forkserver":
         pytest.skip("makes no pipe of its own")
 
     def refuse() -> None:
@@ -247,7 +247,7 @@ def test_a_refused_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: py
 
 
 def test_a_refused_process_leaves_none_of_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    if stage.engine.name == "forkserver":
+    if stage.method.name == "forkserver":
         pytest.skip("its workers start in another process")
     fork, popen, started = os.fork, subprocess.Popen, []
 

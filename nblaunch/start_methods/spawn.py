@@ -5,15 +5,15 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
-from nblaunch.engines.base import Engine, WorkerGroup
-from nblaunch.engines.children import Children, kill_and_reap
-from nblaunch.engines.interpreter import start_interpreter
-from nblaunch.engines.saved_call import SavedCall, saved_or_now
+from nblaunch.start_methods.base import StartMethod, WorkerGroup
+from nblaunch.start_methods.children import Children, kill_and_reap
+from nblaunch.start_methods.interpreter import start_interpreter
+from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 
-class SpawnEngine(Engine):
+class Spawn(StartMethod):
     """Starts every worker as a new Python process."""
 
     name = "spawn"

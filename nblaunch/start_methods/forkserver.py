@@ -11,19 +11,19 @@ import os
 import signal
 from collections.abc import Sequence
 
-from nblaunch.engines.base import Engine, WorkerGroup
-from nblaunch.engines.children import kill_and_reap, open_pidfd, reap_with_group, signal_group
-from nblaunch.engines.interpreter import start_interpreter
-from nblaunch.engines.interpreter_main import REPORT, STARTED
-from nblaunch.engines.saved_call import SavedCall, saved_or_now
-from nblaunch.engines.spawn import disown
 from nblaunch.events import ExitStatus
 from nblaunch.host import descriptors
+from nblaunch.start_methods.base import StartMethod, WorkerGroup
+from nblaunch.start_methods.children import kill_and_reap, open_pidfd, reap_with_group, signal_group
+from nblaunch.start_methods.interpreter import start_interpreter
+from nblaunch.start_methods.interpreter_main import REPORT, STARTED
+from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
+from nblaunch.start_methods.spawn import disown
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 
-class ForkserverEngine(Engine):
+class Forkserver(StartMethod):
     """Starts one fresh process that loads the call and forks the workers."""
 
     name = "forkserver"

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from nblaunch.engines import fork
+from nblaunch.start_methods import fork
 
 
 @pytest.mark.parametrize("num_before", [0, 375])

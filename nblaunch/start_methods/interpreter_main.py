@@ -14,19 +14,20 @@ import os
 import pickle
 import signal
 import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from nblaunch import backends, env
-from nblaunch.engines.children import Children, signal_group
-from nblaunch.engines.fork import fork_workers
-from nblaunch.engines.saved_call import SavedCall
-from nblaunch.engines.spawn import spawn_workers
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed, Note
 from nblaunch.host import descendants
 from nblaunch.host.descriptors import wait_until_readable
+from nblaunch.start_methods.children import Children, signal_group
+from nblaunch.start_methods.fork import fork_workers
+from nblaunch.start_methods.saved_call import SavedCall
+from nblaunch.start_methods.spawn import spawn_workers
 from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import Boot, FunctionCall, restore_random_states, restore_sources
 from nblaunch.wire.board import Board
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     boot_fd, call_fd = (int(argument) for argument in arguments)
     with os.fdopen(boot_fd, "rb") as file:
         boot: Boot = pickle.load(file)
+    sys.argv[:] = boot.argv
     restore_sources(boot.sources)
     if boot.report_fd < 0:
         _ensure_shell(boot)  # first: it is connected to the launcher before the call is loaded

@@ -1,4 +1,4 @@
-"""What is kept of a failure for the debugger, until it is released.
+"""Failures that are kept for the debugger, until they are released.
 
 a rank raises ──> the job has failed, its error is raised, its workers stay ── inspect, compare, pdb
                   the next launch, release(), 30 minutes, or the end of this process ──> they end
@@ -20,7 +20,7 @@ KEPT_S = 1800.0
 """How long workers are kept at most."""
 
 
-class Kept(ABC):
+class KeptFailure(ABC):
     """A failure that the debugger can look into.
 
     Args:
@@ -71,7 +71,7 @@ class Kept(ABC):
         """Do what :meth:`release` does, once."""
 
 
-class KeptWorkers(Kept):
+class KeptWorkers(KeptFailure):
     """The workers of a failed job.
 
     Args:
@@ -94,13 +94,13 @@ class KeptWorkers(Kept):
         self._supervisor.end_kept()
 
 
-_all: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+_all: weakref.WeakValueDictionary[int, KeptFailure] = weakref.WeakValueDictionary()
 """In the order in which they came."""
 
 _numbers = itertools.count()
 
 
-def latest() -> Kept | None:
+def latest() -> KeptFailure | None:
     """Return what was kept last and has not been released."""
     kept = [one for one in list(_all.values()) if not one.is_released]
     return kept[-1] if kept else None

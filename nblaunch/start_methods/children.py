@@ -7,9 +7,9 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 
-from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
 from nblaunch.events import ExitStatus
 from nblaunch.host import descriptors
+from nblaunch.start_methods.base import KILL_PATIENCE_S, WorkerGroup
 
 _REAP_INTERVAL_S = 0.002
 

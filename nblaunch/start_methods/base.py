@@ -1,7 +1,7 @@
-"""How workers come to be: an :class:`Engine` starts them and gives a :class:`WorkerGroup` to watch them by.
+"""How workers come to be: a :class:`StartMethod` starts them and gives a :class:`WorkerGroup` to watch them by.
 
-An engine knows nothing of events, logs or results; a group knows nothing but processes. Each engine is one file of
-this folder.
+A start method knows nothing of events, logs or results; a group knows nothing but processes. Each method is one
+file of this folder.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from nblaunch.engines.saved_call import SavedCall
 from nblaunch.events import ExitStatus
+from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
@@ -56,7 +56,7 @@ class WorkerGroup(ABC):
         """
 
 
-class Engine(ABC):
+class StartMethod(ABC):
     """One way to start workers."""
 
     name: str

@@ -1,0 +1,57 @@
+"""A launch on a Linux that lacks what macOS lacks. What it decides there: ``tests/backends/test_other_gpus.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import pathlib, signal, sys
+import torch
+from nblaunch import Accelerator, last_job, notebook_launcher
+
+def train(model):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    return accelerator.reduce(torch.ones(1), "sum").item()
+
+def wait():
+    pipe = open(sys.argv[1], "w")
+    print("up", file=pipe, flush=True)
+    signal.pause()
+
+if __name__ == "__main__":
+    pipe = open(sys.argv[1], "w")
+    assert sys.platform == "darwin" and not pathlib.Path("/proc").exists()
+    model = torch.nn.Linear(4, 1)
+    before = model.weight.clone()
+    assert notebook_launcher(train, (model,), 2, return_all=True) == [2.0, 2.0]
+    assert last_job().plan.start_method == "spawn"
+    assert not torch.equal(model.weight, before)
+    notebook_launcher(wait, (), 2)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
+    """Results and weights come back, and no worker outlives its launcher, which the guardian alone sees to there."""
+    script, pipe = tmp_path / "launch.py", tmp_path / "pipe"
+    script.write_text(PROGRAM)
+    os.mkfifo(pipe)
+    paths = [str(Path(__file__).parent / "mac"), str(Path(__file__).parents[2])]
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), str(pipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
+    )  # fmt: skip
+    with launcher, pipe.open() as workers:
+        up = [workers.readline(), workers.readline()]  # empty where the program has ended
+        launcher.kill()
+        output = launcher.communicate()[0]
+        assert up == ["up\n"] * 2, output
+        assert workers.read() == ""  # which returns when no worker has the pipe open any more
