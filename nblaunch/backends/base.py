@@ -1,6 +1,6 @@
 """The interface of a device family: :class:`Backend`.
 
-A backend holds all that depends on the device and nothing that depends on how a model is spread over processes. It
+A backend holds all that depends on the device and nothing that depends on the strategy. It
 has two halves. The *launcher's half* is called in the user's kernel and must never create a device context there:
 a context in the kernel is what makes fork impossible. The *worker's half* runs in the process that computes.
 
@@ -235,7 +235,7 @@ class Backend(ABC):
         return 0
 
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
-        """Cut ``tensor`` along ``dimension`` over the devices that this process drives as one, each holding a part.
+        """Shard ``tensor`` along ``dimension`` over the devices that this process drives as one.
 
         In place: for the process it stays one tensor, that of the global shape.
         """

@@ -75,6 +75,7 @@ class _Phase:
     optimizers: set[OptimizerStep] = field(default_factory=set)
     num_steps: int = 0
     num_reading_steps: int = 0
+    num_late_reads: int = 0
     num_graphs: int = 0
     compile_s: float = 0.0
     is_reported: bool = False
@@ -110,6 +111,7 @@ class CompileWatch:
         self._before = self._first = read()
         self._open: tuple[str, str] | None = None
         self._marks: set[Hashable] = set()
+        self._cut: Counters | None = None
         self._reported: set[str] = set()
 
     def begin_step(self, phase: str, batch: Any) -> None:
@@ -117,6 +119,7 @@ class CompileWatch:
         self.end_step()
         self._before = self._read()
         self._marks.clear()
+        self._cut = None
         shapes = describe(batch)
         known = self._phases.setdefault(phase, _Phase())
         known.num_steps += 1
@@ -127,6 +130,10 @@ class CompileWatch:
     def mark(self, kind: Hashable) -> None:
         """Mark the current step, if there is one: steps with other marks are of another kind."""
         self._marks.add(kind)
+
+    def cut(self) -> None:
+        """Handle the end of the step's program: what is computed and read after it is one of its own."""
+        self._cut = self._read()
 
     def leave(self) -> None:
         """Forget the current step: its loop was left in the middle."""
@@ -149,13 +156,13 @@ class CompileWatch:
             total, total_s = now.num_graphs - self._first.num_graphs, now.compile_s - self._first.compile_s
             self._fact("compilations", f"{formatting.count(total, 'graph')} compiled in {total_s:.1f} s")
         num_reads = now.num_reads - self._before.num_reads
-        self._check_graphs(
-            phase,
-            kind,
-            num_graphs,
-            now.compile_s - self._before.compile_s,
-            num_reads > known.reads.get(kind, 0),
-        )
+        has_read = num_reads > known.reads.get(kind, 0)
+        if has_read and self._cut is not None and self._cut.num_graphs == self._before.num_graphs:
+            known.num_late_reads += bool(num_graphs)
+            has_read = False
+            if known.num_late_reads <= WARM_UP_STEPS:
+                num_graphs = 0  # as recommended: a value that is read at times has a program of its own
+        self._check_graphs(phase, kind, num_graphs, now.compile_s - self._before.compile_s, has_read)
         known.reads[kind] = num_reads
         known.optimizers |= {mark for mark in marks if isinstance(mark, OptimizerStep)}
         num_scalars = now.num_scalars - self._before.num_scalars

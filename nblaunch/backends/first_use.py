@@ -62,7 +62,11 @@ XLA_INITIALISERS = re.compile(
     r"is_master_ordinal|process_index\(|is_bf16_supported|mark_step|torch_xla\.sync|wait_device_ops|rendezvous\(|"
     r"torch_xla\.manual_seed|metrics_report|start_server|xla://|device=.?.xla|\.to\(.?.xla|xmp\.spawn|Accelerator\("
 )
-_SETS_XLA_DEVICE = re.compile("PJRT_DEVICE")
+# What sets PJRT_DEVICE, or has torch_xla do so; a question for its value is no wish.
+_SETS_XLA_DEVICE = re.compile(
+    r"""PJRT_DEVICE['"](\]\s*=(?!=)|\s*:)|PJRT_DEVICE\s*=\s*['"]?\w|env\s+PJRT_DEVICE\s+\S|"""
+    r"""(setdefault|putenv|setenv)\(\s*['"]PJRT_DEVICE|set_device_type\("""
+)
 _TIMEOUT_S = 20.0
 _GOOD = b"+"
 
@@ -216,7 +220,7 @@ def wanted_xla_device() -> str:
     """Return PJRT_DEVICE as the user set it; empty where it is unset, or what the import of torch_xla made of it.
 
     The import sets it to CPU where it sees no TPU, which is neither a wish nor, in a container that hides the PCI bus,
-    the truth. A cell with the variable's name is taken for one that sets it.
+    the truth. A line of a cell that sets it is found in the notebook's history.
     """
     value: str = env.read("PJRT_DEVICE") or ""
     if _is_default_of_torch_xla and not _guess_cell(_SETS_XLA_DEVICE):

@@ -115,6 +115,7 @@ class XlaBackend(Backend):
         self._seed: int | None = None
         self._spmd = SpmdDevices()
         self._watch: CompileWatch | None = None
+        self._has_reported_worlds = False
         self._note: Callable[[str], None] = _discard
         self._fact: Callable[[str, str], None] = _discard
 
@@ -237,10 +238,14 @@ class XlaBackend(Backend):
         memory.tune_allocator()
         packages.when_imported(_LOADERS, _read_prepared_loaders_directly)
         if topology.world_size > 1:
+            xla_world.refuse_spawn(topology)
             if xla_runtime.kind() == "TPU":
                 xla_world.join_at_first_use(topology)
             else:
-                atexit.register(self._report_lone_worlds, topology)
+                xla_world.watch_collectives(
+                    lambda name: self._report_lone_worlds(topology, f"xm.{name} exchanges nothing")
+                )
+            atexit.register(self._report_what_stayed_apart, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
             # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
@@ -248,16 +253,25 @@ class XlaBackend(Backend):
             xla_runtime.package()
             xla_runtime.part("runtime").initialize_cache(folder)
 
-    def _report_lone_worlds(self, topology: Topology) -> None:
-        """Report at the end of a worker that it computed alone, though the job has several ranks."""
-        import torch.distributed as dist
-
-        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if topology.rank == 0 and is_alone and first_use.is_xla_initialised():
+    def _report_what_stayed_apart(self, topology: Topology) -> None:
+        """Report at the end of a worker what it has computed alone, though the job has several ranks."""
+        if not first_use.is_xla_initialised():
+            return
+        if not process_group.unites("xla"):
+            if xla_runtime.kind() == "CPU":
+                self._report_lone_worlds(topology, "nothing was reduced")
+        elif xla_world.has_exchanged_copies() and topology.rank == 0:
             self._note(
-                f"{topology.world_size} workers were as many worlds of one process: the function used torch_xla "
-                "without joining the others, and nothing was reduced between them. On the CPU torch_xla has no "
-                "collectives across processes; nblaunch's Accelerator has"
+                "a collective of torch.distributed was given tensors of the XLA device, for a group of gloo: that "
+                "exchanges copies of them, and they stay as they were. Pass tensor.cpu(), or use nblaunch's Accelerator"
+            )
+
+    def _report_lone_worlds(self, topology: Topology, what: str) -> None:
+        if not self._has_reported_worlds and topology.rank == 0:
+            self._has_reported_worlds = True
+            self._note(
+                f"to torch_xla {topology.world_size} workers are as many worlds of one process, since on the CPU it "
+                f"has no collectives across processes: {what} between them. nblaunch's Accelerator has them there too"
             )
 
     def enable_spmd(self) -> None:
@@ -375,7 +389,7 @@ class XlaBackend(Backend):
             self._watch.begin_step(phase, batch)
 
     def end_step(self) -> None:
-        self.step_boundary()
+        self._sync()
         if self._watch is not None:
             self._watch.end_step()
 
@@ -384,7 +398,7 @@ class XlaBackend(Backend):
             self._watch.mark(kind)
 
     def end_loop(self) -> None:
-        self.step_boundary()
+        self._sync()
         if self._watch is not None:
             self._watch.end_loop()
 
@@ -393,6 +407,11 @@ class XlaBackend(Backend):
             self._watch.leave()
 
     def step_boundary(self) -> None:
+        self._sync()
+        if self._watch is not None:
+            self._watch.cut()
+
+    def _sync(self) -> None:
         if self._device is not None:
             xla_runtime.package().sync()
 

@@ -1,7 +1,7 @@
 """The world that torch_xla itself sees in a worker, for functions that use it without nblaunch's Accelerator.
 
 torch_xla knows the other processes only once it was initialised as its own launcher does it. Otherwise each worker is a
-world of one process: ``xr.world_size()`` is 1, and ``xm.optimizer_step`` reduces nothing.
+world of one process: ``xr.world_size()`` is 1, and ``xm.optimizer_step`` reduces nothing. On the CPU it always is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.backends import xla_runtime
 from nblaunch.topology import Topology
 
@@ -23,6 +24,19 @@ _ENTRIES = (
     "_xla_get_num_processes",
     "_xla_get_process_index",
     "_xla_num_devices",
+)
+
+# Of its module xla_model. A process group of torch_xla calls them, too, and so do other frameworks.
+_COLLECTIVES = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast_master_param",
+    "collective_broadcast",
+    "collective_permute",
+    "mesh_reduce",
+    "reduce_gradients",
+    "reduce_scatter",
 )
 
 
@@ -47,3 +61,45 @@ def join_at_first_use(topology: Topology) -> None:
 
     for name, original in originals.items():
         setattr(extension, name, entry(original))
+
+
+def refuse_spawn(topology: Topology) -> None:
+    """Have torch_xla start no processes in this worker, each of which would be another world, or take others' chips."""
+
+    def spawn(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError(
+            f"xmp.spawn was called in a worker (rank {topology.rank} of {topology.world_size}), where nblaunch has "
+            "started one process per device. Call the function itself, or torch_xla.launch, which does so here"
+        )
+
+    packages.when_imported("torch_xla._internal.pjrt", lambda launcher: setattr(launcher, "spawn", spawn))
+
+
+def watch_collectives(report: Callable[[str], None]) -> None:
+    """Call ``report(name)`` when the function uses a collective of torch_xla, for the first time."""
+
+    def watch(model: Any) -> None:
+        originals = {name: getattr(model, name) for name in _COLLECTIVES}
+
+        def watched(name: str) -> Callable[..., Any]:
+            @functools.wraps(originals[name])
+            def collective(*arguments: Any, **options: Any) -> Any:
+                for one, original in originals.items():
+                    setattr(model, one, original)
+                report(name)
+                return originals[name](*arguments, **options)
+
+            return collective
+
+        for name in originals:
+            setattr(model, name, watched(name))
+
+    packages.when_imported("torch_xla.core.xla_model", watch)
+
+
+def has_exchanged_copies() -> bool:
+    """Return whether a collective of torch.distributed ran on copies of XLA tensors, which it then leaves as they are.
+
+    Torch has no kernel of it for them, and copies the arguments to the host, but not back.
+    """
+    return any(name.startswith("c10d::") for name in xla_runtime.part("debug.metrics").counter_names())

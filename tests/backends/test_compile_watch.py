@@ -179,6 +179,26 @@ def test_a_read_that_cuts_a_graph_is_named() -> None:
     )
 
 
+def test_what_is_computed_and_read_at_times_after_the_program_is_nothing_to_report() -> None:
+    device = Device()
+    for number in range(9):
+        device.step("training", (4,), int(number < 2), 1.0)
+        device.watch.cut()
+        device.count(int(number == 5), scalars=int(number in (5, 7)))
+    device.watch.end_loop()
+    assert device.notes == ["training: 2 graphs compiled in 2.0 s, for batches of 4"]
+
+
+def test_what_is_compiled_anew_at_every_such_read_is_named() -> None:
+    device = Device()
+    for number in range(20):
+        device.step("training", (4,), int(number < 2), 1.0)
+        device.watch.cut()
+        device.count(int(number % 4 == 3), 0.1, scalars=int(number % 4 == 3))
+    assert "something else in the loop changes from step to step" in device.notes[-1]
+    assert len(device.notes) == 2
+
+
 def test_reads_of_collectives_are_not_the_users() -> None:
     device = Device()
     for _ in range(6):

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,37 @@ def test_the_line_that_initialises_is_remembered(order: str, tmp_path: Path) -> 
 def test_a_way_to_count_that_the_user_chose_is_left_alone(tmp_path: Path) -> None:
     program = _INITIALISE.format(order="import nblaunch, torch")
     assert _run(program, tmp_path, PYTORCH_NVML_BASED_CUDA_CHECK="0")[1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_wish"),
+    [
+        ('os.environ["PJRT_DEVICE"] = "CPU"', True),
+        ("os.environ['PJRT_DEVICE']='CPU'", True),
+        ('os.environ.setdefault("PJRT_DEVICE", "CPU")', True),
+        ('os.environ.update(PJRT_DEVICE="CPU")', True),
+        ('os.environ |= {"PJRT_DEVICE": "CPU"}', True),
+        ("%env PJRT_DEVICE=CPU", True),
+        ("%set_env PJRT_DEVICE CPU", True),
+        ('xr.set_device_type("CPU")', True),
+        ("%env PJRT_DEVICE", False),
+        ('os.environ["PJRT_DEVICE"]', False),
+        ('assert os.environ["PJRT_DEVICE"] == "CPU"', False),
+        ('if os.environ["PJRT_DEVICE"]: print("set")', False),
+        ('print("PJRT_DEVICE:", os.environ.get("PJRT_DEVICE", "unset"))', False),
+        ("""print(f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}")""", False),
+        ("# PJRT_DEVICE=CPU", False),
+    ],
+)
+def test_what_sets_torch_xlas_device_differs_from_a_question_for_it(
+    monkeypatch: pytest.MonkeyPatch, line: str, is_wish: bool
+) -> None:
+    """torch_xla's import has set it; a cell that only looks at it must not make that a wish."""
+    shell = SimpleNamespace(user_ns={"In": ["", "import torch_xla", line]})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(first_use, "_is_default_of_torch_xla", True)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert first_use.wanted_xla_device() == ("CPU" if is_wish else "")
 
 
 @pytest.mark.parametrize(

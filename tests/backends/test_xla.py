@@ -17,6 +17,7 @@ from nblaunch.backends.xla import BACKEND
 from nblaunch.host import tpu
 from nblaunch.topology import Topology
 
+NUM_CHIPS = xla_runtime.num_chips
 TOPOLOGY = Topology(rank=1, local_rank=1, world_size=8, local_world_size=8, master_port=1)
 
 
@@ -103,6 +104,25 @@ def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert env["PJRT_DEVICE"] == "CPU"
     assert env["TPU_PROCESS_BOUNDS"] is None
     assert BACKEND.count_refusal(3) is None
+
+
+def test_torch_xlas_own_fallback_to_the_cpu_does_not_hide_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import sets PJRT_DEVICE=CPU where it sees no PCI devices, as in a container that shows /dev/accel* alone."""
+    theirs = ModuleType("torch_xla._internal.tpu")
+    theirs.num_available_chips = lambda: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    monkeypatch.setattr(xla_runtime, "num_chips", NUM_CHIPS)
+    monkeypatch.setattr(tpu, "chips", Counter)
+    monkeypatch.setattr(tpu, "device_files", lambda names_tpu: 8)
+    install(monkeypatch, "torch_xla")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr(first_use, "_is_default_of_torch_xla", True)
+    assert (BACKEND.affinity(), BACKEND.device_count(), BACKEND.device_noun) == (20, 8, "TPU chip")
+    assert BACKEND.launch_refusal() is None
+    assert BACKEND.worker_env(TOPOLOGY)["PJRT_DEVICE"] == "TPU"
+    monkeypatch.setattr(first_use, "_is_default_of_torch_xla", False)
+    assert BACKEND.device_noun == "CPU core", "what the user has set holds"
 
 
 def test_an_environment_without_its_chips_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

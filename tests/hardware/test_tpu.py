@@ -198,20 +198,27 @@ def test_one_process_drives_all_chips(tpu: Kernel, report: list[str]) -> None:
 
 
 def test_plain_torch_xla_sees_all_workers(tpu: Kernel, report: list[str]) -> None:
-    """Without an Accelerator: torch_xla's own ranks and reductions, and those of Hugging Face's Accelerator."""
+    """Without an Accelerator: torch_xla's own ranks, reductions and process group; Hugging Face's Accelerate."""
     cell = tpu.run(
         """
 def plain():
     import torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
     total = xm.all_reduce(xm.REDUCE_SUM, torch.ones(2, device=torch_xla.device())).tolist()[0]
     return xr.world_size(), xr.global_ordinal(), total
+def group():
+    import torch.distributed as dist, torch_xla, torch_xla.distributed.xla_backend
+    dist.init_process_group("xla", init_method="xla://")
+    total = torch.ones(2, device=torch_xla.device())
+    dist.all_reduce(total)
+    return dist.get_world_size(), dist.get_rank(), total.tolist()[0]
 def theirs():
     try:
         from accelerate import Accelerator
     except ImportError:
         return None
     return Accelerator().num_processes
-notebook_launcher(plain, return_all=True, dashboard="none"), notebook_launcher(theirs, dashboard="none")
+options = dict(return_all=True, dashboard="none")
+notebook_launcher(plain, **options) + notebook_launcher(group, **options), notebook_launcher(theirs, dashboard="none")
 """,
         timeout_s=500,
     )
@@ -219,7 +226,7 @@ notebook_launcher(plain, return_all=True, dashboard="none"), notebook_launcher(t
     report += ["", f"## plain torch_xla: {worlds}; Hugging Face Accelerate: {num_processes}"]
     count = BACKEND.device_count()
     assert {(size, total) for size, _, total in worlds} == {(count, count)}
-    assert sorted(ordinal for _, ordinal, _ in worlds) == list(range(count))
+    assert sorted(ordinal for _, ordinal, _ in worlds) == sorted(2 * list(range(count)))
     assert num_processes in (None, count)
 
 

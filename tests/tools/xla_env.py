@@ -55,6 +55,9 @@ TESTED_WITH = (
     "scikit-learn",
     "tqdm",
 )
+# Frameworks that users run inside the function. Installed alone: pip would bring all that this torch names besides.
+FRAMEWORKS = ("accelerate", "lightning-fabric==2.6.6")
+NEEDED_BY_FRAMEWORKS = ("huggingface-hub", "lightning-utilities", "packaging")
 TOOLS = ("gcc", "nm", "readelf")
 INSTALL_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 120.0
@@ -144,7 +147,9 @@ def _install(folder: Path) -> None:
     print(f"Installing {' and '.join(TORCH)} into {folder} (1 GB to download) ...", flush=True)
     pip = (_python(folder), "-m", "pip", "install", "--quiet")
     _pip(*pip, "--no-deps", *TORCH)
-    _pip(*pip, "--constraint", str(_constraints()), *NEEDED, *TESTED_WITH)
+    constrained = (*pip, "--constraint", str(_constraints()))
+    _pip(*constrained, *NEEDED, *TESTED_WITH, *NEEDED_BY_FRAMEWORKS)
+    _pip(*constrained, "--no-deps", *FRAMEWORKS)
 
 
 def _pip(*command: str) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
+TYPES = {("no", False): {"f32", "f64"}, ("bf16", False): {"bf16"}, ("bf16", True): {"bf16", "f32"}}
 WIDTH = 2048
 NUM_LAYERS = 4
 
@@ -51,28 +52,16 @@ def compiled(folder: Path, topology: str, **step: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize(("precision", "downcast"), [("no", False), ("bf16", False), ("bf16", True)])
-def test_gradients_of_eight_replicas_are_reduced_on_the_chips(
-    tmp_path: Path, topology: str, precision: str, downcast: bool
+@pytest.mark.parametrize("step", [{"replicas": 1}, {"replicas": 8}, {"spmd": True}], ids=["1", "8", "spmd"])
+@pytest.mark.parametrize(("precision", "downcast"), TYPES)
+def test_types_and_collectives_of_a_step(
+    tmp_path: Path, topology: str, step: dict[str, Any], precision: str, downcast: bool
 ) -> None:
     """Weights, state and gradients have the type that was asked for; doubles are what remains of numbers in Python."""
-    found = compiled(tmp_path, topology, precision=precision, downcast=downcast, replicas=8)
-    assert found["collectives"].keys() == {"all-reduce"}
-    types = set(found["types"]) - {"s64", "s32"}
-    expected = {("no", False): {"f32", "f64"}, ("bf16", False): {"bf16"}, ("bf16", True): {"bf16", "f32"}}
-    assert types == expected[precision, downcast]
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_one_replica_needs_no_collective(tmp_path: Path, topology: str) -> None:
-    assert compiled(tmp_path, topology)["collectives"] == {}
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_spmd_cuts_a_step_over_eight_devices(tmp_path: Path, topology: str) -> None:
-    found = compiled(tmp_path, topology, spmd=True)
-    assert found["devices"] == 8
-    assert found["collectives"]["all-reduce"] >= 1
+    found = compiled(tmp_path, topology, precision=precision, downcast=downcast, **step)
+    assert found["collectives"].keys() == (set() if found["devices"] == 1 else {"all-reduce"})
+    assert found["devices"] == step.get("replicas", 8)
+    assert set(found["types"]) - {"s64", "s32"} == TYPES[precision, downcast]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

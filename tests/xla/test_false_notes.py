@@ -58,6 +58,16 @@ FAULTLESS = {
     "accumulation": "loops = Loops(num_micro=2); [(loops.train(), loops.evaluate()) for _ in range(3)]",
     "accumulation over four": "loops = Loops(num_micro=4); [(loops.train(), loops.evaluate()) for _ in range(4)]",
     "now and then": "loops = Loops(); [loops.train(lambda n, loss: n == 3 and print(loss.item())) for _ in range(3)]",
+    "a metric, at times": """
+    loops = Loops()
+    [loops.train(lambda n, loss: n == 3 and print((loss.detach() * 2).exp().item())) for _ in range(3)]
+""",
+    "warm-up from zero": """
+    loops = Loops()
+    rise = lambda step: min(1.0, step / 4)
+    loops.schedule = loops.accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(loops.optimizer, rise))
+    [(loops.train().item(), loops.evaluate()) for _ in range(3)]
+""",
     "print after the step": "loops = Loops(); [loops.train(lambda n, loss: n == 3 and print(loss)) for _ in range(3)]",
     "bf16": "loops = Loops(mixed_precision='bf16'); [(loops.train().item(), loops.evaluate()) for _ in range(3)]",
     "clipping": """

@@ -23,6 +23,8 @@ from nblaunch import env
 from nblaunch.backends import first_use, xla_runtime
 from nblaunch.backends.xla import BACKEND
 from nblaunch.host import tpu
+from nblaunch.launcher.plan import plan_launch
+from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 
 
@@ -191,6 +193,27 @@ def test_where_a_server_answers_it_is_what_torch_xla_sets(host: Host) -> None:
 @pytest.mark.parametrize("host", [name for name in HOSTS if name not in RUN], indirect=True)
 def test_the_others_are_refused_with_the_reason(host: Host) -> None:
     assert host.refused in (BACKEND.launch_refusal() or BACKEND.count_refusal(host.num_chips) or "")
+
+
+@pytest.mark.parametrize(
+    "host", ["v2-8", "v3-8", "v7x without a server", "v5e-8", "Kaggle v5e-8"], indirect=True
+)
+def test_one_process_drives_all_chips_of_a_host_with_spmd(host: Host) -> None:
+    """Also where a process per chip is refused: v2 and v3 have two cores each. No variable hides a chip from it."""
+    if host.kind == "v7x" and not KNOWS_V7X:
+        assert "does not know" in (BACKEND.launch_refusal() or "")
+        return
+    plan = plan_launch(LaunchSpec(function=print, is_spmd=True, backend="xla", start_method="forkserver"))
+    assert plan.num_processes == 1
+    with mock.patch.dict(os.environ):
+        env.apply(BACKEND.worker_env(Topology(master_port=1)) | (BACKEND.spmd_env() or {}))
+        assert os.environ["PJRT_DEVICE"] == "TPU"
+        assert "TPU_VISIBLE_CHIPS" not in os.environ
+        assert os.environ.get("TPU_CHIPS_PER_PROCESS_BOUNDS") == host.variables.get(
+            "TPU_CHIPS_PER_PROCESS_BOUNDS"
+        )
+        assert theirs.version() in (2, 3, 4, 5, 6, 7)
+        assert theirs.get_worker_ips() == ["localhost"]
 
 
 @pytest.mark.parametrize("host", ["v7x", "v6e-8"], indirect=True)

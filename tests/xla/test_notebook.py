@@ -12,7 +12,6 @@ from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.notebooks.saved import execute, texts
 
 ROOT = Path(__file__).parents[2]
-TIMES = 'print(); print(result["seconds"][0], sorted(result["seconds"])[len(result["seconds"]) // 2])'
 
 
 @pytest.mark.timeout(300)
@@ -24,12 +23,11 @@ def test_the_tpu_notebook_runs_untouched(monkeypatch: pytest.MonkeyPatch, num_de
     monkeypatch.setenv("NBLAUNCH_NUM_PROCESSES", str(num_devices))
     path = ROOT / "notebooks" / "03_tpu.ipynb"
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells.append(nbformat.v4.new_code_cell(TIMES))
     execute(notebook, path.parent, timeout_s=250)
     text = texts(notebook)
     assert "backend: xla" in text
     assert re.search(rf"train: done in .* on {num_devices} process(es)? \(xla, fork", text)
-    assert re.search(r"training: \d+ graphs? compiled", text)
+    assert re.search(r"training: \d+ graphs? compiled in \d", text), (
+        "the cost of the first steps is not shown"
+    )
     assert "float and double are bfloat16" in text
-    first, usual = map(float, text.splitlines()[-1].split())
-    assert first > 5 * usual, "the first step is the one that compiles"

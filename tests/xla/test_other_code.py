@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernels import Kernel
-from tests.xla.conftest import StartKernel
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 READ = """
 def read(around):
@@ -34,34 +35,102 @@ def test_a_loader_of_torch_xla_is_sharded(shared: Kernel, around: bool) -> None:
         assert device == "xla:0"
 
 
-def test_worlds_of_one_process_are_reported(shared: Kernel) -> None:
-    shared.run(
-        """
-def alone():
-    import torch_xla, torch_xla.runtime as xr
-    torch.ones(2, device=torch_xla.device()).sum().item()
-    return xr.world_size()
-def joined():
-    return Accelerator().num_processes
-def idle():
-    return 0
+IMPORTS = """
+    import torch.distributed as dist, torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
+    import torch_xla.distributed.xla_multiprocessing as xmp
+    ones = lambda: torch.ones(2, device=torch_xla.device())
 """
-    )
-    cell = shared.run("notebook_launcher(alone, (), 2, dashboard='text')", timeout_s=60)
-    assert cell.value == 1
-    assert cell.stdout.count("2 workers were as many worlds of one process") == 1
-    for function in ("joined", "idle"):
-        cell = shared.run(f"notebook_launcher({function}, (), 2, dashboard='text')", timeout_s=60)
-        assert "worlds of one process" not in cell.stdout
+ALONE = {
+    "its ranks": "return xr.world_size(), ones().sum().item()",
+    "its optimizer step": """
+    model = nn.Linear(2, 1).to("xla")
+    model(ones()).sum().backward()
+    xm.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1))
+""",
+    "its launcher": "torch_xla.launch(lambda rank: ones().sum().item())",
+    "its process group": "dist.init_process_group('xla'); dist.all_reduce(ones())",
+    "its process group and rendezvous": "dist.init_process_group('xla', init_method='xla://'); ones().tolist()",
+    "its collectives beside gloo": "dist.init_process_group('gloo'); xm.mesh_reduce('loss', 1.0, sum)",
+    "Accelerate": """
+    from accelerate import Accelerator as TheirAccelerator
+    accelerator = TheirAccelerator()
+    model, optimizer = torch.nn.Linear(2, 1), None
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, device=accelerator.device)).sum())
+    optimizer.step()
+    return accelerator.num_processes
+""",
+}
+TOGETHER = {
+    "nothing": "pass",
+    "an Accelerator": "assert Accelerator().reduce(ones()).tolist() == [2, 2]",
+    "an Accelerator whose training has ended": """
+    accelerator = Accelerator()
+    assert accelerator.reduce(ones()).tolist() == [2, 2]
+    accelerator.end_training()
+""",
+    "gloo": """
+    dist.init_process_group()
+    total = ones().cpu()
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    assert total.tolist() == [2, 2]
+""",
+    "Lightning Fabric on the CPU": """
+    from lightning_fabric import Fabric
+    fabric = Fabric(strategy="ddp", devices=2, accelerator="cpu")
+    fabric.launch()
+    assert fabric.all_reduce(torch.ones(2), reduce_op="sum").tolist() == [2, 2]
+""",
+}
 
 
-@pytest.mark.parametrize("question", ["xr.world_size()", "torch_xla.device()", "xr.global_ordinal()"])
+@pytest.mark.parametrize("used", [*ALONE, *TOGETHER])
+def test_worlds_of_one_process_are_reported(shared: Kernel, used: str) -> None:
+    """On the CPU torch_xla has no collectives across processes, whichever way they are called: one line says so."""
+    shared.run(f"def work():{IMPORTS}    {(ALONE | TOGETHER)[used].strip()}\n")
+    cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
+    assert "tensors of the XLA device" not in cell.stdout
+    assert cell.stdout.count("to torch_xla 2 workers are as many worlds of one process") == (used in ALONE)
+
+
+@pytest.mark.parametrize("end", ["", "; dist.destroy_process_group()"])
+def test_tensors_that_a_group_of_gloo_leaves_as_they_are_are_reported(shared: Kernel, end: str) -> None:
+    """Without an error, torch reduces copies of them on the host."""
+    collective = "dist.init_process_group(); total = ones(); dist.all_reduce(total)"
+    shared.run(f"def work():{IMPORTS}    {collective}{end}; return total.tolist()\n")
+    cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
+    assert cell.value == [1, 1], "it is reduced now: the note may go"
+    assert cell.stdout.count("was given tensors of the XLA device, for a group of gloo") == 1
+
+
+def test_no_processes_are_started_in_a_worker(shared: Kernel) -> None:
+    """As xmp.spawn would, and Lightning Fabric by it on a TPU: each would be one more world."""
+    shared.run(f"def work():{IMPORTS}    xmp.spawn(print, nprocs=1)\n")
+    cell = shared.run("notebook_launcher(work, (), 2)", raises="RuntimeError", timeout_s=60)
+    assert cell.error is not None
+    assert "xmp.spawn was called in a worker (rank" in cell.error.value
+    shared.run("notebook_launcher(work, (), 1)", timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "xr.world_size()",
+        "torch_xla.device()",
+        "xr.process_index()",
+        "xr.global_ordinal()",
+        "xm.all_reduce('sum', torch.ones(2, device='xla'))",
+        "dist.is_initialized() or dist.init_process_group('xla'), dist.all_reduce(torch.ones(2, device='xla'))",
+    ],
+)
 def test_plain_code_joins_as_torch_xlas_launcher_does(shared: Kernel, question: str) -> None:
     """The TPU's way in, on the CPU, where the world is then one process: it is joined once, before the first answer."""
     shared.run(
         """
 def ask(question):
     import torch_xla, torch_xla.runtime as xr, torch_xla.core.xla_model as xm
+    import torch.distributed as dist, torch_xla.distributed.xla_backend
     from torch_xla._internal import pjrt
     from nblaunch.backends import xla_world
     from nblaunch.topology import Topology
@@ -81,19 +150,22 @@ def ask(question):
     assert cell.value == (([], False), [(3, 4)], 1, True, 2.0)
 
 
-def test_an_import_is_no_wish(start_xla: StartKernel) -> None:
+@pytest.mark.parametrize("order", ["import nblaunch, accelerate", "import accelerate, nblaunch"])
+def test_an_import_is_no_wish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
     """Where it sees no TPU, torch_xla's import sets PJRT_DEVICE to CPU; transformers and accelerate import it."""
-    kernel = start_xla()
-    cell = kernel.run(
-        """
-os.environ.pop("PJRT_" + "DEVICE")
-import torch_xla
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path)}) as kernel:
+        cell = kernel.run(
+            f"""
+import os
+{order}
+from nblaunch import Accelerator, notebook_launcher
 def device():
     return str(Accelerator().device)
-os.environ["PJRT_" + "DEVICE"], notebook_launcher(device, num_processes=1)
+os.environ["PJRT_DEVICE"], notebook_launcher(device, num_processes=1)
 """,
-        timeout_s=60,
-    )
-    assert cell.value == ("CPU", "cpu")
-    kernel.run('os.environ["PJRT_DEVICE"] = "CPU"')
-    assert kernel.run("notebook_launcher(device, num_processes=1)", timeout_s=60).value == "xla:0"
+            timeout_s=100,
+        )
+        assert cell.value == ("CPU", "cpu")
+        kernel.run('os.environ["PJRT_DEVICE"] = "CPU"')
+        assert kernel.run("notebook_launcher(device, num_processes=1)", timeout_s=100).value == "xla:0"
