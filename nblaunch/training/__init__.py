@@ -18,10 +18,10 @@ The :class:`Accelerator`, and what it is built of:
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
     parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh
-    context_parallelism.py  a sequence cut over ranks, by torch's means
+    context_parallelism.py  a sequence sharded over ranks, by torch's means
     precision.py     number formats: around the forward, and for backward, clipping and step; fp16's gradient scaler
     float8.py        fp8: layers that torchao converts
-    strategies/      how a model is spread over ranks
+    strategies/      how a model is trained on several ranks: replicated, sharded
     gradients.py     backward, accumulation, clipping
     collectives/     values of all ranks; random states
     checkpoints/     saved states and models
@@ -33,7 +33,7 @@ The way of objects through ``prepare``:
 
     prepare.py: Preparer     loaders and models first, then optimizers, then schedulers
       loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
-      models                 models.py (without_parallel_wrappers; does it stay where it is?)
+      models                 models.py (without_parallel_wrappers, stays_in_place)
                              ──> precision.py (layers and forward)
                              ──> strategies/ (before_move: a look at it on the host)
                              ──> models.py (to the device; FSDP2 and DeepSpeed move it themselves: moves_models),

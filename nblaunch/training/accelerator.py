@@ -8,7 +8,7 @@ method delegates to one of them. All modules, and how they relate, are listed in
     preparing                            ``prepare.py``: ``Preparer``
     gradients                            ``gradients.py``: ``Gradients``; ``strategies/``; ``precision.py``
     values of all ranks                  ``collectives/operations.py``
-    checkpoints, weights                 ``checkpoints/checkpointer.py``: ``Checkpointer``
+    checkpoints                          ``checkpoints/``: ``CheckpointSources``, ``Saver``, ``Restorer``
     tracking                             ``tracking/hub.py``: ``TrackerHub``
 
 It never asks which device or strategy is in use.
@@ -31,16 +31,19 @@ from nblaunch import context
 from nblaunch.events import WorkerState
 from nblaunch.training import arguments, gradients, joining
 from nblaunch.training.accumulation import AccumulationState
-from nblaunch.training.checkpoints.checkpointer import Checkpointer
+from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
-from nblaunch.training.checkpoints.snapshot import add_hook
+from nblaunch.training.checkpoints.restoring import Restorer
+from nblaunch.training.checkpoints.safe_save import make_folder
+from nblaunch.training.checkpoints.saving import Saver
+from nblaunch.training.checkpoints.snapshot import CheckpointSources, add_hook
 from nblaunch.training.collectives import operations
 from nblaunch.training.context_parallelism import context_parallel
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.skipping import skip_first_batches
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.joining import JoinedProcess
-from nblaunch.training.models import is_dispatched
+from nblaunch.training.models import bare_module, is_dispatched
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -108,7 +111,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
         strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
             None: as in ``notebook_launcher``, else one device per process. Or a ``StrategyPlugin`` of your own, which
-            spreads models; see ``nblaunch.training.strategies``.
+            builds the strategy; see ``nblaunch.training.strategies``.
         fsdp_plugin: shard models over ranks, for those that don't fit one device; with ``strategy="spmd"``, over the
             devices of this process. See its class.
         deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. Where None is given, a later Accelerator
@@ -173,7 +176,6 @@ class Accelerator(PreparationProperties, PerProcessParts):
             shared,
             self._precision,
             self._strategy,
-            shared.accumulation,
             data,
             generators,
             device_placement,
@@ -181,7 +183,8 @@ class Accelerator(PreparationProperties, PerProcessParts):
             dynamo,
         )
         self._gradients = Gradients(shared, self._precision, self._strategy, self._preparer)
-        self._checkpoints = Checkpointer(shared, self._preparer, project)
+        self._checkpoints = CheckpointSources(shared, self._preparer, project)
+        self._saver = Saver(self._checkpoints)
         self._trackers = TrackerHub(log_with, project, shared.process)
         self.flag_tensor: torch.Tensor | None = None
 
@@ -279,7 +282,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Args:
             model: the user's own module.
             device_placement: whether it goes to the device; None: as in the Accelerator.
-            evaluation_mode: True: it is not trained, so not spread over ranks.
+            evaluation_mode: True: it is not trained, so the strategy leaves it alone.
 
         Raises:
             ValueError: its module was prepared before.
@@ -340,12 +343,12 @@ class Accelerator(PreparationProperties, PerProcessParts):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Run the block, a training step, with sequences cut over the ranks of ``cp_size``; else it has no effect.
+        """Run the block, a training step, with sequences sharded over the ranks of ``cp_size``; else it has no effect.
 
         Args:
-            buffers: tensors that have a dimension of the sequence: inputs, labels, positions. They are cut in place.
+            buffers: tensors that have a dimension of the sequence: inputs, labels, positions. Sharded in place.
             buffer_seq_dims: that dimension of each.
-            no_restore_buffers: those of them that may stay cut after the block.
+            no_restore_buffers: those of them that may stay sharded after the block.
         """
         return context_parallel(self._shared.parallelism, buffers, buffer_seq_dims, no_restore_buffers)
 
@@ -415,7 +418,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Have the next ``backward`` in the block reduce gradients although its forwards ran under :meth:`no_sync`.
 
-        For several forwards and one backward. Does nothing for a model that is not spread over processes.
+        For several forwards and one backward. Does nothing for a model that no strategy has prepared.
         """
         return gradients.sync_in_backward(model)
 
@@ -533,7 +536,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
 
         Samples that completed the last batch of an epoch are dropped: with that batch, all rows are cut to the number
         of samples that it has, in a lone process, too. All ranks must call it for every batch, with whole batches: the
-        first dimension is that of samples. A loss may be repeated once per row of a full batch.
+        first dimension is that of samples. A loss may be repeated per row of a full batch. :meth:`gather` cuts nothing.
 
         Args:
             input_data: tensor or nested structure of tensors; anything else must be an iterable per rank and is
@@ -682,7 +685,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
                 ``main_process_only`` where every rank holds a shard of the weights.
             CheckpointError: it could not be written; names the rank and the reason.
         """
-        return self._checkpoints.saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
+        return self._saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once where nothing is under way.
@@ -690,7 +693,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Raises:
             CheckpointError: it could not be written.
         """
-        self._checkpoints.saver.wait()
+        self._saver.wait()
 
     def load_state(
         self,
@@ -709,6 +712,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Args:
             input_dir: the folder. None: with automatic naming, the one with the highest number.
             load_kwargs: for :func:`torch.load`, as ``{"weights_only": False}``, which lets the files execute code.
+                Without it, states of registered objects may hold objects of the notebook's own classes.
             any_world_size: False: refuse a checkpoint of another number of processes, since its random states don't
                 carry over.
             **model_options: ``strict=False`` accepts other names of weights than the models have; ``map_location``:
@@ -719,7 +723,9 @@ class Accelerator(PreparationProperties, PerProcessParts):
             CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
-        self._checkpoints.restorer.load(input_dir, load_kwargs, any_world_size, **model_options)
+        Restorer(self._checkpoints, self._saver.wait).load(
+            input_dir, load_kwargs, any_world_size, **model_options
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` and ``load_state`` include these objects.
@@ -742,7 +748,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Returns:
             A handle whose ``remove()`` takes the hook back.
         """
-        return add_hook(self._checkpoints.sources.save_hooks, hook)
+        return add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
@@ -753,7 +759,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Returns:
             A handle whose ``remove()`` takes the hook back.
         """
-        return add_hook(self._checkpoints.sources.load_hooks, hook)
+        return add_hook(self._checkpoints.load_hooks, hook)
 
     # --- weights and single objects ----------------------------------------------------------------------------------
 
@@ -767,7 +773,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
             model: what :meth:`prepare` returned.
             unwrap: False: with the names that its wrappers give them.
         """
-        return self._checkpoints.weights(model, unwrap)
+        return dict(self._checkpoints.strategy.state_dict(bare_module(model) if unwrap else model))
 
     def save_model(
         self,
@@ -779,11 +785,11 @@ class Accelerator(PreparationProperties, PerProcessParts):
         """Save a model's weights, to be read without nblaunch. Call it on all ranks; the main process writes.
 
         Writes ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` and their index. Weights that the
-        folder held before go when the new ones are complete; other files stay.
+        folder held before go when the new ones are complete; other files stay. No rank waits for the writing one.
 
         Args:
             model: prepared or not.
-            save_directory: made where it does not exist.
+            save_directory: there on every rank when the call returns.
             max_shard_size: bytes of tensors per file, as a number or as in ``"5GB"``.
             safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
 
@@ -791,9 +797,11 @@ class Accelerator(PreparationProperties, PerProcessParts):
             ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a size.
             RuntimeError: a parameter is on the meta device.
         """
-        if self._checkpoints.collects_weights:
+        if self._checkpoints.is_writer or self._checkpoints.strategy.holds_shards:
             weights = self.get_state_dict(model)
-            self._checkpoints.save_weights(weights, save_directory, max_shard_size, safe_serialization)
+            if self._checkpoints.is_writer:
+                model_files.save_sharded(weights, Path(save_directory), max_shard_size, safe_serialization)
+        make_folder(Path(save_directory))  # for what every rank writes beside the weights
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save one object with ``torch.save`` on the main process; the others do nothing.
@@ -808,7 +816,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         Raises:
             CheckpointError: ``obj`` has weights of which this rank holds but a shard.
         """
-        self._checkpoints.save(obj, f, safe_serialization)
+        model_files.save_object(obj, f, safe_serialization, self._checkpoints.is_writer)
 
     # --- tracking ----------------------------------------------------------------------------------------------------
 
@@ -893,12 +901,11 @@ class Accelerator(PreparationProperties, PerProcessParts):
         if isinstance(iterable, PreparedLoader):
             yield from iterable
             return
-        if desc is not None and context.current().is_launched:
-            print(desc, end="\r", flush=True)
+        label = (desc or "") if context.current().is_launched else ""
+        print(label, end="\r" * bool(label), flush=True)
         length = total if total is not None else _length_of(iterable)
         loops = self._shared.loops
-        is_over_epochs = desc is not None and "epoch" in desc.lower()
-        loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
+        loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs="epoch" in (desc or "").lower())
         try:
             for item in iterable:
                 yield item
@@ -906,6 +913,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         finally:
             self._shared.losses.flush()
             loops.end(loop)
+            print(" " * len(label), end="\r" * bool(label), flush=True)  # what is left is kept as a line
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
@@ -938,7 +946,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
             CheckpointError: the checkpoint could not be written.
         """
         try:
-            self._checkpoints.saver.close()
+            self._saver.close()
         finally:
             self._trackers.finish()
             self.destroy_process_group()

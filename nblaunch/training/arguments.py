@@ -32,9 +32,9 @@ from nblaunch.training.options import (
 )
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies import StrategyPlugin
-from nblaunch.training.strategies.ddp import DefaultPlugin
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.replicated import DefaultPlugin
 from nblaunch.training.strategies.tensor_parallel import TensorParallelPlugin
 
 HANDLERS = (
@@ -54,10 +54,10 @@ PLUGINS: Mapping[str, type[StrategyPlugin]] = {
 }
 """Arguments of the Accelerator that take plugins of one class; ``strategy`` takes those of any."""
 
-_SPREAD = f"models are spread with DistributedDataParallel, or by one of the arguments {', '.join(PLUGINS)}, strategy"
+_STRATEGIES = f"models are trained with DistributedDataParallel, or by one of {', '.join(PLUGINS)}, strategy"
 # Arguments of Hugging Face Accelerate's Accelerator that are not supported yet, with what to do instead.
 REFUSED_ARGUMENTS = {
-    "megatron_lm_plugin": _SPREAD,
+    "megatron_lm_plugin": _STRATEGIES,
 }
 
 
@@ -177,7 +177,7 @@ def asks_for_spmd(strategy: StrategyPlugin | str | None) -> bool:
 def given_plugin(
     deepspeed_plugin: Any, deepspeed_plugins: Any, fsdp_plugin: Any, strategy: StrategyPlugin | str | None
 ) -> StrategyPlugin | None:
-    """Return the plugin that was passed in any of these arguments, to spread models over ranks; None where none was.
+    """Return the strategy plugin that was passed in one of these arguments; None where none was.
 
     Raises:
         ValueError: more than one was given.
@@ -191,9 +191,7 @@ def given_plugin(
     }
     given = {name: value for name, value in passed.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} were both given; models are spread over ranks by one of them"
-        )
+        raise ValueError(f"{' and '.join(given)} were both given; one strategy trains all models")
     for name, value in given.items():
         return PLUGINS.get(name, type(value)).from_argument(name, value)
     return None
@@ -227,7 +225,7 @@ def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> Paralleli
 def parallel_plugin(
     plugin: StrategyPlugin, parallelism: ParallelismConfig, process: JoinedProcess
 ) -> StrategyPlugin:
-    """Return the plugin that spreads models over the ranks as ``parallelism`` divides them; make its mesh.
+    """Return the plugin of the strategy for ``parallelism``; make its mesh.
 
     Args:
         plugin: that there would be otherwise.

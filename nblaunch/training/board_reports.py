@@ -103,6 +103,8 @@ class LoopStack:
             self._advance_to(step, total)
         elif self._stack and self._stack[-1] is loop:
             self._show(loop)
+            if not loop.is_over_epochs:
+                self._slot.count_step()
 
     def end(self, loop: Loop) -> None:
         """Forget ``loop``, which is over or was abandoned."""

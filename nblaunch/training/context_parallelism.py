@@ -1,4 +1,4 @@
-"""Context parallelism: a sequence is cut over ranks, whose attention exchanges keys and values, by torch's means."""
+"""Context parallelism: sequences sharded over ranks, whose attention exchanges keys and values, by torch's means."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def context_parallel(
     dims: list[int] | None,
     no_restore: set[torch.Tensor] | None,
 ) -> AbstractContextManager[None]:
-    """Return torch's context manager for one step; one without any effect where sequences are not cut."""
+    """Return torch's context manager for one step; one without any effect where sequences are not sharded."""
     if config is None or not config.cp_enabled:
         return nullcontext()
     from torch.distributed.tensor import experimental
 
     assert config.cp_handler is not None  # made by the configuration
     _set_exchange(str(config.cp_handler.cp_comm_strategy))
-    cut: AbstractContextManager[None] = experimental.context_parallel(
+    sharded: AbstractContextManager[None] = experimental.context_parallel(
         config.device_mesh["cp"], buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=no_restore
     )
-    return cut
+    return sharded
 
 
 def _set_exchange(name: str) -> None:

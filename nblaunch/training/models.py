@@ -43,7 +43,7 @@ def uncompiled(model: Any) -> Any:
     return model._orig_mod if is_compiled_module(model) else model
 
 
-def around(compiled: Any, module: torch.nn.Module) -> Any:
+def compiled_like(compiled: Any, module: torch.nn.Module) -> Any:
     """Return ``module`` compiled as ``compiled`` is. Nothing is compiled before it is called."""
     return compiled if compiled._orig_mod is module else OptimizedModule(module, compiled.dynamo_ctx)
 

@@ -84,10 +84,10 @@ class ParallelismConfig:
         dp_replicate_size: replicas of the model; each reads its own data.
         dp_shard_size: ranks over which FSDP2 shards a replica; each reads its own data. Hybrid sharding together with
             ``dp_replicate_size``.
-        tp_size: ranks that compute every layer together, over the same data. The model is cut over them before
+        tp_size: ranks that compute every layer together, over the same data. The model is sharded over them before
             ``prepare``: by torch's ``parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)``, or, with
             no other size, by transformers' ``from_pretrained(..., tp_plan="auto")``, which makes a mesh of its own.
-        cp_size: ranks that cut a sequence among them, see ``Accelerator.maybe_context_parallel``; on NVIDIA GPUs.
+        cp_size: ranks that shard a sequence, see ``Accelerator.maybe_context_parallel``; on NVIDIA GPUs.
         cp_backend: ``"torch"``.
         sp_size: of DeepSpeed; only 1 is supported.
         sp_backend: ``"deepspeed"``.
@@ -231,17 +231,17 @@ class ParallelismConfig:
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are cut over ranks."""
+        """Whether layers are sharded over ranks."""
         return self._sizes["tp"] > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are cut over ranks."""
+        """Whether sequences are sharded over ranks."""
         return self._sizes["cp"] > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether DeepSpeed is to cut sequences: it is refused."""
+        """Whether DeepSpeed is to shard sequences: it is refused."""
         return self._sizes["sp"] > 1
 
     # --- names of mesh dimensions ------------------------------------------------------------------------------------

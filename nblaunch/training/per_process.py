@@ -54,6 +54,7 @@ class PerProcessParts:
     _preparer: Any = _PerProcess()
     _gradients: Any = _PerProcess()
     _checkpoints: Any = _PerProcess()
+    _saver: Any = _PerProcess()
     _trackers: Any = _PerProcess()
 
     _home: WorkerContext | None

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from nblaunch import context
 from nblaunch.events import Note
 from nblaunch.training import models, precision
-from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 from nblaunch.training.host_memory import describe_host_memory, gather_host_memory
@@ -43,8 +42,7 @@ class Preparer:
     Args:
         shared: what all Accelerators of this process share.
         precision: put around the forward of models.
-        strategy: spreads models.
-        accumulation: says when optimizers step.
+        strategy: sets models up for training on several ranks.
         data: how loaders share their data.
         rng_types: generators that loaders make equal at the start of every epoch.
         device_placement: whether models and batches go to the device.
@@ -57,7 +55,6 @@ class Preparer:
         shared: SharedState,
         precision: Precision,
         strategy: Strategy,
-        accumulation: AccumulationState,
         data: DataLoaderConfiguration,
         rng_types: Sequence[str],
         device_placement: bool,
@@ -67,7 +64,7 @@ class Preparer:
         self.shared = shared
         self.precision = precision
         self.strategy = strategy
-        self.accumulation = accumulation
+        self.accumulation = shared.accumulation
         self.data = data
         self.rng_types = rng_types
         self.device_placement = device_placement
@@ -108,7 +105,7 @@ class Preparer:
     def prepare_model(
         self, model: torch.nn.Module, placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` on the device, in the chosen precision, spread over ranks unless it is only evaluated.
+        """Return ``model`` on the device, in the chosen precision, set up by the strategy unless it is only evaluated.
 
         The given module itself is moved and keeps the trained weights: what is returned may be a wrapper around it.
         """
@@ -119,12 +116,15 @@ class Preparer:
         moves = self._is_moved(placement) and not stays_in_place(inner, self.shared.process)
         with self._replacements.noted(inner):
             self.precision.convert_layers(inner, self.strategy.holds_shards)
-        self.precision.prepare_forward(inner)
+        if self.strategy.casts_models and not evaluation_mode:
+            precision.restore_forward(inner)
+        else:
+            self.precision.prepare_forward(inner)
         if not evaluation_mode:
             self.strategy.before_move(inner)
         if moves and (evaluation_mode or not self.strategy.moves_models):
             self._to_device(inner)
-        prepared: Any = model if evaluation_mode else self._spread(model, inner)
+        prepared: Any = model if evaluation_mode else self._set_up(model, inner)
         compiled = self.strategy.compile(prepared, self.dynamo)
         prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled
         prepared._is_accelerate_prepared = True
@@ -132,7 +132,7 @@ class Preparer:
         self.shared.models.add(prepared)
         return prepared
 
-    def _spread(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
+    def _set_up(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
         with self._replacements.noted(inner):
             prepared = self.strategy.setup_module(model, self.shared.process)
         self._hand_over()
@@ -259,7 +259,7 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         for layer in layers:
             precision.restore_forward(layer)
-    return models.around(compiled, module) if keep_torch_compile and compiled is not None else module
+    return models.compiled_like(compiled, module) if keep_torch_compile and compiled is not None else module
 
 
 def is_peft_model(model: Any) -> bool:

@@ -37,7 +37,7 @@ class SharedState:
         busy_time: reports time per step spent without waiting for other ranks.
         models: prepared models, by whose mode training and evaluating differ.
         precision: of the latest Accelerator; None before there is one.
-        plugin: how the latest Accelerator spreads models; None before there is one.
+        plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
         parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
         label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
         strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
@@ -123,8 +123,8 @@ class SharedState:
 
     @property
     def is_training(self) -> bool:
-        """Whether gradients are recorded and a prepared model is in training mode."""
-        return torch.is_grad_enabled() and any(model.training for model in self.models)
+        """Whether gradients are recorded, and a prepared model, if there is any, is in training mode."""
+        return torch.is_grad_enabled() and (not self.models or any(model.training for model in self.models))
 
 
 def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> SharedState:

@@ -49,7 +49,7 @@ class DistributedType(str, enum.Enum):
         return f"DistributedType.{self.name}"
 
 
-def label(process: JoinedProcess, strategy: str = "") -> DistributedType:
+def distributed_type_of(process: JoinedProcess, strategy: str = "") -> DistributedType:
     """Return the ``DistributedType`` of a job.
 
     Args:
@@ -217,7 +217,7 @@ class PartialState(View, ProcessMethods):
     @property
     def distributed_type(self) -> DistributedType:
         """A derived label; nothing branches on it."""
-        return label(self._process)
+        return distributed_type_of(self._process)
 
     @staticmethod
     def _reset_state() -> None:
@@ -277,7 +277,7 @@ class AcceleratorState(View, ProcessMethods):
     @property
     def distributed_type(self) -> DistributedType:
         """A derived label; nothing branches on it."""
-        return label(self._process, self._live_state.label)
+        return distributed_type_of(self._process, self._live_state.label)
 
     @property
     def mixed_precision(self) -> str:

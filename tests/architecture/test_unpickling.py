@@ -7,13 +7,13 @@ import ast
 from tests.architecture.source import Module, modules
 
 READERS = {
-    "nblaunch.backends": "part of a worker's assignment, see nblaunch.engines.interpreter_main",
+    "nblaunch.backends": "part of a worker's assignment, see nblaunch.start_methods.interpreter_main",
     "nblaunch.detached.folder": "files in a folder of this user alone, which is checked before",
     "nblaunch.detached.supervisor_process": "its launch in a memory file that it inherited from the launching process",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
-    "nblaunch.engines.fork": "the state of random, which the same process has pickled a moment before",
-    "nblaunch.engines.interpreter_main": "assignments in a memory file that its launcher made and that it inherited",
+    "nblaunch.start_methods.fork": "the state of random, which the same process has pickled a moment before",
+    "nblaunch.start_methods.interpreter_main": "assignments in an inherited memory file that its launcher made",
     "nblaunch.training.data.dispatcher": "part of an object that came under the signature of the job",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
     "nblaunch.wire.command_connection": "a pair of sockets between a worker and the kernel, inherited, without a name",

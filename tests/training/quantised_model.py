@@ -46,7 +46,9 @@ class Linear4bit(torch.nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
         codes = torch.stack([self.weight.data // 16, self.weight.data % 16], -1).flatten(1)
-        return torch.nn.functional.linear(batch, (codes.float() - 8) * self.weight.quant_state, self.bias)
+        whole = (codes.float() - 8) * self.weight.quant_state
+        # bitsandbytes computes in the dtype of what comes in, too.
+        return torch.nn.functional.linear(batch, whole.to(batch.dtype), self.bias.to(batch.dtype))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -30,6 +32,7 @@ from nblaunch import (
 )
 from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.snapshot import Snapshot
+from nblaunch.training.checkpoints.trusted_types import trusted_types
 from nblaunch.training.options import GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
 from tests.training import ranks
@@ -237,7 +240,7 @@ def test_a_checkpoint_replaces_its_files_and_no_others(tmp_path: Path) -> None:
     (folder / "mine" / "notes.txt").write_text("keep")
     accelerator.save_state(folder)
     _step(accelerator, model, optimizer)
-    accelerator._checkpoints.sources.custom.clear()
+    accelerator._checkpoints.custom.clear()
     accelerator.save_state(folder, safe_serialization=False)
     assert sorted(safe_save.files_below(folder)) == [
         "mine/notes.txt",
@@ -391,23 +394,75 @@ def test_what_is_registered_is_checked(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state")
 
 
-class Odd(Counter):
+class Settings:
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
+class Config(dict[str, int]):
+    pass
+
+
+class Registered(Counter):
+    def __init__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.state = state
+
     def state_dict(self) -> dict[str, Any]:
-        return {"path": Path("x")}
+        return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.path = state["path"]
+        self.state = state
 
 
-def test_objects_that_would_execute_code_are_loaded_on_request_only(tmp_path: Path) -> None:
+def test_registered_objects_may_hold_plain_objects_and_the_users_own_classes(tmp_path: Path) -> None:
     accelerator = Accelerator()
-    odd = Odd()
-    accelerator.register_for_checkpointing(odd)
+    began = datetime.datetime(2026, 1, 2)
+    registered = Registered({"path": Path("x"), "began": began, "settings": Settings()})
+    torch.serialization.add_safe_globals([Settings])
+    accelerator.register_for_checkpointing(registered)
+    accelerator.save_state(tmp_path / "state")
+    registered.state = {}
+    accelerator.load_state(tmp_path / "state")
+    assert registered.state["path"] == Path("x")
+    assert registered.state["began"] == began
+    assert type(registered.state["settings"]) is Settings
+    assert registered.state["settings"].rate == 0.1
+    assert Settings in torch.serialization.get_safe_globals()
+
+
+def test_a_kind_of_dict_that_is_not_loaded_is_no_damage(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.register_for_checkpointing(Registered({"config": Config(rate=1)}))
+    accelerator.save_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="weights_only"):
+        accelerator.load_state(tmp_path / "state")
+
+
+def test_a_registered_object_of_a_library_makes_none_of_its_classes_trusted() -> None:
+    trusted = trusted_types(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1))
+    assert torch.optim.lr_scheduler.LambdaLR not in trusted
+    assert Settings in trusted_types(Registered({}))
+
+
+class _Executes:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+
+def test_objects_that_execute_code_are_loaded_on_request_only(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    registered = Registered({"made": _Executes(tmp_path / "made")})
+    accelerator.register_for_checkpointing(registered)
     accelerator.save_state(tmp_path / "state")
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl .*weights_only"):
         accelerator.load_state(tmp_path / "state")
+    assert not (tmp_path / "made").exists()
     accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": False})
-    assert odd.path == Path("x")
+    assert (tmp_path / "made").is_dir()
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -500,6 +555,15 @@ def test_a_flipped_bit_in_the_list_of_files_is_reported(tmp_path: Path) -> None:
             files.read_manifest(folder)
         _flip(path, bit)
     files.read_manifest(folder)
+
+
+def test_a_manifest_with_an_earlier_name_of_a_field_is_read(tmp_path: Path) -> None:
+    files.Manifest(2, sharded_by="fsdp").write(tmp_path)
+    values = json.loads((tmp_path / files.MANIFEST).read_text())
+    del values["checksum"]  # as of format 1
+    values |= {"version": 1, "in_parts": values.pop("sharded_by")}
+    (tmp_path / files.MANIFEST).write_text(json.dumps(values))
+    assert files.read_manifest(tmp_path) == files.Manifest(2, sharded_by="fsdp")
 
 
 def test_checkpoints_without_checksums_are_read(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
 )
 from nblaunch.training.shared_state import get_shared_state
-from nblaunch.training.strategies.ddp import DdpStrategy
+from nblaunch.training.strategies.replicated import DdpStrategy
 from tests.training import ranks
 
 Hook = DDPCommunicationHookType
@@ -182,7 +182,7 @@ def test_bf16_hooks_are_registered_where_there_is_nccl(
         def register_comm_hook(self, state: Any, hook: Any) -> None:
             registered.append((state, hook))
 
-    monkeypatch.setattr("nblaunch.training.strategies.ddp.DistributedDataParallel", Recorded)
+    monkeypatch.setattr("nblaunch.training.strategies.replicated.DistributedDataParallel", Recorded)
     DdpStrategy(DistributedDataParallelKwargs(comm_hook=Hook(hook), comm_wrapper=Hook(wrapper))).setup_module(
         nn.Linear(1, 1), _process(torch.device("cuda", 0))
     )
@@ -228,23 +228,23 @@ def test_settings_of_a_hook_that_is_not_chosen_are_refused() -> None:
         DistributedDataParallelKwargs(comm_hook=Hook.FP16, comm_state_option={"start_powerSGD_iter": 2})
 
 
-def test_batch_normalisation_is_converted_before_it_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_normalisation_is_converted_before_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a made-up GPU, with the call of DDP recorded. The module itself is changed, its parameters stay."""
-    spread: list[Any] = []
+    wrapped: list[Any] = []
 
     class Recorded(DistributedDataParallel):
         def __init__(self, module: nn.Module, device_ids: Any, **options: Any) -> None:
             nn.Module.__init__(self)
-            spread.append((module, device_ids, options))
+            wrapped.append((module, device_ids, options))
 
-    monkeypatch.setattr("nblaunch.training.strategies.ddp.DistributedDataParallel", Recorded)
+    monkeypatch.setattr("nblaunch.training.strategies.replicated.DistributedDataParallel", Recorded)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4)))
     parameters = list(model.parameters())
     process = _process(torch.device("cuda", 1))
     DdpStrategy(DistributedDataParallelKwargs(sync_batchnorm=True, static_graph=True)).setup_module(
         model, process
     )
-    ((module, device_ids, options),) = spread
+    ((module, device_ids, options),) = wrapped
     assert module is model
     assert device_ids == [torch.device("cuda", 1)]
     assert options == {"static_graph": True}

@@ -28,6 +28,7 @@ from torch.utils.data import (
 from nblaunch import Accelerator, DistributedOperationException, PartialState, backends, context
 from nblaunch.events import WorkerState
 from nblaunch.training.collectives.operations import (
+    CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,
     gather,
@@ -332,6 +333,9 @@ def _collectives() -> dict[str, Any]:
     with accelerator.split_between_processes(list(range(5)), apply_padding=True) as share:
         share = list(share)
     overwritten = torch.tensor([[rank, 7], [rank, 8]], dtype=torch.int16).t()
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    with pytest.warns(CannotPadNestedTensorWarning, match="to_padded_tensor"):
+        padded_nested = accelerator.pad_across_processes({"x": [nested]})
     answers = {
         "gather": accelerator.gather(mine),
         "sum": accelerator.reduce(before),
@@ -344,6 +348,7 @@ def _collectives() -> dict[str, Any]:
         "padded in front": accelerator.pad_across_processes(lengths, dim=-2, pad_index=9, pad_first=True),
         "nothing to pad": accelerator.pad_across_processes(lengths, dim=1) is lengths
         and accelerator.pad_across_processes(lengths, dim=2) is lengths,
+        "nested": padded_nested["x"][0] is nested,
         "objects": accelerator.gather_object([f"rank {rank}"]),
         "list": broadcast_object_list([rank, "x"], from_process=1),
         "share": share,
@@ -371,6 +376,7 @@ def test_collectives() -> None:
         assert answers["mean"].tolist() == [1.5, 4.5]
         assert answers["max"].tolist() == [4, 10]
         assert answers["broadcast"][0].tolist() == answers["in place"].tolist() == [[1, 1], [7, 8]]
+        assert answers["nested"]
         assert answers["nothing to pad"]
         assert answers["objects"] == ["rank 0", "rank 1"]
         assert answers["list"] == [1, "x"]
@@ -428,6 +434,26 @@ def _take_turns(path: str) -> str:
 
 def test_the_main_process_goes_first(tmp_path: Path) -> None:
     assert ranks.run(_take_turns, 3, str(tmp_path / "file")) == ["written by the main process"] * 3
+
+
+def _save_late(folder: str) -> list[str]:
+    """List the folder on rank 1 once its ``save_model`` has returned, before that of the main process begins."""
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1)
+    if accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    accelerator.save_model(model, folder)
+    found = sorted(os.listdir(folder))
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()
+    return found
+
+
+def test_the_folder_of_a_saved_model_is_there_on_a_rank_that_did_not_wait(tmp_path: Path) -> None:
+    folder = tmp_path / "of" / "model"
+    assert ranks.run(_save_late, 2, str(folder)) == [["model.safetensors"], []]
+    assert os.listdir(folder) == ["model.safetensors"]
 
 
 def _waiting_states() -> list[str]:
@@ -494,7 +520,7 @@ def _prepare_models() -> dict[str, Any]:
     }
 
 
-def test_models_are_spread_by_ddp() -> None:
+def test_models_are_wrapped_in_ddp() -> None:
     for rank, answers in enumerate(ranks.run(_prepare_models, 2)):
         assert answers.pop("type") == "DistributedDataParallel"
         assert answers.pop("unsynced") == [[rank, rank]]

@@ -306,7 +306,7 @@ def _twice() -> str:
     return "nothing was raised"
 
 
-def test_a_model_is_not_spread_twice() -> None:
+def test_a_model_is_not_wrapped_twice() -> None:
     for message in ranks.run(_twice, 2):
         assert message.startswith(
             "this Sequential was prepared before, as model 0 of this Accelerator; use what"

@@ -275,6 +275,15 @@ def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
             assert (_board().state, _board().epoch) == (WorkerState.EVALUATING, 2)
 
 
+def test_steps_of_a_loop_count_with_another_loop_in_every_one() -> None:
+    outer, inner = Accelerator().prepare(DataLoader(_rows(4)), DataLoader(_rows(2)))
+    before = _board().steps_done
+    for _ in outer:
+        for _ in inner:
+            pass
+    assert _board().steps_done - before == 4 + 4 * 2
+
+
 def test_epochs_are_counted_from_the_first_and_by_the_loop_over_them() -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(1, 1))
@@ -296,6 +305,15 @@ def test_epochs_are_counted_from_the_first_and_by_the_loop_over_them() -> None:
         for _ in train:
             pass
         assert _board().num_epochs == 0
+
+
+def test_a_loop_of_a_model_that_was_not_prepared_trains_unless_gradients_are_off() -> None:
+    loader = Accelerator().prepare(DataLoader(_rows(4)))
+    for _ in loader:
+        assert (_board().state, _board().epoch) == (WorkerState.TRAINING, 1)
+    with torch.no_grad():
+        for _ in loader:
+            assert (_board().state, _board().epoch) == (WorkerState.EVALUATING, 1)
 
 
 @pytest.mark.parametrize(

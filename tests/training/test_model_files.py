@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import OrderedDict
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nblaunch import Accelerator, CheckpointError
+from nblaunch.topology import Topology
 from nblaunch.training.checkpoints import model_files, safe_save
 from nblaunch.training.checkpoints.dispatching import load_checkpoint_in_model
 from nblaunch.training.checkpoints.model_files import save_sharded
@@ -159,3 +161,15 @@ def test_single_objects(tmp_path: Path) -> None:
         accelerator.save(lambda: 1, tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["a"].tolist() == [1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.safetensors", "b.pt", "c.pt"]
+
+
+def test_the_writer_of_an_accelerator_is_the_first_rank_of_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process group of the script's own, of which the environment says nothing."""
+    accelerator = Accelerator()
+    topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    shared = accelerator._checkpoints.shared
+    monkeypatch.setattr(shared, "process", dataclasses.replace(shared.process, topology=topology))
+    accelerator.save({"weight": torch.ones(1)}, tmp_path / "weights.bin")
+    assert not (tmp_path / "weights.bin").exists()

@@ -68,7 +68,7 @@ def read(
     is_same_size = manifest is None or manifest.world_size == state.world_size
     contents = Contents()
     for index, optimizer in enumerate(
-        prepared.optimizers if manifest is None or not manifest.in_parts else ()
+        prepared.optimizers if manifest is None or not manifest.sharded_by else ()
     ):
         path = folder / files.numbered(files.OPTIMIZER, index)
         if manifest is None and not path.is_file():
@@ -94,8 +94,8 @@ def read(
         contents.loaders.append(own)
     if state.scaler is not None and (folder / files.SCALER).is_file():
         contents.scaler = files.read_object(folder / files.SCALER, **reading)
-    for index in range(len(state.custom)):
-        contents.custom.append(files.read_object(folder / files.custom(index), **on_cpu))
+    for index, owner in enumerate(state.custom):
+        contents.custom.append(files.read_object(folder / files.custom(index), owner=owner, **on_cpu))
     for rank in (state.rank, 0):
         path = folder / files.random_states(rank)
         if path.is_file():

@@ -1,5 +1,13 @@
 """What lies in a checkpoint folder: names, the manifest, and whether it is whole.
 
+Names are those that users of Hugging Face Accelerate know:
+
+    model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
+    random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name
+
+Where ranks hold shards of models, weights and optimizers lie in folders instead, a file of each rank in them:
+``pytorch_model_fsdp_0`` and ``optimizer_0`` for FSDP2.
+
 ``nblaunch_checkpoint.json`` lists every file with its size and a checksum, so that a folder that was cut short, and
 bytes that have changed, are known before anything is loaded. Checkpoints of other tools with the same file names have
 none; they are read on trust. Those of format 1 have sizes only.
@@ -11,11 +19,10 @@ library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +31,7 @@ import torch
 
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import safe_save
+from nblaunch.training.checkpoints.trusted_types import trusted_types
 
 # Names that scripts written for Hugging Face Accelerate look for. ``{suffix}`` stands for a part of a model, or a rank.
 MODEL_NAME = "pytorch_model"
@@ -53,7 +61,8 @@ _VERSION = 2
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 # How torch.load says that a file names a class or function that it does not trust.
 _NOT_PLAIN = re.compile(
-    r"Unsupported (global|class)|not an allowed global|Can only (build|create)", re.IGNORECASE
+    r"Unsupported (global|class)|not an allowed global|Can only (build|create|append|extend|SETITEMS?)",
+    re.IGNORECASE,
 )
 _MAX_NAMED = 8  # files in one message
 _BLOCK_BYTES = 2**22  # read at once: fits the caches, and lets other threads run meanwhile
@@ -118,7 +127,7 @@ class Manifest:
         schedulers: how many.
         loaders: how many.
         custom: how many registered objects.
-        in_parts: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
+        sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
         gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
         checksums: of every file, likewise; empty in format 1.
@@ -130,7 +139,7 @@ class Manifest:
     schedulers: int = 0
     loaders: int = 0
     custom: int = 0
-    in_parts: str = ""
+    sharded_by: str = ""
     gradient_orders: list[list[int]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
@@ -161,6 +170,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         if version > 1 and values.pop("checksum") != _checksum_of(values):
             raise ValueError("its checksum is another")
         del values["version"]
+        if "in_parts" in values:  # its earlier name
+            values["sharded_by"] = values.pop("in_parts")
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -274,8 +285,14 @@ def write_object(state: Any, path: Path) -> None:
             torch.save(state, file)
 
 
-def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True) -> Any:
+def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None) -> Any:
     """Read a state dict.
+
+    Args:
+        path: the file.
+        map_location: for :func:`torch.load`.
+        weights_only: False: do what the file says, which can execute any code.
+        owner: a registered object, where the state is one's; see :func:`trusted_types`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds objects that are only made by executing what the file
@@ -285,7 +302,7 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
     try:
         if not weights_only:
             return read(weights_only=False)
-        with torch.serialization.safe_globals(_numpy_types()):
+        with torch.serialization.safe_globals(_not_yet_safe(trusted_types(owner))):
             return read(weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
@@ -293,7 +310,7 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
         if weights_only and _NOT_PLAIN.search(str(error)):
             reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
             raise CheckpointError(
-                f"{path} holds more than tensors, numbers, texts and their containers ({reason or error}). If you "
+                f"{path} holds objects of classes that are not trusted ({reason or error}). If you "
                 'trust where it comes from: load_state(..., load_kwargs={"weights_only": False})'
             ) from error
         raise CheckpointError(
@@ -301,11 +318,7 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
         ) from error
 
 
-def _numpy_types() -> list[Any]:
-    """Return what a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
-    import numpy
-
-    # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.
-    multiarray: Any = importlib.import_module("numpy._core.multiarray")
-    dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
-    return [multiarray._reconstruct, multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]
+def _not_yet_safe(types: Sequence[Any]) -> list[Any]:
+    """Return ``types`` without those that the user has registered: torch forgets all that it is given."""
+    known = torch.serialization.get_safe_globals()
+    return [one for one in types if one not in known]

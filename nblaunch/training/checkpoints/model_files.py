@@ -40,6 +40,8 @@ _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Save with ``torch.save`` on the main process, without an Accelerator; the others do nothing.
 
+    A failure leaves the file that was at a path.
+
     Args:
         obj: what to save.
         f: a path, or a binary file that is open.
@@ -49,14 +51,13 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     Raises:
         CheckpointError: ``obj`` has weights of which this rank holds but a shard.
     """
-    refuse_parts(obj)
     topology = context.current().topology
-    if (topology.local_rank if save_on_each_node else topology.rank) == 0:
-        write_object(obj, f, safe_serialization)
+    is_writer = (topology.local_rank if save_on_each_node else topology.rank) == 0
+    save_object(obj, f, safe_serialization, is_writer)
 
 
-def refuse_parts(obj: Any) -> None:
-    """Raise CheckpointError where a file of ``obj`` would have shards of weights alone: nothing can be made of them."""
+def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> None:
+    """Save as :func:`save` does, where ``is_writer``; refuse shards on every rank."""
     count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
@@ -65,10 +66,8 @@ def refuse_parts(obj: Any) -> None:
             "accelerator.save(accelerator.get_state_dict(model), path), called on all ranks; accelerator.save_state "
             "saves optimizers, too"
         )
-
-
-def write_object(obj: Any, f: Any, safe_serialization: bool = False) -> None:
-    """Write to a path or an open binary file; at a path, a failure leaves the file that was there."""
+    if not is_writer:
+        return
     if hasattr(f, "write"):
         torch.save(obj, f)
     elif safe_serialization:

@@ -138,11 +138,11 @@ class Restorer:
                 f"{self._state.world_size}; its random states don't fit. Start {manifest.world_size} processes, or "
                 "call load_state(..., any_world_size=True) to take over the rest"
             )
-        if manifest.in_parts and manifest.in_parts != self._state.strategy.name:
+        if manifest.sharded_by and manifest.sharded_by != self._state.strategy.name:
             raise CheckpointError(
-                f"checkpoint {folder} was saved in shards, by the ranks of strategy {manifest.in_parts!r}, and this "
+                f"checkpoint {folder} was saved in shards, by the ranks of strategy {manifest.sharded_by!r}, and this "
                 f"job's is {self._state.strategy.name!r}; build the Accelerator as then: "
-                f"Accelerator({argument_of(manifest.in_parts)}=...)"
+                f"Accelerator({argument_of(manifest.sharded_by)}=...)"
             )
         for kind in ("optimizers", "schedulers"):
             saved, here = getattr(manifest, kind), len(getattr(self._state.preparer, kind))
@@ -155,7 +155,7 @@ class Restorer:
         self, folder: Path, models: Sequence[torch.nn.Module], manifest: Manifest | None, strict: bool
     ) -> None:
         """Raise CheckpointError where a file of weights is missing, or one does not fit its model."""
-        if manifest is not None and manifest.in_parts:
+        if manifest is not None and manifest.sharded_by:
             return
         for index, model in enumerate(models):
             if manifest is None and self._state.strategy.holds_shards:

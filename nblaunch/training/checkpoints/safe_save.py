@@ -97,6 +97,18 @@ def finish_commit(target: Path) -> None:
     shutil.rmtree(committed, ignore_errors=True)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder where there is none.
+
+    Raises:
+        ValueError: ``path`` is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"{path} is a file; a folder is needed") from None
+
+
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Make ``path`` what ``write(other_path)`` writes, or leave it as it was if that fails."""
     aside = path.with_name(f".{path.name}{_PARTIAL}")

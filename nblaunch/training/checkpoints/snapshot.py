@@ -13,7 +13,7 @@ import io
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +71,12 @@ class CheckpointSources:
         return self.shared.process.topology.world_size
 
     @property
+    def is_writer(self) -> bool:
+        """Whether this process writes what is saved once: the main process of the job, or of every machine."""
+        topology = self.shared.process.topology
+        return (topology.local_rank if self.project.save_on_each_node else topology.rank) == 0
+
+    @property
     def strategy(self) -> Strategy:
         """How models lie on the ranks."""
         return self.preparer.strategy
@@ -79,6 +85,21 @@ class CheckpointSources:
     def scaler(self) -> torch.amp.GradScaler | None:
         """Of fp16; None otherwise."""
         return self.preparer.precision.scaler
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""
+        unfit = [
+            f"Item at index {position} ({type(obj).__name__})"
+            for position, obj in enumerate(objects)
+            if not (
+                callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+            )
+        ]
+        if unfit:
+            raise ValueError(
+                f"objects to register need state_dict and load_state_dict, which these lack: {'; '.join(unfit)}"
+            )
+        self.custom.extend(objects)
 
 
 def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
@@ -192,13 +213,13 @@ class _Held:
     Args:
         weights: whole state dicts of models that are to be written.
         optimizers: the same of optimizers.
-        is_in_parts: every rank writes its shards instead.
+        is_sharded: every rank writes its shards instead.
         shards: that writes them later; None: they are written.
     """
 
     weights: list[Mapping[str, Any]] = field(default_factory=list)
     optimizers: list[Mapping[str, Any]] = field(default_factory=list)
-    is_in_parts: bool = False
+    is_sharded: bool = False
     shards: ShardWriter | None = None
 
     @classmethod
@@ -210,7 +231,7 @@ class _Held:
             else None
         )
         if shards is not None or strategy.save_shards(folder, prepared.models, prepared.optimizers):
-            return cls(is_in_parts=True, shards=shards)
+            return cls(is_sharded=True, shards=shards)
         return cls(
             [_weights(state, bare_module(model)) for model in prepared.models],
             [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
@@ -237,7 +258,7 @@ def _snapshot(
         schedulers=len(prepared.schedulers),
         loaders=len(prepared.loaders),
         custom=len(state.custom),
-        in_parts=state.strategy.name if held.is_in_parts else "",
+        sharded_by=state.strategy.name if held.is_sharded else "",
         gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
     )
     snapshot = Snapshot(manifest, weights, {}, safe_serialization, shards=held.shards)

@@ -195,8 +195,8 @@ def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
 def _is_first_holder(shard: Any) -> bool:
     """Return whether no rank before this one holds the very same shard.
 
-    Either in the order of its mesh, or in another mesh of the same form: beside tensor parallelism, what is not cut is
-    sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
+    Either in the order of its mesh, or in another mesh of the same form: beside tensor parallelism, other
+    tensors are sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
     """
     coordinate = shard.device_mesh.get_coordinate()
     return bool((shard.device_mesh.mesh == 0).any()) and all(

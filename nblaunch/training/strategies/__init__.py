@@ -1,11 +1,11 @@
-"""Ways to spread a model over processes: one file or folder each.
+"""Strategies, by which a model is trained on several processes: one file or folder each.
 
 base.py                    what a strategy has to do, and in which order it is called
-ddp.py                     where no plugin is passed, every rank holds the whole model: gradients averaged during
+replicated.py              where no plugin is passed, every rank has the whole model: gradients averaged during
                            backward by torch's DistributedDataParallel, or for XLA at the step; a lone process
 dtensor_strategy.py        what strategies have in common whose weights are DTensors
 distributed_checkpoint.py  their states in files, through torch.distributed.checkpoint
-tensor_parallel.py         layers cut over ranks by torch's ``parallelize_module`` or transformers
+tensor_parallel.py         layers sharded over ranks by torch's ``parallelize_module`` or transformers
 fsdp2/                     weights sharded with torch's ``fully_shard``
 deepspeed/                 DeepSpeed's engine: sharded optimizer states, gradients and weights
 """

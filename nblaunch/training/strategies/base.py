@@ -1,4 +1,4 @@
-"""How a model is spread over processes: :class:`Strategy`, and :class:`StrategyPlugin`, by which users choose one.
+"""How a model is trained on several processes: :class:`Strategy`, and :class:`StrategyPlugin`, which chooses one.
 
 A strategy gets the ranks, the device, the precision and the accumulation of its Accelerator in :class:`TrainingSetup`,
 and what the user prepares in one call. ``prepare`` calls in this order:
@@ -142,7 +142,7 @@ class StrategyPlugin(ABC):
 
 
 class Strategy(ABC):
-    """A way to spread models over processes. The module's description has the order of the calls."""
+    """A way to train models on several processes. The module's description has the order of the calls."""
 
     name: str
 
@@ -151,6 +151,9 @@ class Strategy(ABC):
 
     moves_models = False
     """Whether :meth:`setup_module` brings a model to its device by itself, shard by shard."""
+
+    casts_models = False
+    """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast."""
 
     holds_shards = False
     """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
@@ -216,7 +219,7 @@ class Strategy(ABC):
     def sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager in which ``backward`` reduces gradients though its forwards ran under ``no_sync``.
 
-        ``model`` may be one that another strategy has spread: then this does nothing.
+        ``model`` may be one that another strategy has set up: then this does nothing.
         """
         return nullcontext()
 

@@ -1,6 +1,6 @@
-"""Tensor parallelism: every rank holds a part of each layer, and all compute the same data together.
+"""Tensor parallelism: every rank holds a shard of each layer, and all compute the same data together.
 
-The model comes cut, as torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it: with DTensors over the
+The model comes sharded, as torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it: with DTensors over the
 mesh's dimension ``tp`` as parameters. What it needs beside is that ranks agree on weights, and the states of shards.
 """
 
@@ -34,7 +34,7 @@ class TensorParallelPlugin(StrategyPlugin):
 
 
 class TensorParallelStrategy(DTensorStrategy):
-    """Leave models as they were cut.
+    """Leave models as they were sharded.
 
     Args:
         process: ranks and device of this process.
@@ -50,8 +50,8 @@ class TensorParallelStrategy(DTensorStrategy):
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
-        if not is_cut(inner):
-            warn_of_whole(inner)
+        if not is_sharded_model(inner):
+            warn_of_unsharded(inner)
         share_weights(inner, self._parallelism)
         context.current().collect_sharded_weights = shards_to_send
         return model
@@ -60,13 +60,13 @@ class TensorParallelStrategy(DTensorStrategy):
         return nullcontext()
 
 
-def is_cut(model: nn.Module) -> bool:
-    """Return whether a model's layers are cut over ranks already."""
+def is_sharded_model(model: nn.Module) -> bool:
+    """Return whether a model's layers are sharded over ranks already."""
     return any(dtensor.is_sharded(parameter) for parameter in model.parameters())
 
 
-def warn_of_whole(model: nn.Module) -> None:
-    """Warn, on rank 0, of a model that was not cut though ``tp_size`` asks for it."""
+def warn_of_unsharded(model: nn.Module) -> None:
+    """Warn, on rank 0, of a model that is not sharded though ``tp_size`` asks for it."""
     if operations.rank() == 0:
         warn(
             f"tp_size is more than 1, but the {type(model).__name__} is whole: ranks of a tensor parallel group all "
@@ -77,7 +77,7 @@ def warn_of_whole(model: nn.Module) -> None:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, parallelism: ParallelismConfig) -> None:
-    """Give all ranks the weights of rank 0: whole ones its own, parts those of its replica."""
+    """Give all ranks the weights of rank 0: whole ones its own, shards those of its replica."""
     replicas = parallelism.data_parallel_mesh
     with waiting():
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -174,6 +174,21 @@ def test_training_in_bf16_is_that_of_accelerate() -> None:
         torch.testing.assert_close(torch.tensor(values), torch.tensor(reference))
 
 
+def _evaluate_in_bf16() -> bool:
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    plain = torch.nn.Linear(8, 8)
+    model = accelerator.prepare_model(plain, evaluation_mode=True)
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.nn.functional.linear(x, plain.weight, plain.bias)
+    return torch.equal(model(x), expected.float())
+
+
+def test_models_that_are_only_evaluated_are_not_sharded_and_compute_under_autocast() -> None:
+    assert ranks.run(_evaluate_in_bf16, 2) == [True, True]
+
+
 @pytest.mark.parametrize(
     "settings",
     [

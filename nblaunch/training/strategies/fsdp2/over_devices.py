@@ -1,7 +1,7 @@
 """Models sharded over the devices that one process drives as one (SPMD), by the device's compiler.
 
 There are no ranks to exchange anything: a tensor has its global shape here, and an annotation says along which
-dimension the devices cut it. From those of weights, gradients and optimizer state the compiler derives where weights
+dimension the devices shard it. From those of weights, gradients and optimizer state the compiler derives where weights
 are gathered and gradients reduced. So states are read and written whole, as without sharding.
 """
 
@@ -71,7 +71,7 @@ class DeviceShardsStrategy(Strategy):
         ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
         names = {id(one) for one in ignored}
         kept_whole = {name for name, one in inner.named_parameters() if id(one) in names}
-        # Inner modules first, each cut before the next is moved: the host never holds much of the model twice.
+        # Inner modules first, each sharded before the next is moved: the host never holds much of the model twice.
         for prefix, module in reversed(list(inner.named_modules())):
             module.to(process.device)
             for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -109,7 +109,7 @@ class DeviceShardsStrategy(Strategy):
     _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as checkpoints.contents asks
 
     def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Cut activations by rows, so that the compiler gathers weights rather than activations."""
+        """Shard activations by rows, so that the compiler gathers weights rather than activations."""
         for tensor in tensors(output):
             is_new = tensor.grad_fn is not None and not tensor._is_view()
             if is_new and tensor.ndim and tensor.shape[0] % self._count == 0:
@@ -139,7 +139,7 @@ class DeviceShardsStrategy(Strategy):
         return None
 
     def _shard_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut weights and their states after they were written, in the graph that writes them."""
+        """Shard weights and their states after they were written, in the graph that writes them."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 dimension = self._dimensions.get(parameter)
@@ -159,7 +159,7 @@ class DeviceShardsStrategy(Strategy):
 
 
 def sharded_dimension(shape: torch.Size, count: int) -> int | None:
-    """Return the dimension along which a weight is cut over devices; None: it is too small, and each holds it whole.
+    """Return the dimension along which a weight is sharded over devices; None: too small, each holds it whole.
 
     The longest that the devices divide, or else the longest: the compiler returns other tensors whole, unless it
     writes them over sharded ones, as a step does.

@@ -68,7 +68,7 @@ class ShardingSettings:
         sharding_strategy: the older word for the next field: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``; ``"HYBRID_SHARD"``
             and ``"HYBRID_SHARD_ZERO2"`` shard inside each machine and replicate over machines.
         reshard_after_forward: True (default): a layer's weights are freed after its forward, and gathered again for
-            backward. False: they stay until then, which costs memory and saves traffic. A number: they stay spread
+            backward. False: they stay until then, which costs memory and saves traffic. A number: they stay sharded
             over so many ranks.
         mixed_precision_policy: torch's ``MixedPrecisionPolicy``, its fields as a dict (dtypes may go by name), or
             ``"bf16"``, ``"fp16"``, ``"fp32"`` for all. None: the Accelerator's ``mixed_precision`` for all, as with
@@ -265,7 +265,7 @@ def _sharding_name(strategy: Any) -> str | None:
     if name == "NO_SHARD":
         raise ValueError(
             "sharding_strategy='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out for that, and "
-            "models are spread with DistributedDataParallel"
+            "models are trained with DistributedDataParallel"
         )
     check_choice("sharding_strategy", name, tuple(_SHARDING))
     return name

@@ -32,7 +32,7 @@ from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.units import checkpoint_activations, return_no_views
 from nblaunch.training.strategies.fsdp2.weights import WholeWeights
-from nblaunch.training.strategies.tensor_parallel import is_cut, share_weights, warn_of_whole
+from nblaunch.training.strategies.tensor_parallel import is_sharded_model, share_weights, warn_of_unsharded
 from nblaunch.wire import modules
 
 
@@ -74,7 +74,9 @@ class Fsdp2Strategy(DTensorStrategy):
         self._dtype = dtype
         self._parallelism = parallelism
         settings.precision_policy(dtype)  # refuses what it does not know before any model is built
-        self.moves_models = self.holds_shards = process.topology.world_size > 1
+        # Units gather their weights, and cast what they are given: autocast would compute losses and norms of layers in
+        # fp32 beside, in more memory and otherwise than with Accelerate.
+        self.moves_models = self.holds_shards = self.casts_models = process.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ class Fsdp2Strategy(DTensorStrategy):
                 checkpoint_activations(unit, bool(self._settings.activation_checkpointing_offload))
         if self.holds_shards:
             if self._parallelism is not None and self._parallelism.tp_enabled:
-                self._shard_further(inner, units) if is_cut(inner) else warn_of_whole(inner)
+                self._shard_further(inner, units) if is_sharded_model(inner) else warn_of_unsharded(inner)
             if not is_fsdp_module(inner):
                 self._shard(inner, units)
             context.current().collect_sharded_weights = shards_to_send
@@ -122,7 +124,7 @@ class Fsdp2Strategy(DTensorStrategy):
         self._report(model, name, weights.num_bytes, len(units))
 
     def _shard_further(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-        """Shard a model whose layers are cut over other ranks already, so that no rank has it whole."""
+        """Shard a model whose layers are sharded over other ranks already, so that no rank has it whole."""
         assert self._parallelism is not None
         memory.tune_allocator()
         ignored = self._ignored_parameters(model)

@@ -20,7 +20,7 @@ from torch import nn
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
-from nblaunch.training.strategies.ddp import checksum
+from nblaunch.training.strategies.replicated import checksum
 from nblaunch.wire import modules
 
 _META = "meta"

@@ -1,4 +1,4 @@
-"""Strategies for where no plugin is passed: every rank trains the whole model, as its device needs it.
+"""Strategies without a plugin: every rank has a replica of the whole model.
 
     DdpStrategy            torch's wrapper averages gradients during backward
     ReduceAtStepStrategy   gradients are averaged where the optimizer steps, without a wrapper
@@ -29,7 +29,7 @@ from nblaunch.training.joining import JoinedProcess, Waiting, waiting
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.tensor_parallel import is_cut
+from nblaunch.training.strategies.tensor_parallel import is_sharded_model
 
 
 class ReduceAtStepStrategy(Strategy):
@@ -127,12 +127,12 @@ class DdpStrategy(Strategy):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average, and DDP refuses such a model
-        if is_cut(model):
+        if is_sharded_model(model):
             raise ValueError(
-                "Your model contains `DTensor` parameters, which is incompatible with DDP: its layers are cut over "
-                "ranks. Pass Accelerator(parallelism_config=ParallelismConfig(tp_size=...)) for a model that "
-                "parallelize_module or a tp_plan has cut; otherwise load it with device_map={'': accelerator.device} "
-                "instead of 'auto'"
+                "Your model contains `DTensor` parameters, which is incompatible with DDP: its layers are sharded "
+                "over ranks. Pass Accelerator(parallelism_config=ParallelismConfig(tp_size=...)) for a model that "
+                "parallelize_module or a tp_plan has sharded; otherwise load it with "
+                "device_map={'': accelerator.device} instead of 'auto'"
             )
         if self.options.sync_batchnorm:
             model = _with_common_statistics(model, process.device)
@@ -142,32 +142,32 @@ class DdpStrategy(Strategy):
             # torch 2.13 deprecates the name of an option that users are to go on using, until all of what it
             # does has a new name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            spread = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())
-        _register_comm_hook(spread, self.options)
-        return spread
+            ddp = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())
+        _register_comm_hook(ddp, self.options)
+        return ddp
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        spread = _own(model)
-        if not isinstance(spread, DistributedDataParallel) or _learns_graph(spread):
+        ddp = _own(model)
+        if not isinstance(ddp, DistributedDataParallel) or _learns_graph(ddp):
             return nullcontext()
-        return spread.no_sync()
+        return ddp.no_sync()
 
     @contextmanager
     def sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
         # DDP decides at each forward whether the backward that follows reduces; this makes up for a forward that
         # decided otherwise.
-        spread = _own(model)
-        if not isinstance(spread, DistributedDataParallel):
+        ddp = _own(model)
+        if not isinstance(ddp, DistributedDataParallel):
             yield
             return
-        before = spread.require_backward_grad_sync, spread.require_forward_param_sync
-        spread.require_backward_grad_sync = spread.require_forward_param_sync = True
+        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
         # As DDP's forward does with find_unused_parameters=False: every parameter is waited for.
-        spread.reducer.prepare_for_backward([])
+        ddp.reducer.prepare_for_backward([])
         try:
             yield
         finally:
-            spread.require_backward_grad_sync, spread.require_forward_param_sync = before
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         models = [_own(one) for one in joinables]
