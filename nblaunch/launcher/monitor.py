@@ -135,17 +135,21 @@ class MemorySampler:
         self._own_bytes = own_bytes
         self._clock = clock
         self._known: dict[int, _Known] = {}
+        self._sampled: set[int] = set()
         self._next_read_s = self._next_s = 0.0
 
     def sample(self, pids: Mapping[int, int]) -> list[HostMemory]:
-        """Return the memory of each rank in ``pids`` (rank -> process), if it is time."""
+        """Return the memory of each rank in ``pids`` (rank -> process), if it is time; that of new ranks at once."""
         now_s = self._clock()
         if now_s >= self._next_read_s:
             self._read_one(pids, now_s)
+        due = pids.keys()
         if now_s < self._next_s:
-            return []
-        self._next_s = now_s + INTERVAL_S
-        return [event for rank, pid in pids.items() if (event := self._estimate(rank, pid)) is not None]
+            due -= self._sampled  # a short job would end without a figure
+        else:
+            self._next_s = now_s + INTERVAL_S
+        self._sampled |= due
+        return [event for rank in sorted(due) if (event := self._estimate(rank, pids[rank])) is not None]
 
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
         """Read the rank whose number is the oldest, if it is old enough; the slower it was, the later the next."""

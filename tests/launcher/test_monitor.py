@@ -60,6 +60,16 @@ def test_every_rank_is_sampled_once_a_second() -> None:
     assert 17 <= len(seen) <= 20
 
 
+def test_a_rank_that_starts_late_is_sampled_at_once() -> None:
+    host = Host()
+    sampler = host.sampler()
+    seen = []
+    for pids in ({}, {0: 1}, {0: 1}, {0: 1, 1: 2}, {0: 1, 1: 2}):
+        seen.append([event.rank for event in sampler.sample(pids)])
+        host.now_s += 0.1
+    assert seen == [[], [0], [], [1], []]
+
+
 def test_all_ranks_are_reported_at_once_though_they_are_read_one_by_one() -> None:
     host = Host(cost_s=0.2)
     seen = host.sampler().sample({0: 1, 1: 2})
