@@ -1,4 +1,4 @@
-"""What a test has left behind in the process of the tests: child processes, file descriptors, threads.
+"""What a test has left behind in the process of the tests: child processes, file descriptors, threads, signals.
 
 Cheap enough for every test (well under a millisecond where nothing is left): it reads ``/proc``. Where there is no
 ``/proc``, only threads are looked at.
@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -52,15 +53,17 @@ class Snapshot:
         files: what each open file descriptor points to.
         threads: the running Python threads. Native threads are left out: the pools of OpenMP, autograd and the like
             are made at first use and kept for good.
+        signals: what programs inherit that a later test starts: which signals are ignored, and which are blocked.
     """
 
     processes: frozenset[psutil.Process]
     files: dict[int, str]
     threads: frozenset[threading.Thread]
+    signals: frozenset[str]
 
     @classmethod
     def take(cls) -> Snapshot:
-        return cls(_children(), _open_files(), frozenset(threading.enumerate()))
+        return cls(_children(), _open_files(), frozenset(threading.enumerate()), _inherited_signals())
 
 
 def find(before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
@@ -75,6 +78,7 @@ def find(before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
         *(f"process {process.pid}: {_command(process)}" for process in _new_processes(before)),
         *(f"thread {thread.name!r}: {thread!r}" for thread in _new_threads(before)),
         *(f"file descriptor {fd}: {target}" for fd, target in _new_files(before).items()),
+        *sorted(_inherited_signals() - before.signals),
     ]
 
 
@@ -145,6 +149,17 @@ def _open_files() -> dict[int, str]:
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     return files
+
+
+def _inherited_signals() -> frozenset[str]:
+    numbers = signal.valid_signals()
+    ignored = {number for number in numbers if signal.getsignal(number) is signal.SIG_IGN}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return frozenset(
+        f"signal {getattr(number, 'name', number)}: {what}"
+        for what, some in (("ignored", ignored), ("blocked", blocked))
+        for number in some
+    )
 
 
 def _read(file: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -75,4 +76,16 @@ def test_a_thread_is_found_unless_it_ends_in_time() -> None:
     (line,) = left_behind.find(before, grace_s=0)
     assert line.startswith("thread 'left over'")
     release.set()
+    assert left_behind.find(before) == []
+
+
+def test_a_signal_that_programs_would_inherit_as_ignored_or_blocked_is_found() -> None:
+    before = Snapshot.take()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        assert left_behind.find(before) == ["signal SIGINT: ignored", "signal SIGTERM: blocked"]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert left_behind.find(before) == []

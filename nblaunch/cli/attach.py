@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from typing import Any
 
+from nblaunch.cli import INTERRUPTED_EXIT_CODE
 from nblaunch.cli.jobs import add_job_argument, chosen_job
 from nblaunch.cli.script_job import exit_code, text_dashboards
 from nblaunch.detached.follower import JobFollower
+from nblaunch.launcher.requests import interrupts_as_requests
+
+_LOOK_S = 0.1
+"""Between two looks for an interrupt: one that another thread was given does not wake this one."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,13 +31,15 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Follow the job, and return the exit code."""
     runner = JobFollower(chosen_job(arguments), text_dashboards())
-    runner.follow()
-    try:
-        runner.wait()
-    except KeyboardInterrupt:
+    interrupts: list[float] = []
+    # An exception could be raised where it is lost, as in a finalizer, or while the thread starts.
+    with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
+        runner.follow()
+        while not (interrupts or runner.wait(_LOOK_S)):
+            pass
+    if runner.outcome is None:
         print(f"\n{runner.id} goes on; `nblaunch stop {runner.id}` ends it", file=sys.stderr)
-        raise
-    assert runner.outcome is not None, "the job has ended"
+        return INTERRUPTED_EXIT_CODE
     failure = runner.outcome.error
     if failure is not None:
         notes = getattr(failure, "__notes__", ())

@@ -22,6 +22,9 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
 
+_LOOK_S = 0.5
+"""Between two looks of a thread that waits for the end of a job without a limit."""
+
 
 class Listener(Protocol):
     """What receives the events of a job: dashboards, tests. Must not raise, nor block for long."""
@@ -123,6 +126,8 @@ class JobBase:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, ``timeout`` seconds at most; return whether the job has ended."""
+        while timeout is None and not self._ended.wait(_LOOK_S):
+            pass  # an interrupt that the system has given to another thread is seen between two looks
         return self._ended.wait(timeout)
 
     def call_at_end(self, call: Callable[[], None]) -> None:

@@ -143,7 +143,7 @@ class MemorySampler:
         now_s = self._clock()
         if now_s >= self._next_read_s:
             self._read_one(pids, now_s)
-        due = pids.keys()
+        due = set(pids)
         if now_s < self._next_s:
             due -= self._sampled  # a short job would end without a figure
         else:

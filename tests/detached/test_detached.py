@@ -186,6 +186,39 @@ def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
     assert kernel.run("job.result(60)").value == "stopped"
 
 
+ATTACH_WITH_SIGNAL_TO_A_THREAD = """
+import re, signal, sys, threading, time, traceback
+from nblaunch.cli import main
+
+def interrupt():
+    stack = ""
+    while not re.search('job_base.py", line [0-9]+, in wait', stack):
+        time.sleep(0.01)
+        stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+main_thread = threading.get_ident()
+threading.Thread(target=interrupt).start()
+sys.exit(main(["attach"]))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_attach_ends_at_an_interrupt_that_the_system_gives_to_another_thread(desk: Desk) -> None:
+    kernel = desk.kernel()
+    kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
+    program = subprocess.run(
+        [sys.executable, "-c", ATTACH_WITH_SIGNAL_TO_A_THREAD],
+        env={**os.environ, **desk.env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert program.returncode == 130, program.stderr
+    assert "goes on" in program.stderr
+    kernel.run("job.stop()\njob.result(60)")
+
+
 @pytest.mark.timeout(300)
 def test_a_failure_is_raised_in_another_kernel_at_the_line_of_its_cell(desk: Desk) -> None:
     first = desk.kernel()
