@@ -225,7 +225,7 @@ class StateSent(Event):
     """The state dict of a module or an optimizer is in the rank's outbox (``wire/outbox.py``), or could not be sent.
 
     Args:
-        path: of the module or optimizer in the arguments (``wire/modules.py``).
+        path: of the module or optimizer in the arguments (``wire/argument_paths.py``).
         at: where in the outbox; -1 where there is nothing to send, or nothing could be sent.
         end: where the outbox ends then.
         lost: the parts that could not be pickled.

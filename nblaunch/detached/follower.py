@@ -23,9 +23,9 @@ from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.wire import exceptions, payload
+from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.channel import EventReceiver
-from nblaunch.wire.modules import ArgPath
 
 _POLL_S = 0.1
 _POLLS_PER_CHECK = 10

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.events import EpochEnded, ExitStatus, Failed, HostMemory, Returned, StateSent
+from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.board import SlotReading
-from nblaunch.wire.modules import ArgPath
 
 _NUM_EPOCHS_KEPT = 64
 

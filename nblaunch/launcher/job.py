@@ -17,7 +17,7 @@ from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.weights import load_whole
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.modules import ArgPath
+from nblaunch.wire.argument_paths import ArgPath
 
 if TYPE_CHECKING:
     import pandas

@@ -17,7 +17,7 @@ from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.weights import describe_uncollected_modules
 from nblaunch.user_code import from_first_user_frame
-from nblaunch.wire.modules import ArgPath, path_name
+from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.outbox import RankResult
 
 

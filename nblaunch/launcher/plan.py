@@ -22,7 +22,7 @@ from nblaunch.launcher import fork_safety
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import captured_variables
-from nblaunch.wire.modules import ArgPath, modules_in, optimizers_in
+from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
 
 _IS_MACOS = sys.platform == "darwin"
 

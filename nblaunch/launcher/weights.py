@@ -15,9 +15,10 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.events import Note
 from nblaunch.user_code import captured_variables
-from nblaunch.wire import modules
-from nblaunch.wire.modules import ArgPath, ShardedTensor, TensorShard, path_name
+from nblaunch.wire import quantised
+from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
+from nblaunch.wire.sharded_tensor import ShardedTensor, TensorShard
 
 _MAX_NAMED = 3  # modules in one line
 
@@ -201,7 +202,7 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     name = _name(module, path)
     if state is None:
         return _Loading(False, f"the trained weights of {name} can't be loaded in the kernel: {lost}")
-    is_whole = not lost and not any(map(modules.is_quantised, module.parameters()))
+    is_whole = not lost and not any(map(quantised.is_quantised, module.parameters()))
     misfit = _misfit(module, state, is_whole)
     if not misfit:
         try:

@@ -16,6 +16,7 @@ from nblaunch.backends import process_group
 from nblaunch.events import Event, Returned, StateSent, WorkerState
 from nblaunch.session import cells
 from nblaunch.wire import payload
+from nblaunch.wire.argument_paths import modules_at
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.messages import (
@@ -29,7 +30,6 @@ from nblaunch.wire.messages import (
     SetVariables,
     send_reply,
 )
-from nblaunch.wire.modules import modules_at
 from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery

@@ -4,7 +4,7 @@ To a worker:
 
     assignment.py       the call, and what one worker has to do
     payload.py          values in memory files, pickled
-    modules.py          torch modules in the arguments, by argument path; shards of their weights, quantised ones
+    argument_paths.py   torch modules and optimizers in the arguments, by argument path
     pickle_errors.py    which part of a value can't be pickled
     accelerate_states.py  states of Hugging Face Accelerate, which join the worker
 
@@ -13,6 +13,8 @@ From a worker:
     channel.py          events on a pipe, values in them as Python's own types
     board.py            progress in shared memory, the losses as a fixed number of means
     outbox.py           return value and weights
+    sharded_tensor.py   weights that ranks hold in shards
+    quantised.py        weights that no training changes, which are not sent
     originals.py        which weights have not changed
     exceptions.py       an exception with its causes, as text and as object
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.topology import Topology
-from nblaunch.wire.modules import ArgPath
+from nblaunch.wire.argument_paths import ArgPath
 
 FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
 """The user's function and its positional arguments."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.wire.modules import ArgPath
+from nblaunch.wire.argument_paths import ArgPath
 
 _CHUNK_BYTES = 1 << 18  # stays in a core's cache between being read and compared
 

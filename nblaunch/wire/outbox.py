@@ -17,7 +17,7 @@ from typing import Any
 
 from nblaunch.events import StateSent, ValueLocation
 from nblaunch.wire import payload, pickle_errors
-from nblaunch.wire.modules import ArgPath, path_name
+from nblaunch.wire.argument_paths import ArgPath, path_name
 
 _MIN_KEPT_BYTES = 64 << 20
 """Of a value that stays in the file it came in."""

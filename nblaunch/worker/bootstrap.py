@@ -36,12 +36,12 @@ from nblaunch.context import WorkerContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.wire import payload
+from nblaunch.wire.argument_paths import modules_at, optimizers_in
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.locks import WorkerLocks
-from nblaunch.wire.modules import modules_at, optimizers_in
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import inherited, libraries, output, process_control
 from nblaunch.worker.delivery import Delivery

@@ -15,8 +15,8 @@ from typing import Any
 from nblaunch import context
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.wire import modules
-from nblaunch.wire.modules import ArgPath
+from nblaunch.wire import quantised
+from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
 
@@ -100,7 +100,7 @@ class Delivery:
         state = dict(module.state_dict() if collect_shards is None else collect_shards(module))
         if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
             return -1, -1, ""  # it has no weights, being on the meta device still
-        for name in modules.quantised_entries(module, state):
+        for name in quantised.quantised_entries(module, state):
             del state[name]
         # Shards are new tensors, so there is nothing to compare them with: all are sent.
         tests = (

@@ -33,7 +33,7 @@ from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
 from nblaunch.training.strategies.base import ShardWriter
-from nblaunch.wire import modules
+from nblaunch.wire import quantised
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 
@@ -286,7 +286,7 @@ def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
 def _weights(state: CheckpointSources, module: torch.nn.Module) -> dict[str, Any]:
     """Return whole weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     weights = state.strategy.state_dict(module)
-    for name in modules.quantised_entries(module, weights):
+    for name in quantised.quantised_entries(module, weights):
         if hasattr(weights[name], "__tensor_flatten__"):
             del weights[name]
     return weights

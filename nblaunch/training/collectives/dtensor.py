@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
 from nblaunch.training.joining import waiting
-from nblaunch.wire.modules import TensorShard
+from nblaunch.wire.sharded_tensor import TensorShard
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
-from nblaunch.wire.modules import TensorShard
+from nblaunch.wire.sharded_tensor import TensorShard
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"

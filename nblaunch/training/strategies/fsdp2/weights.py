@@ -21,7 +21,7 @@ from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.wire import modules
+from nblaunch.wire import quantised
 
 _META = "meta"
 _UNKNOWN = "unknown"
@@ -84,7 +84,7 @@ class WholeWeights:
 
     def _place_whole(self, name: str, tensor: torch.Tensor) -> None:
         """Move a tensor that every rank holds whole to the device, and make it equal to that of rank 0."""
-        if isinstance(tensor, nn.Parameter) and modules.is_quantised(tensor):
+        if isinstance(tensor, nn.Parameter) and quantised.is_quantised(tensor):
             if tensor.device != self._device:  # by its own method, which takes along what it keeps beside
                 self._exchange(tensor, tensor.to(self._device))  # type: ignore[arg-type]
             return

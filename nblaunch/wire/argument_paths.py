@@ -2,21 +2,7 @@
 
 Found are arguments themselves, and what lists, tuples, dicts and objects of the user's classes among them hold. Each
 module is listed once, by the first path that leads to it; a module inside another found one is not, since its weights
-are among those of the whole. Sharded weights travel shard by shard:
-
-    rank 0   ── TensorShard ──┐
-    rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
-    rank 2   ── TensorShard ──┘
-
-Quantised weights are frozen numbers of few bits, which a library keeps in a form of its own:
-
-
-bitsandbytes   a subclass of ``Parameter`` that its scales hang on; they are entries of the state dict as well, which a
-               4-bit module can't load, and an 8-bit module can't after its first forward
-torchao        a ``Parameter`` whose tensor is of a subclass
-
-No optimizer changes them, so they need no way back: where trained weights are loaded, the quantised model is already.
-GPTQ, AWQ and the like keep integers in ordinary buffers, and need nothing of this.
+are among those of the whole.
 """
 
 from __future__ import annotations
@@ -25,8 +11,7 @@ import argparse
 import dataclasses
 import enum
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,102 +123,3 @@ def _outermost(found: dict[ArgPath, Any]) -> dict[ArgPath, Any]:
         if id(module) not in parts:
             kept.setdefault(id(module), path)
     return {path: found[path] for path in kept.values()}
-
-
-@dataclass(frozen=True)
-class TensorShard:
-    """A rank's shard of a tensor: a rectangular block of it, or a stretch of its elements in order.
-
-    Args:
-        shape: of the whole tensor.
-        offset: where the shard begins, one number per dimension.
-        data: the elements of the shard, on the CPU; may be empty.
-        is_flat: ``offset`` and ``data`` are of the tensor as one row of elements.
-    """
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    data: Any
-    is_flat: bool = False
-
-
-@dataclass(frozen=True)
-class ShardedTensor:
-    """The shards of one tensor, which don't overlap. Has the shape and size of the whole, but not its values.
-
-    Args:
-        shards: at least one.
-    """
-
-    shards: Sequence[TensorShard]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-        return self.shards[0].shape
-
-    def numel(self) -> int:
-        """Return the number of elements of the whole tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    def element_size(self) -> int:
-        """Return the bytes of an element."""
-        return int(self.shards[0].data.element_size())
-
-    @property
-    def num_missing(self) -> int:
-        """Return how many elements are in none of the shards."""
-        return self.numel() - sum(int(shard.data.numel()) for shard in self.shards)
-
-    def put_into(self, whole: Any) -> None:
-        """Copy every shard into ``whole``, a tensor of this shape."""
-        if any(shard.is_flat for shard in self.shards) and not whole.is_contiguous():
-            whole.copy_(self.assembled())
-            return
-        for shard in self.shards:
-            target = whole.view(-1) if shard.is_flat else whole
-            for dim, (start, length) in enumerate(zip(shard.offset, shard.data.shape, strict=True)):
-                target = target.narrow(dim, start, length)
-            target.copy_(shard.data)
-
-    def assembled(self) -> Any:
-        """Return the whole tensor, in memory of its own."""
-        whole = self.shards[0].data.new_empty(self.shape)
-        self.put_into(whole)
-        return whole
-
-
-_MARKS = ("quant_state", "has_fp16_weights")  # of bitsandbytes' parameters: 4-bit, 8-bit
-
-
-def is_quantised(parameter: Any) -> bool:
-    """Return whether ``parameter`` is frozen and held in the form of a library for quantised weights."""
-    if parameter is None or parameter.requires_grad:
-        return False
-    if any(hasattr(parameter, mark) for mark in _MARKS):
-        return True
-    return any(kind.__module__.partition(".")[0] == "torchao" for kind in type(parameter.data).__mro__)
-
-
-def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the names in ``state``, a state dict of ``module``, that belong to quantised weights.
-
-    Returns:
-        Name -> whether it is a weight itself; otherwise it is what its library keeps beside it.
-    """
-    found: dict[str, bool] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
-        quantised = {name for name, parameter in owner._parameters.items() if is_quantised(parameter)}
-        if not quantised:
-            continue
-        prefix = f"{path}." if path else ""
-        others = {*owner._parameters, *owner._buffers} - quantised
-        children = tuple(f"{name}." for name in owner._modules)
-        for name in state:
-            own = name.removeprefix(prefix)
-            if name.startswith(prefix) and own not in others and not own.startswith(children):
-                found[name] = own in quantised
-    return found

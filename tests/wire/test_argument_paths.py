@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from nblaunch.wire.modules import modules_at, modules_in, path_name
+from nblaunch.wire.argument_paths import modules_at, modules_in, path_name
 
 
 class Kind(enum.Enum):
