@@ -122,6 +122,9 @@ class MergedLines:
 
 _LINE_LENGTH = 4000  # characters
 _NUM_DISPLAYS = 100  # of a rank, such as figures
+# Of all ranks; each may have its share even if others have used it up. VS Code shows the first 500 outputs of a cell
+# (microsoft/vscode#325786): a display takes two of them, and the last one may be an error.
+_NUM_DISPLAYS_OF_ALL = 120
 _MAX_TAILS = 16  # ranks whose last lines are printed; those of hundreds would bury the cell
 
 Publish = Callable[[Displayed], None]
@@ -184,6 +187,7 @@ class LinesPrinter(Dashboard):
         self._tails: dict[int, deque[str]] = {}
         self._num_folded: dict[int, int] = {}
         self._num_displays: dict[int, int] = {}
+        self._ranks_without_displays: set[int] = set()
         self._display_ids = set() if display_ids is None else display_ids
         self._num_processes = 1
         self._first_rank = 0
@@ -297,11 +301,20 @@ class LinesPrinter(Dashboard):
                 self._pending.remove(item)
             self._pending.append(event)
             return
-        seen = self._num_displays[event.rank] = self._num_displays.get(event.rank, 0) + 1
-        if seen <= _NUM_DISPLAYS:
+        if event.rank in self._ranks_without_displays:
+            return
+        if self._may_display(event.rank):
+            self._num_displays[event.rank] = self._num_displays.get(event.rank, 0) + 1
             self._pending.append(event)
-        elif seen == _NUM_DISPLAYS + 1:
+        else:
+            self._ranks_without_displays.add(event.rank)
             self._pending.append(f"{self._label(event.rank)}... displays a lot; no more of it is shown\n")
+
+    def _may_display(self, rank: int) -> bool:
+        num_shown = self._num_displays.get(rank, 0)
+        share = _NUM_DISPLAYS_OF_ALL // self._num_processes
+        is_room = num_shown < share or sum(self._num_displays.values()) < _NUM_DISPLAYS_OF_ALL
+        return is_room and num_shown < _NUM_DISPLAYS
 
     def _with_own_display_id(self, event: Displayed) -> Displayed:
         """Make display ids of other ranks than 0 unique: all ranks run the same code with the same ids."""

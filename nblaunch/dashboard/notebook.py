@@ -68,8 +68,14 @@ Publish = Callable[[Bundle, str, bool], None]
 """``publish(bundle, display_id, is_update)``."""
 
 
+NUM_LIVE_CELLS = 3
+"""Number of cells in which an output is updated while a job runs: those that showed it last. Its end is in all."""
+
+
 class Output:
     """One output, which several cells can show.
+
+    It has a display id in each cell: VS Code updates of outputs with the same id only the one that was displayed last.
 
     Args:
         publish: default: through IPython.
@@ -77,36 +83,49 @@ class Output:
 
     def __init__(self, publish: Publish | None = None) -> None:
         self._publish = publish or publish_in_notebook
-        self._display_id = f"nblaunch-{os.urandom(8).hex()}"
-        self._cells: set[str | None] = set()
+        self._name = f"nblaunch-{os.urandom(8).hex()}"
+        self._display_ids: dict[str | None, str] = {}  # of each cell
         # A background job updates the output in one thread while a cell shows it again in another.
         self._lock = threading.Lock()
         self.shown: Bundle | None = None
 
-    def show(self, bundle: Bundle, *, even_if_same: bool = False) -> bool:
+    def show(self, bundle: Bundle, *, is_final: bool = False) -> int:
         """Update the output to ``bundle``; the first call creates it in the running cell.
 
+        Args:
+            bundle: what it shows.
+            is_final: no update follows. It is then published even if the output is the same already.
+
         Returns:
-            Whether it was published: not if the output is the same already, unless ``even_if_same``.
+            In how many cells it was published.
         """
         with self._lock:
-            if bundle == self.shown and not even_if_same:
-                return False
-            is_update, self.shown = self.shown is not None, bundle
-            if not is_update:
-                self._cells.add(running_cell())
-            self._publish(bundle, self._display_id, is_update)
-        return True
+            if bundle == self.shown and not is_final:
+                return 0
+            if self.shown is None:
+                self._create(bundle)
+                return 1
+            self.shown = bundle
+            display_ids = list(self._display_ids.values())
+            updated = display_ids if is_final else display_ids[-NUM_LIVE_CELLS:]
+            for display_id in updated:
+                self._publish(bundle, display_id, True)
+        return len(updated)
 
     def show_again(self) -> bool:
         """Show the output in the running cell as well; return False if it is empty or shown there already."""
-        cell = running_cell()
         with self._lock:
-            if self.shown is None or cell in self._cells:
+            if self.shown is None or running_cell() in self._display_ids:
                 return False
-            self._cells.add(cell)
-            self._publish(self.shown, self._display_id, False)
+            self._create(self.shown)
         return True
+
+    def _create(self, bundle: Bundle) -> None:
+        """Add the output to the running cell."""
+        self.shown = bundle
+        display_id = f"{self._name}-{len(self._display_ids)}"
+        self._display_ids[running_cell()] = display_id
+        self._publish(bundle, display_id, False)
 
 
 def publish_in_notebook(bundle: Bundle, display_id: str, is_update: bool) -> None:
@@ -190,5 +209,5 @@ class NotebookDashboard(ViewingDashboard):
             bundle: Bundle = mimebundle(view, with_output=with_output)
         else:
             bundle = {"text/plain": render_text(view, with_output=with_output)}
-        if self._output.show(bundle, even_if_same=is_final):
-            self._pace.note_published(sum(map(len, bundle.values())))
+        if num_cells := self._output.show(bundle, is_final=is_final):
+            self._pace.note_published(num_cells * sum(map(len, bundle.values())))

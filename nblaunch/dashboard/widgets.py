@@ -88,7 +88,7 @@ class WidgetsDashboard(ViewingDashboard):
     def _draw_last(self, view: JobView) -> None:
         lasting = mimebundle(view, with_output=self._is_background)
         if view.is_started or self._output.shown is not None:
-            self._output.show(lasting, even_if_same=True)
+            self._output.show(lasting, is_final=True)
         # After the output was replaced, so that no empty output is visible.
         if self._panel is not None:
             self._panel.close(lasting["text/html"])

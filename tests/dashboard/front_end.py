@@ -75,3 +75,42 @@ def size(message: dict[str, Any]) -> int:
     """Bytes of a message on its way to the front end: its four parts."""
     parts = ("header", "parent_header", "metadata", "content")
     return sum(len(json.dumps(message[part], default=str)) for part in parts)
+
+
+class VSCode:
+    """The outputs of cells as VS Code keeps them, from the messages of a kernel.
+
+    Unlike JupyterLab, by ``src/kernels/execution`` of microsoft/vscode-jupyter (cellDisplayIdTracker.ts and
+    cellExecutionMessageHandler.ts): a message counts only as an answer to a cell that was run, also after the cell's
+    end; a display id is the name of one output, that which was displayed last; and an update names an output of any
+    cell. Of a cell with more outputs than :data:`MAX_OUTPUTS`, the first ones are shown (microsoft/vscode#325786).
+    """
+
+    MAX_OUTPUTS = 500
+
+    def __init__(self, messages: Iterable[dict[str, Any]], cells: Iterable[str]) -> None:
+        self.outputs: dict[str, list[dict[str, Any]]] = {cell: [] for cell in cells}
+        named: dict[str, dict[str, Any]] = {}
+        for message in messages:
+            outputs = self.outputs.get(message["parent_header"].get("msg_id", ""))
+            if outputs is None:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            display_id = content.get("transient", {}).get("display_id")
+            if kind == "update_display_data":
+                if display_id in named:
+                    named[display_id]["data"] = content["data"]
+            elif kind == "stream":
+                if outputs and outputs[-1].get("stream") == content["name"]:
+                    outputs[-1]["text"] += content["text"]
+                else:
+                    outputs.append({"stream": content["name"], "text": content["text"]})
+            elif kind in ("display_data", "execute_result", "error"):
+                outputs.append({"kind": kind, "data": content.get("data", {})})
+                if display_id is not None:
+                    named[display_id] = outputs[-1]
+
+    def tables(self, cell: str) -> list[str]:
+        """The text of each display in a cell, of outputs that are shown."""
+        shown = self.outputs[cell][: self.MAX_OUTPUTS]
+        return [output["data"].get("text/plain", "") for output in shown if "data" in output]

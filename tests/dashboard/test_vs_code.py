@@ -1,0 +1,128 @@
+"""What VS Code shows of a job, by the rules of its Jupyter extension: they are stricter than JupyterLab's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nblaunch.dashboard import notebook
+from tests.dashboard.feed import FEED
+from tests.dashboard.front_end import FrontEnd, VSCode
+from tests.kernels import Cell, Kernel
+from tests.profiles import PROFILES, python_of
+
+# A job in the background, which ends when a later cell says so.
+BACKGROUND = """
+d = dashboard.choose({kind!r}, background=True)
+again = dashboard.attach(d, None)
+stop = threading.Event()
+def supervise():
+    emit(d, begin(2))
+    step = 0
+    while not stop.wait(0.05):
+        step += 1
+        look(d, [SlotReading(rank, WorkerState.TRAINING, step, 1000, step_time_s=time.monotonic(), steps_done=step)
+                 for rank in (0, 1)])
+    emit(d, end(2))
+    close(d)
+thread = threading.Thread(target=supervise)
+thread.start()
+"""
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module", params=PROFILES)
+def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    env = {"VSCODE_PID": "94309", "VSCODE_CWD": "/"}
+    with Kernel.start(python=python_of(request.param), env=env) as kernel:
+        kernel.run(FEED)
+        yield kernel
+
+
+def run(kernel: Kernel, source: str) -> Cell:
+    return kernel.run(source, allow_stdin=True)
+
+
+def shown(kernel: Kernel, *cells: Cell) -> VSCode:
+    return VSCode(kernel.messages, [cell.msg_id for cell in cells])
+
+
+@pytest.mark.parametrize("kind", ["auto", "html", "text"])
+def test_a_background_job_is_shown_in_every_cell_that_was_asked_for_it(shared: Kernel, kind: str) -> None:
+    first = run(shared, BACKGROUND.format(kind=kind))
+    second = run(shared, "_ = again()")
+    ended = run(shared, "stop.set(); thread.join()")
+    front_end = shown(shared, first, second, ended)
+    for cell in (first, second):
+        (table,) = front_end.tables(cell.msg_id)
+        assert "train: done in" in table
+    assert front_end.outputs[ended.msg_id] == []
+
+
+def test_a_background_job_goes_on_in_its_cell_while_no_cell_runs(shared: Kernel) -> None:
+    cell = run(shared, BACKGROUND.format(kind="html"))
+
+    def drawn() -> list[str]:
+        return shown(shared, cell).tables(cell.msg_id)
+
+    shared.wait_until(lambda: "training" in drawn()[0], 30, "a table of ranks that train")
+    before = drawn()
+    shared.wait_until(lambda: drawn() != before, 30, "another table")
+    run(shared, "stop.set(); thread.join()")
+
+
+def test_widgets_of_a_background_job_go_on_while_no_cell_runs(shared: Kernel) -> None:
+    cell = run(shared, BACKGROUND.format(kind="widgets"))
+    seen = len(shared.messages)
+    shared.wait_until(
+        lambda: FrontEnd(shared.messages[:]).num_updates > FrontEnd(shared.messages[:seen]).num_updates,
+        30,
+        "updates of widgets",
+    )
+    ended = run(shared, "stop.set(); thread.join()")
+    assert "train: done in" in shown(shared, cell, ended).tables(cell.msg_id)[0]
+
+
+def test_the_error_of_a_cell_is_among_the_outputs_that_are_shown(shared: Kernel) -> None:
+    # Of each of eight ranks a figure per step.
+    cell = shared.run(
+        """
+d = dashboard.choose()
+emit(d, begin(8))
+for step in range(120):
+    emit(d, [Displayed(rank, 0.0, {"text/plain": f"figure {step}"}, {}, {}, False) for rank in range(8)])
+    emit(d, [LogLines(rank, time.time(), (f"step {step}",)) for rank in range(8)])
+emit(d, end(8))
+close(d)
+raise LookupError
+""",
+        raises="LookupError",
+        allow_stdin=True,
+    )
+    outputs = shown(shared, cell).outputs[cell.msg_id]
+    assert len(outputs) <= VSCode.MAX_OUTPUTS
+    assert outputs[-1]["kind"] == "error"
+    assert "[0-7] step 119\n" in cell.stdout
+
+
+def test_an_output_lives_in_the_cells_that_showed_it_last_and_ends_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published: list[tuple[str, str]] = []
+    output = notebook.Output(
+        lambda bundle, display_id, is_update: published.append((display_id, bundle["x"]))
+    )
+    for cell in range(5):
+        monkeypatch.setattr(notebook, "running_cell", lambda cell=cell: str(cell))
+        assert output.show_again() if cell else output.show({"x": "begins"}) == 1
+    display_ids = [display_id for display_id, _ in published]
+    assert len(set(display_ids)) == 5
+    published.clear()
+    assert output.show({"x": "goes on"}) == notebook.NUM_LIVE_CELLS
+    assert published == [(display_id, "goes on") for display_id in display_ids[-notebook.NUM_LIVE_CELLS :]]
+    published.clear()
+    assert output.show({"x": "goes on"}) == 0
+    assert output.show({"x": "goes on"}, is_final=True) == 5
+    assert [display_id for display_id, _ in published] == display_ids
