@@ -79,7 +79,9 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     env.check()
     if spec.engine == "inline":
         _refuse_beside_inline(spec, background)
-    starts_later = _starts_later(spec, background)
+    # Workers of a detached job start in a process of its own, which makes its own plan: this one may be unsafe to fork.
+    starts_here = not (spec.is_detached and background)
+    starts_later = starts_here and _starts_later(spec, background)
     if starts_later and background and spec.start_method == "fork":
         raise ValueError(_LATER_FORK.format(_why_later(spec)))
     backend = backends.choose(spec.backend)
@@ -88,7 +90,9 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")
     _check_precision(spec, backend)
     num_processes = _num_processes(spec, backend)
-    start_method, reason = _start_method(spec, backend)
+    start_method, reason = (
+        _start_method(spec, backend) if starts_here else (spec.start_method, "the job's own process decides")
+    )
     if start_method != "inline":
         _refuse_foreign_accelerators(spec)
     modules, optimizers = modules_in(spec.args), _synced_optimizers(spec)
@@ -100,7 +104,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         num_threads=_num_threads(spec, num_processes),
         modules=modules if spec.sync_weights and start_method != "inline" else {},
         optimizers=optimizers if start_method != "inline" else {},
-        fallback=_fallback_text(spec, backend, start_method, reason),
+        fallback=_fallback_text(spec, backend, start_method, reason) if starts_here else "",
         starts_later=starts_later,
         warnings=(
             *_overlooked(backend),

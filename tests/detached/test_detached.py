@@ -300,3 +300,22 @@ def test_a_restarted_job_is_followed_through_its_attempts(desk: Desk) -> None:
         kernel.run("job.logs(1, attempt=0)").value,
         "attempt 1\n",
     )
+
+
+IN_A_THREAD = """
+from concurrent.futures import ThreadPoolExecutor
+def launch(function, **settings):
+    with ThreadPoolExecutor(1) as pool:
+        wanted = {"num_processes": 2, "start_method": "fork", "dashboard": "none", **settings}
+        return pool.submit(notebook_launcher, function, **wanted).result()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_workers_are_forked_from_the_job_s_own_process_whatever_runs_in_the_kernel(desk: Desk) -> None:
+    """It is another process that restarts them, too: no fork happens beside other code of the kernel."""
+    kernel = desk.kernel()
+    kernel.run(IN_A_THREAD + "def parent():\n    return os.getppid()")
+    kernel.run("launch(parent)", raises="LaunchError")
+    kernel.run("job = launch(parent, max_restarts=1, background=True, detach=True)", timeout_s=120)
+    assert kernel.run("job.result(60)", timeout_s=120).value != kernel.pid
