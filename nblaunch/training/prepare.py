@@ -124,6 +124,8 @@ class Preparer:
             self.strategy.before_move(inner)
         if moves and (evaluation_mode or not self.strategy.moves_models):
             self._to_device(inner)
+            if not evaluation_mode:  # which a rank may prepare alone
+                self._report_host_memory(inner)
         prepared: Any = model if evaluation_mode else self._set_up(model, inner)
         compiled = self.strategy.compile(prepared, self.dynamo)
         prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled
@@ -147,6 +149,9 @@ class Preparer:
         with self._replacements.noted(inner):
             to_device(inner, self.shared.process)
         self._hand_over()
+
+    def _report_host_memory(self, inner: torch.nn.Module) -> None:
+        """Show what the job takes of the host's memory. A collective where the device's memory is not the host's."""
         usage = gather_host_memory(inner, self.shared.process)
         if usage is not None:
             context.current().emit(Note.of_job(describe_host_memory(usage)))

@@ -211,3 +211,16 @@ def test_the_workers_share_a_start_method_where_the_kernel_cannot_be_forked(digi
         'notebook_launcher(train, (build(), 1), num_processes=2, start_method="spawn")[:3]', timeout_s=80
     )
     assert cell.value == ("xla:0", 2, 360)
+
+
+def test_a_model_that_is_only_evaluated_is_prepared_by_one_rank_alone(digits: Kernel) -> None:
+    digits.run("""
+def evaluate_on_one(model):
+    accelerator = Accelerator()
+    if not accelerator.is_main_process:
+        return None
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    return prepared(images[:4].to(accelerator.device)).shape
+""")
+    launch = "notebook_launcher(evaluate_on_one, (build(),), num_processes=2, sync_weights=False)"
+    assert digits.run(f"tuple({launch})", timeout_s=60).value == (4, 10)
