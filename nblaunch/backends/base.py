@@ -212,6 +212,12 @@ class Backend(ABC):
         """Return whether full precision takes the place of one that this device refuses."""
         return False
 
+    def check_precision(self, precision: str) -> None:
+        """Raise ValueError, with the reason, where ``precision`` can neither be used on this device nor be replaced."""
+        reason = self.precision_refusal(precision)
+        if reason is not None and not self.computes_in_full(precision):
+            raise ValueError(f"mixed_precision={precision!r} can't be used on {self.name}: {reason}")
+
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         """Join the default process group of the job, unless that was done. A process on its own joins none."""
         from nblaunch.backends import process_group

@@ -88,7 +88,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     refusal = backend.launch_refusal()
     if refusal is not None:
         raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")
-    _check_precision(spec, backend)
+    backend.check_precision(spec.mixed_precision)
     num_processes = _num_processes(spec, backend)
     start_method, reason = (
         _start_method(spec, backend) if starts_here else (spec.start_method, "the job's own process decides")
@@ -185,14 +185,6 @@ _OF_WORKERS = {
     if field.name in ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
 }
 """Arguments that are about worker processes, with their defaults."""
-
-
-def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
-    refusal = backend.precision_refusal(spec.mixed_precision)
-    if refusal is not None and not backend.computes_in_full(spec.mixed_precision):
-        raise ValueError(
-            f"mixed_precision={spec.mixed_precision!r} can't be used on {backend.name}: {refusal}"
-        )
 
 
 def _num_processes(spec: LaunchSpec, backend: Backend) -> int:

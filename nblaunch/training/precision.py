@@ -221,9 +221,8 @@ def resolve(name: Any, backend: Backend, recipe: AORecipeKwargs | None = None) -
     name = str(getattr(name, "value", name)).lower()
     check_choice("mixed_precision", name, MIXED_PRECISIONS)
     is_emulated = name == "fp8" and recipe is not None and recipe.is_emulated
-    reason = None if is_emulated else backend.precision_refusal(name)
-    if reason is not None and not backend.computes_in_full(name):
-        raise ValueError(f"mixed_precision={name!r} can't be used on {backend.name}: {reason}")
+    if not is_emulated:
+        backend.check_precision(name)
     return name
 
 
