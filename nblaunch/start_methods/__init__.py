@@ -7,7 +7,7 @@ base.py               StartMethod, which starts workers, and WorkerGroup, by whi
 fork.py               forks of this process
 forkserver.py         forks of a clean interpreter
 spawn.py              fresh interpreters
-inline.py             no worker: the function runs in this process
+inline.py             none of them: the function runs in this process
 children.py           a group of child processes: wait, signal, reap
 saved_call.py         the call as it was at one moment, for fresh interpreters
 interpreter.py        starts a fresh interpreter
