@@ -202,13 +202,12 @@ class Accelerator(PreparationProperties, PerProcessParts):
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
         if parallelism is not None:
             plugin = arguments.parallel_plugin(plugin, parallelism, shared.process)
-        shared.plugin, shared.parallelism = plugin, parallelism
         name = plugin.precision_name(mixed_precision, backend)
         asked = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
         window = AccumulationState(shared.loaders, plugin.accumulation(accumulation))
         setup = TrainingSetup(shared.process, asked, window, splits_batches, parallelism)
         self._strategy = plugin.build(setup)
-        self._precision = shared.adopt(self._strategy, window, asked)
+        self._precision = shared.register(plugin, self._strategy, setup)
 
     @property
     def _process(self) -> JoinedProcess:

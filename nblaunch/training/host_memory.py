@@ -9,7 +9,8 @@ import torch
 from nblaunch import context, formatting
 from nblaunch.host import memory
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import JoinedProcess, barrier
+from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.waiting import barrier
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from nblaunch.training.precision import Precision
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies import Strategy, StrategyPlugin
+    from nblaunch.training.strategies.base import TrainingSetup
 
 
 @dataclass
@@ -99,19 +100,20 @@ class SharedState:
                 "DistributedDataParallel by hand is in no need of it.)"
             )
 
-    def adopt(self, strategy: Strategy, accumulation: AccumulationState, asked: Precision) -> Precision:
-        """Keep the strategy, the accumulation window and the precision of a new Accelerator.
+    def register(self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup) -> Precision:
+        """Keep what a new Accelerator has chosen.
 
         Args:
+            plugin: which built the strategy.
             strategy: just built.
-            accumulation: the window that it was built for.
-            asked: the precision that it was built for.
+            setup: what it was built for.
 
         Returns:
             The precision in which that Accelerator computes: the strategy has a say in it.
         """
-        self.accumulation = accumulation
-        self.precision = resolved = strategy.adapt_precision(asked)
+        self.plugin, self.parallelism = plugin, setup.parallelism
+        self.accumulation = setup.accumulation
+        self.precision = resolved = strategy.adapt_precision(setup.precision)
         self.label = strategy.label if strategy.holds_shards else ""
         self.strategies[id(strategy)] = strategy
         return resolved

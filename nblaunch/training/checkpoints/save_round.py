@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from nblaunch.backends.base import Backend
 from nblaunch.errors import CheckpointError
-from nblaunch.training.joining import is_distributed, waiting
+from nblaunch.training.joining import is_distributed
+from nblaunch.training.waiting import waiting
 
 _PREFIX = "nblaunch/saves"
 _BUSY_S = (0.001, 0.05)  # first and longest pause between two looks at the store while something is awaited

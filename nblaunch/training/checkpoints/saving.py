@@ -34,7 +34,8 @@ from nblaunch.training.checkpoints.snapshot import (
     collect,
     contribute,
 )
-from nblaunch.training.joining import is_distributed, waiting
+from nblaunch.training.joining import is_distributed
+from nblaunch.training.waiting import waiting
 
 
 class Saver:

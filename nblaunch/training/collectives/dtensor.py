@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
-from nblaunch.training.joining import waiting
+from nblaunch.training.waiting import waiting
 from nblaunch.wire.sharded_tensor import TensorShard
 
 T = TypeVar("T")

@@ -27,8 +27,9 @@ from nblaunch.backends.compile_watch import COLLECTIVE
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
-from nblaunch.training.joining import is_distributed, waiting
+from nblaunch.training.joining import is_distributed
 from nblaunch.training.options import check_choice
+from nblaunch.training.waiting import waiting
 from nblaunch.wire import signing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")

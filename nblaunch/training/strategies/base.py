@@ -42,7 +42,7 @@ class TrainingSetup:
 
     Args:
         process: the ranks, the backend and the device of this process.
-        precision: the number format of the process.
+        precision: the one that was asked for; a strategy may adapt it, see :meth:`Strategy.adapt_precision`.
         accumulation: when gradients are synchronised and optimizers step.
         splits_batches: whether a loader's batch is that of all ranks together.
         parallelism: how the ranks are divided, its mesh made; None: all are replicas, or as the plugin says.

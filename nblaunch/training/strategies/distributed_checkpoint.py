@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training.joining import waiting
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.base import ShardWriter
+from nblaunch.training.waiting import waiting
 from nblaunch.wire import quantised
 
 _MODEL = "pytorch_model_fsdp_{}"

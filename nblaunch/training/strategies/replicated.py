@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from nblaunch.errors import warn
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import JoinedProcess, Waiting, waiting
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.tensor_parallel import is_sharded_model
+from nblaunch.training.waiting import Waiting, waiting
 
 
 class ReduceAtStepStrategy(Strategy):

@@ -16,11 +16,12 @@ from torch import nn
 from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.joining import JoinedProcess, waiting
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, shards_to_send
+from nblaunch.training.waiting import waiting
 
 
 class TensorParallelPlugin(StrategyPlugin):

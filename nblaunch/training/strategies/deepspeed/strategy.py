@@ -23,7 +23,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import JoinedProcess, Waiting
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -43,6 +43,7 @@ from nblaunch.training.strategies.deepspeed.engine import (
     total_norm,
 )
 from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
+from nblaunch.training.waiting import Waiting
 
 _SHARDED = {
     1: "optimizer states are sharded",

@@ -19,8 +19,8 @@ from torch import nn
 
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.replicated import checksum
+from nblaunch.training.waiting import waiting
 from nblaunch.wire import quantised
 
 _META = "meta"
