@@ -301,7 +301,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     runner = make_runner(spec, plan, listeners)
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
     job = Job(runner)
-    job.show_with(dashboards.attach(listeners, job if background else None))
+    job.show_with(dashboards.connect(listeners, job if background else None))
     remember(job)
     if background:
         runner.run_in_background()
@@ -318,7 +318,7 @@ def _run_detached(spec: LaunchSpec, plan: LaunchPlan, listeners: "list[Dashboard
     runner = start(spec, plan, listeners)
     del spec, plan
     job = Job(runner)
-    job.show_with(dashboards.attach(listeners, job))
+    job.show_with(dashboards.connect(listeners, job))
     remember(job)
     runner.raise_if_not_started()
     return job

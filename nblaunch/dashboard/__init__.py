@@ -46,7 +46,7 @@ from nblaunch.packages import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 
-__all__ = ["KINDS", "Dashboard", "attach", "choose", "kernel_shell", "lines_printer"]
+__all__ = ["KINDS", "Dashboard", "choose", "connect", "kernel_shell", "lines_printer"]
 
 # The table is published at the first tick after 0.25 s. Lines follow a little later, so that they appear below it.
 _FIRST_LINES_S = 0.3
@@ -108,7 +108,7 @@ def lines_printer(**options: Any) -> Dashboard:
     return GuardedDashboard(LinesPrinter(publish=publish, merges_equal=True, **options))
 
 
-def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callable[[], bool]:
+def connect(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callable[[], bool]:
     """Connect dashboards with their job.
 
     Args:

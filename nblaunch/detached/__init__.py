@@ -65,6 +65,6 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         listeners = dashboards.choose(dashboard, background=True)
         runner = JobFollower(folder, listeners)
     job = Job(runner)
-    job.show_with(dashboards.attach(listeners, job))
+    job.show_with(dashboards.connect(listeners, job))
     runner.follow()
     return job

@@ -86,7 +86,7 @@ def without_parallel_wrappers(model: Any) -> Any:
     return model
 
 
-def layers(model: Any) -> Iterator[Any]:
+def wrappers_and_module(model: Any) -> Iterator[Any]:
     """Yield ``model`` and all that is inside it, down to the user's own module, in any order of the wrappers."""
     yield model
     while (inner := _inside(model)) is not model:
@@ -95,7 +95,7 @@ def layers(model: Any) -> Iterator[Any]:
 
 def bare_module(model: Any) -> Any:
     """Return the user's own module: the one whose names are on disk."""
-    *_, bare = layers(model)
+    *_, bare = wrappers_and_module(model)
     return bare
 
 

@@ -256,14 +256,14 @@ def extract_model_from_parallel(
     Args:
         recursive: also take submodules out of their wrappers, in place.
     """
-    layers = list(models.layers(model))
-    module, compiled = layers[-1], next(filter(models.is_compiled_module, layers), None)
+    nested = list(models.wrappers_and_module(model))
+    module, compiled = nested[-1], next(filter(models.is_compiled_module, nested), None)
     if recursive:
         for name, child in list(module.named_children()):
             setattr(module, name, extract_model_from_parallel(child, True, True, recursive=True))
     if not keep_fp32_wrapper:
-        for layer in layers:
-            precision.restore_forward(layer)
+        for one in nested:
+            precision.restore_forward(one)
     return models.compiled_like(compiled, module) if keep_torch_compile and compiled is not None else module
 
 

@@ -15,7 +15,7 @@ from tests.profiles import PROFILES, python_of
 # A job in the background, which ends when a later cell says so.
 BACKGROUND = """
 d = dashboard.choose({kind!r}, background=True)
-again = dashboard.attach(d, None)
+again = dashboard.connect(d, None)
 stop = threading.Event()
 def supervise():
     emit(d, begin(2))

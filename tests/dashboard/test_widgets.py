@@ -271,7 +271,7 @@ def test_a_background_job_is_shown_at_once_and_has_controls() -> None:
     widgets = WidgetsDashboard(background=True, publish=shown, open_panel=panel, clock=clock)
     assert shown.updates == [False]
     controls: Any = object()
-    dashboard.attach([widgets], controls)
+    dashboard.connect([widgets], controls)
     assert panel.controls is controls
     drive(widgets, clock)
     assert shown.updates == [False, True]

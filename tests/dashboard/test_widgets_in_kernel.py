@@ -203,7 +203,7 @@ finally:
 BACKGROUND = """
 d = dashboard.choose(background=True)
 controls = Controls()
-again = dashboard.attach(d, controls)
+again = dashboard.connect(d, controls)
 stop = threading.Event()
 def supervise():
     emit(d, begin(2))

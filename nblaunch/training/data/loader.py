@@ -36,7 +36,7 @@ from nblaunch.training.data.position import Position, rest_of_order, rest_of_str
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,
     innermost,
-    layers,
+    nested_samplers,
     order_of,
     pass_epoch,
     sampler_of,
@@ -90,7 +90,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
         shards = (BatchSamplerShard, IterableDatasetShard)
         self.shard = next(
-            (part for part in [*layers(order_of(self)), dataset] if isinstance(part, shards)), None
+            (part for part in [*nested_samplers(order_of(self)), dataset] if isinstance(part, shards)), None
         )
         self.split_batches = self.shard is not None and self.shard.split_batches
         self.num_processes: int = num_processes or (self.shard.num_processes if self.shard is not None else 1)
@@ -255,7 +255,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that decide the order: of the samplers, and of an iterable dataset that has one."""
-        owners = layers(order_of(self))
+        owners = nested_samplers(order_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
         found = [self.synchronized_generator, *(getattr(owner, "generator", None) for owner in owners)]
@@ -419,12 +419,12 @@ class DataLoaderShard(PreparedLoader):
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
         advance, rows = shared.loops.advance, nested.count_rows(current)
         is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
-        is_watched = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
+        counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
             current = self._take_in(current, is_placed)
         for upcoming in batches:
             advance(loop, rows)
-            if is_watched:
+            if counts_steps:
                 self._begin_step(shared, loop, current)
             yield current
             current = upcoming

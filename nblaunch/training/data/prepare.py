@@ -18,7 +18,7 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.data.adapter import inherited_options, is_stateful, order_options
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
-from nblaunch.training.data.samplers import SeedableRandomSampler, innermost, layers, order_of
+from nblaunch.training.data.samplers import SeedableRandomSampler, innermost, nested_samplers, order_of
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -159,7 +159,7 @@ def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_ite
 
 def _check_plain(loader: DataLoader) -> None:
     """Refuse what would be shared twice; warn about what a new loader can't take over."""
-    for sampler in layers(order_of(loader)):
+    for sampler in nested_samplers(order_of(loader)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
                 f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare "
@@ -233,7 +233,7 @@ def _make_order_shareable(order: Any, config: DataLoaderConfiguration) -> None:
         seeded.initial_seed = _common_seed(config.data_seed)
         batch_sampler.sampler = seeded
         return
-    for part in layers(order):
+    for part in nested_samplers(order):
         if hasattr(part, "generator") and part.generator is None:
             part.generator = torch.default_generator if config.use_seedable_sampler else _own_generator()
 

@@ -1,6 +1,6 @@
 """Samplers of the order that all ranks share, and the way from a loader's order down to its sampler of indices.
 
-DataLoader ── BatchSamplerShard ── BatchSampler ── RandomSampler          layers of an order, outermost first
+DataLoader ── BatchSamplerShard ── BatchSampler ── RandomSampler          nested samplers, outermost first
                   (ours)           (innermost)     (sampler of indices)
 """
 
@@ -104,7 +104,7 @@ def order_of(loader: DataLoader) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def layers(order: Any) -> list[Any]:
+def nested_samplers(order: Any) -> list[Any]:
     """Return ``order``, a sampler or batch sampler, and all that it is made of, outermost first."""
     found: list[Any] = []
     while order is not None and not any(order is known for known in found):
@@ -115,10 +115,10 @@ def layers(order: Any) -> list[Any]:
 
 
 def pass_epoch(order: Any, epoch: int) -> None:
-    """Call ``set_epoch``, once, of every layer of ``order`` that has it."""
-    for layer in layers(order):
-        if hasattr(layer, "set_epoch") and not getattr(layer, "passes_epoch_on", False):
-            layer.set_epoch(epoch)
+    """Call ``set_epoch``, once, of every one in ``order`` that has it."""
+    for one in nested_samplers(order):
+        if hasattr(one, "set_epoch") and not getattr(one, "passes_epoch_on", False):
+            one.set_epoch(epoch)
 
 
 def innermost(batch_sampler: Any) -> Any:
