@@ -465,7 +465,7 @@ class Kernel:
     def processes(self) -> list[psutil.Process]:
         """Every running process that came from this kernel, without the kernel itself, oldest first.
 
-        Includes those that have left its group, its session or its process tree.
+        Includes those that have left its group, its POSIX session or its process tree.
         """
         mine = [
             p

@@ -42,7 +42,7 @@ def test_a_child_is_found_and_ended() -> None:
 
 
 @linux_only
-def test_an_orphaned_grandchild_in_a_session_of_its_own_is_found() -> None:
+def test_an_orphaned_grandchild_in_a_posix_session_of_its_own_is_found() -> None:
     before = Snapshot.take()
     parent = (
         "import subprocess, sys; "

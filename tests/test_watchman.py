@@ -16,7 +16,7 @@ from tests import watchman
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-# Starts the program {0} in a session of its own, as a server is started, and prints its process id.
+# Starts the program {0} in a POSIX session of its own, as a server is started, and prints its process id.
 STARTER = """
 import os, signal, subprocess, sys
 from tests import watchman

@@ -4,9 +4,9 @@
          │                                     ^
          └── watchman.begin() ──> watchman ────┘ once this process has ended: SIGKILL to whatever carries the token
 
-Fixtures end what they started; this is for a process that has no time for them. A server in a session of its own, as
-JupyterLab is one here, would run for ever. Linux only: it reads ``/proc``. A process that was forked from this one,
-and executed no program since, is not found: it carries no environment of its own.
+Fixtures end what they started; this is for a process that has no time for them. A server in a POSIX session of its
+own, as JupyterLab is one here, would run for ever. Linux only: it reads ``/proc``. A process that was forked from this
+one, and executed no program since, is not found: it carries no environment of its own.
 """
 
 from __future__ import annotations

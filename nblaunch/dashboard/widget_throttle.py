@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 MESSAGE_BYTES = 650
-"""Size of a message without its values: headers with ids, dates and session names."""
+"""Size of a message without its values: headers with ids, dates and names of Jupyter's message sessions."""
 
 RATE_BYTES_S = 18_000.0
 """Average bytes per second."""

@@ -1,6 +1,6 @@
 """Jobs that outlive the process that launched them, each with a supervisor in a process of its own.
 
-    kernel ── start ── call, by cloudpickle ──> supervisor (session of its own) ── fork ──> workers
+    kernel ── start ── call, by cloudpickle ──> supervisor (POSIX session of its own) ── fork ──> workers
                                                     │ appends, replaces          ^
                                                     v                            │ stop, stacks, ...
                                               folder of the job              Unix socket

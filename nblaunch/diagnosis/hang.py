@@ -260,10 +260,10 @@ class Inspector:
         """Pass the stacks to the watchdog; return its finding if there is a new one."""
         if self._watchdog is None:
             return None
-        session_s = proc.session_cpu_seconds(pids.values())
+        posix_session_s = proc.posix_session_cpu_seconds(pids.values())
         checks = {
             # 0 means that it can't be read.
-            rank: Check(positions[rank], proc.main_thread_cpu_seconds(pid), session_s[pid] or None)
+            rank: Check(positions[rank], proc.main_thread_cpu_seconds(pid), posix_session_s[pid] or None)
             for rank, pid in pids.items()
             if rank in positions
         }

@@ -57,8 +57,8 @@ _KNOWN = (
             "Kaggle",
             notes=(
                 "packages can be installed only where the notebook's settings allow the internet",
-                "a TPU session has eight chips (v5e-8) and shares one host's memory among their processes: build the "
-                "model in a cell and pass it",
+                "a Kaggle session with TPUs has eight chips (v5e-8), whose processes share one host's memory: build "
+                "the model in a cell and pass it",
             ),
         ),
         ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"),
@@ -67,7 +67,7 @@ _KNOWN = (
         Platform(
             "databricks",
             "Databricks",
-            widgets="works on a running cluster; widget state is not kept between sessions",
+            widgets="works on a running cluster; widget state is not kept between notebook sessions",
             notes=(
                 "processes run on the driver's machine alone: choose a node with all the GPUs that you want to use",
             ),
@@ -99,8 +99,8 @@ _KNOWN = (
             "Google Colab",
             widgets=_CORE_WIDGETS,
             notes=(
-                "a session has one GPU, or one TPU chip (v5e-1): one process there. More than one process computes "
-                "on the CPU",
+                "a Colab session has one GPU, or one TPU chip (v5e-1): one process there. More than one process "
+                "computes on the CPU",
             ),
         ),
         ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION", "COLAB_JUPYTER_TRANSPORT"),

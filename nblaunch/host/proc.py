@@ -10,7 +10,7 @@ from pathlib import Path
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PART_BYTES = 1 << 16
-_SESSION = 3  # its place among the fields after the command's name
+_POSIX_SESSION = 3  # its place among the fields after the command's name
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
 
@@ -41,13 +41,13 @@ def main_thread_cpu_seconds(pid: int) -> float | None:
     return _cpu_seconds(_stat_fields(pid, str(pid)))
 
 
-def session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return session leader -> processor time of its session's processes. Reads a file per process there is."""
+def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
+    """Return leader of a POSIX session -> processor time of its processes. Reads a file per process there is."""
     seconds = dict.fromkeys(pids, 0.0)
     for pid in _all_pids():
         fields = _stat_fields(pid)
-        if len(fields) > _SESSION and (session := int(fields[_SESSION])) in seconds:
-            seconds[session] += _cpu_seconds(fields) or 0.0
+        if len(fields) > _POSIX_SESSION and (leader := int(fields[_POSIX_SESSION])) in seconds:
+            seconds[leader] += _cpu_seconds(fields) or 0.0
     return seconds
 
 

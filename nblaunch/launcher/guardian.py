@@ -1,6 +1,6 @@
 """A process that outlives the kernel by a moment, to end the workers with it.
 
-    kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own session)
+    kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own POSIX session)
                                     a line: a group more to watch, or one less (with a minus)
                                     end of file: SIGKILL to every worker's process group, and to every process
                                     with the job's tag (host/descendants.py)

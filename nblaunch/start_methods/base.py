@@ -19,7 +19,7 @@ KILL_PATIENCE_S = 10.0
 
 
 class WorkerGroup(ABC):
-    """The processes of one attempt of a job. Each worker leads a session and process group of its own."""
+    """The processes of one attempt of a job. Each worker leads a POSIX session and process group of its own."""
 
     @abstractmethod
     def pids(self) -> dict[int, int]:

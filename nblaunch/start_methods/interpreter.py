@@ -81,7 +81,7 @@ def start_program(
     path: Sequence[str] | None = None,
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls ``main`` of a module, in a session of its own.
+    """Start a Python process that calls ``main`` of a module, in a POSIX session of its own.
 
     Args:
         module: its name.

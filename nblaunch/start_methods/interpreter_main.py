@@ -74,7 +74,7 @@ def _ensure_shell(boot: Boot) -> None:
 
 def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
     first = boot.assignments[0]
-    process_control.start_session()
+    process_control.lead_posix_session()
     process_control.end_with_parent(first.parent_pid)
     descendants.carry(first.descendant_tag)
     try:

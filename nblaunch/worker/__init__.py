@@ -1,7 +1,7 @@
 """What happens in a worker process before, around and after the user's function.
 
 bootstrap.py         the life of a worker: set-up, the function, results, end
-process_control.py   session, end with the parent, signals and interrupts, stacks on request
+process_control.py   POSIX session, end with the parent, signals and interrupts, stacks on request
 inherited.py         what a forked worker must forget of the kernel
 libraries.py         hooks on libraries: progress, plain text, Trainers that were made in the notebook
 output.py            output to the log file, displays to the launcher

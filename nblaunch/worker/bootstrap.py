@@ -1,6 +1,6 @@
 """The life of one worker, from its first instruction to its last.
 
-    process_control  own session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
+    process_control  own POSIX session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
     output           descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
     inherited        the state of libraries that a fork brought along from the kernel is reset
@@ -85,7 +85,7 @@ class _Worker:
     """
 
     def __init__(self, assignment: Assignment, slot: Slot | None) -> None:
-        process_control.start_session()
+        process_control.lead_posix_session()
         process_control.end_with_parent(assignment.parent_pid)
         process_control.reset_signals()
         descendants.carry(assignment.descendant_tag)

@@ -109,14 +109,14 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
 
 
 def _drop_kernel_messages() -> None:
-    """Drop what widgets would send: a session refuses to send from a fork, and logs each message in full."""
+    """Drop what widgets would send: Jupyter's message session refuses it in a fork, and logs each message in full."""
     kernel = _kernel()
     if kernel is not None and kernel.session is not None:
         kernel.session.send = _send_nothing
 
 
 def _send_nothing(*args: object, **kwargs: object) -> None:
-    """Replace a session's ``send``, which returns None from a fork, too."""
+    """Replace the ``send`` of Jupyter's message session, which returns None from a fork, too."""
 
 
 def _kernel() -> Any:

@@ -1,4 +1,4 @@
-"""What keeps a worker under control: its own session, its parent's death, interrupts, faulthandler."""
+"""What keeps a worker under control: its own POSIX session, its parent's death, interrupts, faulthandler."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_session() -> None:
-    """Leave the kernel's process group, which Jupyter signals as a whole, for one that the worker leads."""
+def lead_posix_session() -> None:
+    """Leave the kernel's POSIX session, and its process group, which Jupyter signals as a whole, for own ones."""
     if os.getsid(0) != os.getpid():
         os.setsid()
 

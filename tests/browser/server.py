@@ -49,7 +49,7 @@ class Server(ABC):
     """The file in which such a server says where it is; ``{pid}`` stands for its process."""
 
     def __init__(self, folder: Path, python: str = sys.executable) -> None:
-        # A server in a session of its own would outlive this process where that is killed.
+        # A server in a POSIX session of its own would outlive this process where that is killed.
         watchman.begin()
         self.folder = folder
         self.url = ""

@@ -129,14 +129,14 @@ def report(number: int) -> Any:
     return os.environ["RANK"], number, os.getpid(), os.getpgid(0), os.getsid(0)
 
 
-def test_every_rank_runs_leads_a_session_and_ends(stage: Stage) -> None:
+def test_every_rank_runs_leads_a_posix_session_and_ends(stage: Stage) -> None:
     group = stage.start(report, 7)
     stage.run(group)
     assert stage.ended == {0: ExitStatus(0), 1: ExitStatus(0)}
     values = stage.values()
     assert [value[:2] for value in values] == [("0", 7), ("1", 7)]
-    for rank, (_, _, pid, process_group, session) in enumerate(values):
-        assert group.pids()[rank] == pid == process_group == session
+    for rank, (_, _, pid, process_group, posix_session) in enumerate(values):
+        assert group.pids()[rank] == pid == process_group == posix_session
     # Their numbers may belong to other processes by now.
     assert not set(group.pids().values()) & set(group.process_groups())
     assert [log for log in stage.logs() if log] == ["seen\n"] * NUM

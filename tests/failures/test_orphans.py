@@ -208,7 +208,7 @@ def die():
     ("function", "error"),
     [("end_well", None), ("raise_error", "ValueError"), ("wait", "KeyboardInterrupt"), ("die", "WorkerDied")],
 )
-def test_what_left_the_session_of_a_worker_ends_with_the_job(
+def test_what_left_the_posix_session_of_a_worker_ends_with_the_job(
     fresh: Kernel, function: str, error: str | None
 ) -> None:
     fresh.run(TRAIN + DAEMONS)

@@ -18,7 +18,7 @@ LIMIT_S = 30.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tags are a matter of Linux")
 
-# Becomes a worker in what matters here, and starts a sleeper in a session and an environment of its own.
+# Becomes a worker in what matters here, and starts a sleeper in a POSIX session and an environment of its own.
 WORKER = """
 import subprocess, sys, time
 from nblaunch.host import descendants
