@@ -61,7 +61,7 @@ class AttemptReport:
 
     Args:
         returned: ranks whose function returned.
-        weights: rank -> argument path of a module -> the weights that the rank has sent.
+        sent_states: rank -> argument path of a module or optimizer -> its state, which the rank has sent.
         failed: ranks whose function raised, in order of arrival.
         exits: exit status of each process of this node, and when it was seen.
         signalled: rank -> time of the launcher's first signal to it.
@@ -79,7 +79,7 @@ class AttemptReport:
     """
 
     returned: dict[int, Returned] = field(default_factory=dict)
-    weights: dict[int, dict[ArgPath, StateSent]] = field(default_factory=dict)
+    sent_states: dict[int, dict[ArgPath, StateSent]] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     signalled: dict[int, float] = field(default_factory=dict)
@@ -103,9 +103,9 @@ class AttemptReport:
 
     @property
     def delivered(self) -> set[int]:
-        """Return the ranks whose function returned and whose weights have all arrived."""
+        """Return the ranks whose function returned and whose states have all arrived."""
         return {
             rank
             for rank, event in self.returned.items()
-            if len(self.weights.get(rank, ())) >= len(event.sends)
+            if len(self.sent_states.get(rank, ())) >= len(event.sends)
         }

@@ -150,14 +150,14 @@ def _load_weights(
     if first_rank not in rank_results:
         return {}, []
     unsent = {path: reason for path, reason in _unsent(report).items() if path in modules}
-    sent = [rank_results[rank].weights for rank in attempt.ranks if rank in rank_results]
+    sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
     back = weights.merge_ranks([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
     if attempt.spec.is_detached:
         whole = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
-        lost = {**rank_results[first_rank].weights_errors, **unsent}
+        lost = {**rank_results[first_rank].state_errors, **unsent}
         return whole, weights.notes_of_detached(modules, whole, lost)
-    loaded = weights.load_back(modules, back, rank_results[first_rank].weights_errors)
+    loaded = weights.load_back(modules, back, rank_results[first_rank].state_errors)
     notes = [Note.of_job(line) for line in loaded.lines]
     notes += [
         Note.of_job(line, "warning") for line in (*loaded.warnings, *weights.unsent_lines(modules, unsent))
@@ -180,10 +180,10 @@ def _load_optimizers(
     unsent, notes = _unsent(report), []
     for path, optimizer in attempt.plan.optimizers.items():
         name = f"{path_name(path)} ({type(optimizer).__name__})"
-        problem = unsent.get(path) or result.weights_errors.get(path, "")
-        if not problem and path in result.weights:
+        problem = unsent.get(path) or result.state_errors.get(path, "")
+        if not problem and path in result.states:
             try:
-                optimizer.load_state_dict(dict(result.weights[path]))
+                optimizer.load_state_dict(dict(result.states[path]))
                 notes.append(Note.of_job(f"copied the state of the optimizer back into {name}"))
                 continue
             except Exception as error:  # another model's, or the optimizer's own code refuses
@@ -196,10 +196,10 @@ def _load_optimizers(
 
 
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
-    """Return why ranks whose function returned did not send weights that they had announced, by argument path."""
+    """Return why ranks whose function returned did not send states that they had announced, by argument path."""
     reasons: dict[ArgPath, str] = {}
     for rank, returned in sorted(report.returned.items()):
-        sent = report.weights.get(rank, {})
+        sent = report.sent_states.get(rank, {})
         missing = [path for path in returned.sends if path not in sent]
         reasons |= dict.fromkeys(missing, _death_while_sending(report, rank)) if missing else {}
         for path, event in sent.items():

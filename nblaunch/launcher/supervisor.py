@@ -265,7 +265,7 @@ class Supervisor:
             elif isinstance(event, Returned):
                 self._report.returned.setdefault(event.rank, event)
             elif isinstance(event, StateSent):
-                self._report.weights.setdefault(event.rank, {})[event.path] = event
+                self._report.sent_states.setdefault(event.rank, {})[event.path] = event
             elif isinstance(event, EpochEnded):
                 self._report.epochs.append(event)
             elif isinstance(event, Failed) and event.rank not in self._report.returned:
@@ -419,7 +419,7 @@ class Supervisor:
         self._requests.answer(query, "\n".join(lines))
 
     def _active_pids(self) -> dict[int, int]:
-        """Return rank -> process of the ranks whose function runs, or that still send weights."""
+        """Return rank -> process of the ranks whose function runs, or that still send states."""
         running = (self._alive & self._started) - self._done() - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
@@ -453,7 +453,7 @@ class Supervisor:
         text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
         self._note(text, "hang")
         if finding.hung and self._attempt.spec.on_hang == "stop" and self._escalation is None:
-            # Where every function has returned there is a result, and weights alone are late.
+            # Where every function has returned there is a result, and states alone are late.
             if running := sorted(self._alive - self._report.returned.keys()):
                 steps = {reading.rank: reading.step for reading in self._board.read()}
                 self._report.hang = Hang(*cause(positions, steps, running), tuple(lines))
@@ -550,7 +550,7 @@ class Supervisor:
         report = self._report
         return {
             own.rank: outbox.read(
-                own.outbox_fd, report.returned[own.rank].value_location, report.weights.get(own.rank, {})
+                own.outbox_fd, report.returned[own.rank].value_location, report.sent_states.get(own.rank, {})
             )
             for own in self._running.assignments
             if own.outbox_fd >= 0 and own.rank in report.returned

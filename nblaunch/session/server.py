@@ -170,8 +170,8 @@ class _Server:
         output.show_pending_figures()
         delivery.deliver(value, left_by_exit=False)
         returned = next(event for event in sent if isinstance(event, Returned))
-        weights = {event.path: event for event in sent if isinstance(event, StateSent)}
-        return Reply(returned=returned, weights=weights)
+        sent_states = {event.path: event for event in sent if isinstance(event, StateSent)}
+        return Reply(returned=returned, sent_states=sent_states)
 
     def _enter_group(self, command: SessionCommand) -> None:
         """Join the process group that the command needs, with all other ranks; nothing where torch is not used yet."""

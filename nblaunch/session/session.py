@@ -494,7 +494,7 @@ class Session(RankCommands):
                 for rank, reply in by_rank.items()
                 if reply.failed is None
             },
-            weights={rank: dict(reply.weights) for rank, reply in by_rank.items()},
+            sent_states={rank: dict(reply.sent_states) for rank, reply in by_rank.items()},
             failed={rank: reply.failed for rank, reply in by_rank.items() if reply.failed},
             exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
             signalled=dict.fromkeys(by_rank, client.broken_elsewhere_s) if is_ended_elsewhere else {},

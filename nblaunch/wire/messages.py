@@ -197,7 +197,7 @@ class Reply:
         failed: the exception that the command raised.
         value: of an expression, where its type is one of :data:`PLAIN_TYPES`.
         returned: where any other value lies in the outbox (``wire/outbox.py``).
-        weights: of a call: where the trained weights lie there, by argument path.
+        sent_states: of a call: where the states of modules lie there, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
         has_output: something was printed since the last reply.
         number: of the command, where it has one.
@@ -208,7 +208,7 @@ class Reply:
     failed: Failed | None = None
     value: Any = None
     returned: Returned | None = None
-    weights: Mapping[ArgPath, StateSent] = field(default_factory=dict)
+    sent_states: Mapping[ArgPath, StateSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
     has_output: bool = False
     number: int = 0
@@ -240,7 +240,7 @@ class ReceivedReply:
         try:
             if reply.returned is None or not files:
                 return cls(reply, RankResult(value=reply.value))
-            return cls(reply, outbox.read(files[0], reply.returned.value_location, reply.weights))
+            return cls(reply, outbox.read(files[0], reply.returned.value_location, reply.sent_states))
         finally:
             for fd in files:
                 os.close(fd)

@@ -30,16 +30,16 @@ class RankResult:
     Args:
         value: the return value; a :class:`~nblaunch.wire.pickle_errors.Unpicklable` stands for each part that can't
             travel.
-        weights: argument path -> state dict of that module, on the CPU; a
+        states: argument path -> state dict of that module or optimizer, on the CPU; a
             :class:`nblaunch.wire.originals.Unchanged` stands for each tensor that is as it was.
         value_error: why the value can't be rebuilt in this process.
-        weights_errors: argument path -> why these weights can't be, or which parts of them can't travel.
+        state_errors: argument path -> why this state can't be, or which parts of it can't travel.
     """
 
     value: Any = None
-    weights: Mapping[ArgPath, Mapping[str, Any]] = field(default_factory=dict)
+    states: Mapping[ArgPath, Mapping[str, Any]] = field(default_factory=dict)
     value_error: str = ""
-    weights_errors: Mapping[ArgPath, str] = field(default_factory=dict)
+    state_errors: Mapping[ArgPath, str] = field(default_factory=dict)
 
 
 class Outbox:
@@ -101,18 +101,18 @@ def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSen
     if end < os.fstat(fd).st_size:
         os.ftruncate(fd, end)
     value, value_error = _read_value(fd, value_location) if value_location.at >= 0 else (None, "")
-    weights, weights_errors = {}, {path: event.lost for path, event in sent.items() if event.lost}
+    states, state_errors = {}, {path: event.lost for path, event in sent.items() if event.lost}
     for path, event in sent.items():
         if event.at < 0:
             continue
         state, error = _tried(payload.load, fd, event.at)
         if error:
-            weights_errors[path] = error
+            state_errors[path] = error
         else:
-            weights[path] = {
+            states[path] = {
                 name: part for name, part in state.items() if not isinstance(part, pickle_errors.Unpicklable)
             }
-    return RankResult(value, weights, value_error, weights_errors)
+    return RankResult(value, states, value_error, state_errors)
 
 
 def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:

@@ -197,10 +197,10 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
     result = outbox.read(file, location, sent)
     assert result.value["fine"] == 1
     assert result.value["bad"][0].why.startswith("TypeError")
-    assert result.weights[0]["w"].sum() == 3
-    assert list(result.weights[2]) == ["w"]
-    assert "not a number" in result.weights_errors[3]
-    assert result.weights.keys() == {0, 2}
+    assert result.states[0]["w"].sum() == 3
+    assert list(result.states[2]) == ["w"]
+    assert "not a number" in result.state_errors[3]
+    assert result.states.keys() == {0, 2}
     unreadable = outbox.read(file, outbox.Outbox(file).put_value(Unreadable()), {})
     assert (unreadable.value, "ValueError" in unreadable.value_error) == (None, True)
 
@@ -221,7 +221,7 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
     at, end, _ = box.put_state(0, {"small": torch.full((MB // 8,), 3.0)}, {})
     result = outbox.read(file, location, {0: StateSent(0, 1.0, at=at, end=end)})
     assert result.value["loss"].sum() == 1000
-    assert result.weights[0]["small"].unique().tolist() == [3.0]
+    assert result.states[0]["small"].unique().tolist() == [3.0]
 
 
 def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:
@@ -232,6 +232,6 @@ def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:
     box.put_state(1, {"w": torch.ones(4 * MB)}, {})
     result = outbox.read(file, location, {0: StateSent(0, 1.0, path=0, at=at, end=end)})
     assert os.fstat(file).st_size == end
-    assert (result.value, result.weights[0]["w"].unique().tolist()) == ("value", [2.0])
+    assert (result.value, result.states[0]["w"].unique().tolist()) == ("value", [2.0])
     assert outbox.read(file, location, {}).value == "value"
     assert os.fstat(file).st_size == location.end
