@@ -15,10 +15,11 @@ this code in it.
         monitor.py       memory and devices of the workers, read from outside
         joblog.py        the log files of a job
           logtail.py     follows them, and keeps them small
-      outcome.py         outcome of a job: values, or the error; loads the trained weights
+      conclusion.py      what the workers left, loaded into the kernel's modules; or why there is nothing
         weights.py       trained weights on their way into the kernel's modules
-        metrics.py       what was logged, as a table
+        outcome.py       JobOutcome: values, or the error
     job.py               Job: what the caller holds, a future
+      metrics.py         what was logged, as a table
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
     post_mortem.py       failures that are kept for the debugger, until they are released
       debug_channel.py   the debugger's connections with the workers
