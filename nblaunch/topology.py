@@ -42,11 +42,14 @@ class Topology:
             if not 0 <= getattr(self, rank) < getattr(self, size):
                 raise ValueError(f"{rank}={getattr(self, rank)} is not in [0, {size}={getattr(self, size)})")
 
-    def to_env(self, attempt: int = 0) -> dict[str, str]:
+    def to_env(self, restart_count: int = 0) -> dict[str, str]:
         """Return the variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
 
         With ``TORCHELASTIC_USE_AGENT_STORE``, ``init_process_group("env://")`` connects to the launcher's store on
         every rank. ``TORCHELASTIC_RUN_ID`` shows frameworks that a launcher has started the process.
+
+        Args:
+            restart_count: how often the job's workers were started before.
         """
         return {
             "RANK": str(self.rank),
@@ -62,7 +65,7 @@ class Topology:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(restart_count),
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": "nblaunch",
         }

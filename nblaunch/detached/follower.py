@@ -132,7 +132,7 @@ class JobFollower(JobBase):
     def _handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
             self._read_logs_to_end()
-            self.attempt, self.pids = event.attempt, {}
+            self.attempt_number, self.pids = event.attempt, {}
             self.plan = replace(self.plan, start_method=event.start_method, reason=event.reason)
             self._tails = {rank: LogTail(rank, self.log.log_path(rank, event.attempt)) for rank in self.ranks}
         elif isinstance(event, Exited):

@@ -70,7 +70,7 @@ class Peers(Protocol):
     def send_port(self, port: int) -> None:
         """Send them the port of the workers' store, which this node hosts."""
 
-    def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
+    def worker_settings(self, topology: Topology) -> dict[str, str | None]:
         """Return the environment of this node's workers beyond that of their topology."""
 
 
@@ -82,22 +82,22 @@ class Attempt:
         spec: what to run.
         plan: how.
         number: of this attempt in this launcher, from 0; names its log folder.
+        restart_count: how often the job's workers were started before (``TORCHELASTIC_RESTART_COUNT``); with several
+            nodes as their agents agreed, since launchers may have joined at different times.
         topology: of the first of these ranks. ``master_port`` 0: the workers' store is hosted here.
         log: the job's log folder.
         saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
         peers: the other nodes of the job, where there are any.
-        restart_count: with several nodes, how often the job's workers were started before, as the agents agreed
-            (``TORCHELASTIC_RESTART_COUNT``); unused on one machine, where ``number`` is that.
     """
 
     spec: LaunchSpec
     plan: LaunchPlan
     number: int
+    restart_count: int
     topology: Topology
     log: JobLog
     saved: SavedCall | None = None
     peers: Peers | None = None
-    restart_count: int = 0
 
     @property
     def keeps_workers(self) -> bool:
@@ -365,9 +365,9 @@ def _environment(attempt: Attempt, topology: Topology) -> dict[str, str | None]:
     """Return what a worker sets, or with None unsets, before anything else."""
     backend, peers = attempt.plan.backend, attempt.peers
     return {
-        **topology.to_env(attempt.number),
+        **topology.to_env(attempt.restart_count),
         **attempt.spec.environment,
         **backend.worker_env(topology),
         **((backend.spmd_env() or {}) if attempt.spec.is_spmd else {}),
-        **(peers.worker_settings(topology, attempt.restart_count) if peers is not None else {}),
+        **(peers.worker_settings(topology) if peers is not None else {}),
     }

@@ -145,7 +145,7 @@ class Job:
     @property
     def attempt(self) -> int:
         """How often it was started again."""
-        return self._runner.attempt
+        return self._runner.attempt_number
 
     @property
     def pids(self) -> dict[int, int]:

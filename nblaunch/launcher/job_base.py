@@ -75,7 +75,7 @@ class JobBase:
     Attributes:
         id: short name of a detached job; empty of any other.
         topology: of the first rank of this machine.
-        attempt: number of the present attempt, from 0.
+        attempt_number: of the present attempt, from 0.
         pids: rank -> process of the ranks of this machine that have started in it.
         debug_channel: to the debugger in these ranks; None where there is none.
         kept: workers of a failed job that still run, for the debugger.
@@ -101,7 +101,7 @@ class JobBase:
         )
         self.log = log
         self.requests = requests
-        self.attempt = 0
+        self.attempt_number = 0
         self.pids: dict[int, int] = {}
         self.debug_channel: DebugChannel | None = None
         self.kept: KeptWorkers | None = None
@@ -162,7 +162,7 @@ class JobBase:
             self.status = "running"
             self._may_return.set()
         elif isinstance(event, Metric):
-            self.metrics.append(row_of(event, self.attempt))
+            self.metrics.append(row_of(event, self.attempt_number))
         for listener in self._listeners:
             listener.on_event(event)
 

@@ -114,6 +114,8 @@ class JobRunner(JobBase):
         self.past_failures: list[str] = []
         self._node_attempts = make_attempts(self) if make_attempts is not None else None
         self._on_prompts = on_prompts
+        self._peers: Peers | None = None
+        self._restart_count = 0
         self._saved: SavedCall | None = None
         self._supervisor: Supervisor | None = None
 
@@ -221,6 +223,7 @@ class JobRunner(JobBase):
             self._supervisor = None
         if self._node_attempts is not None:
             self._node_attempts.close()
+            self._peers = None
         if self._saved is not None:
             self._saved.close()
             self._saved = None
@@ -247,8 +250,9 @@ class JobRunner(JobBase):
         """
         self.topology = topology
         self.plan = replan_start_method(self.plan, self.spec)
+        self._peers, self._restart_count = peers, restart_count
         self._announce()
-        self._start_attempt(peers, restart_count)
+        self._start_attempt()
 
     def was_stopped(self, report: AttemptReport) -> bool:
         """Return whether an interrupt, cancel or SIGTERM ended the attempt: no other may follow."""
@@ -256,15 +260,16 @@ class JobRunner(JobBase):
 
     def next_attempt(self) -> None:
         """Number the next attempt."""
-        self.attempt += 1
+        self.attempt_number += 1
+        self._restart_count += 1
         self.pids = {}
 
     def keep_failure(self, report: AttemptReport) -> str:
         """Return the failure of this attempt in a line, which the errors of later ones repeat."""
         failure = failure_of(
-            report, self.pids, self.log, self.attempt, explain_death=self.plan.backend.explain_death
+            report, self.pids, self.log, self.attempt_number, explain_death=self.plan.backend.explain_death
         )
-        self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
+        self.past_failures.append(f"attempt {self.attempt_number}: {failure.sentence}")
         return self.past_failures[-1]
 
     def notify_waiting(self) -> None:
@@ -281,7 +286,9 @@ class JobRunner(JobBase):
             while self._wants_restart(report):
                 self._restart(report)
                 report, rank_results = self.supervise()
-        outcome, notes = conclude_job(self._attempt(), report, rank_results, self.pids, self.past_failures)
+        outcome, notes = conclude_job(
+            self._make_attempt(), report, rank_results, self.pids, self.past_failures
+        )
         for note in notes:
             self.emit(note)
         return outcome
@@ -296,27 +303,35 @@ class JobRunner(JobBase):
 
     def _wants_restart(self, report: AttemptReport) -> bool:
         is_over = report.is_success or self.was_stopped(report)
-        return not is_over and self.attempt < self.spec.max_restarts
+        return not is_over and self.attempt_number < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:
         failure = self.keep_failure(report)
         self.next_attempt()
         self.plan = replan_start_method(self.plan, self.spec)
         text = (
-            f"{failure}; starting all ranks again (restart {self.attempt} of at most {self.spec.max_restarts}) "
+            f"{failure}; starting all ranks again (restart {self.attempt_number} of at most {self.spec.max_restarts}) "
             f"by {self.plan.start_method}: {self.plan.reason}"
         )
         self.emit(Note.of_job(text, "warning"))
         self._announce()
         self._start_attempt()
 
-    def _attempt(self, peers: Peers | None = None, restart_count: int = 0) -> Attempt:
+    def _make_attempt(self) -> Attempt:
+        """Return the present attempt, as it is planned now."""
         return Attempt(
-            self.spec, self.plan, self.attempt, self.topology, self.log, self._saved, peers, restart_count
+            self.spec,
+            self.plan,
+            self.attempt_number,
+            self._restart_count,
+            self.topology,
+            self.log,
+            self._saved,
+            self._peers,
         )
 
-    def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
-        running = start_attempt(self._attempt(peers, restart_count))
+    def _start_attempt(self) -> None:
+        running = start_attempt(self._make_attempt())
         links = running.links
         self.connections = links.connections
         self.debug_channel = DebugChannel(links.debug_connections) if links.debug_connections else None
@@ -359,7 +374,7 @@ class JobRunner(JobBase):
         return JobOutcome("done", values={0: value})
 
     def _announce(self) -> None:
-        self.emit(self._attempt().start_event())
+        self.emit(self._make_attempt().start_event())
 
 
 def _clear_variables(error: BaseException) -> None:

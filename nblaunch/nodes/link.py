@@ -146,16 +146,15 @@ class NodeLink:
         """Return a descriptor that is readable when the agent has sent a message."""
         return self._agent.fileno()
 
-    def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
+    def worker_settings(self, topology: Topology) -> dict[str, str | None]:
         """Return environment variables of this node's workers, in addition to those of their topology."""
         chosen = network.interface_settings(network.interface_of(self._agent.address))
         environment = env.snapshot()
-        own = {
+        return {
             name: value
             for name, value in chosen.items()
             if topology.num_nodes > 1 and name not in environment
         }
-        return {**own, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
 
     def send_port(self, port: int) -> None:
         """Send the port of the workers' store on this node to the other nodes."""

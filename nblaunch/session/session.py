@@ -481,7 +481,7 @@ class Session(RankCommands):
     def _attempt(self, spec: LaunchSpec) -> Attempt:
         """Return a call of ``spec`` as an attempt of a job that has this session's workers."""
         plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
-        return Attempt(spec, plan, 0, self._runner.topology, self._runner.log)
+        return Attempt(spec, plan, 0, 0, self._runner.topology, self._runner.log)
 
     def _report(self, replies: Replies) -> AttemptReport:
         """Return the facts about a command as those of an attempt."""

@@ -87,7 +87,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Immortal]:
 def watch(group: Immortal, requests: JobRequests, events: list[Event], folder: Path) -> AttemptReport:
     spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=0.1, log_dir=str(folder))
     topology = Topology(world_size=2, local_world_size=2)
-    attempt = Attempt(spec, plan_launch(spec), 0, topology, JobLog(spec.log_dir))
+    attempt = Attempt(spec, plan_launch(spec), 0, 0, topology, JobLog(spec.log_dir))
     running = start_attempt(attempt, Starting(group))
     report, rank_results = Supervisor(running, requests, events.append, lambda samples: None).run()
     assert rank_results == {}
