@@ -23,7 +23,7 @@ from math import ceil, floor, log10
 from statistics import median
 
 from nblaunch import formatting
-from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.formatting import loss, single_line
 
 Point = tuple[float, float]
@@ -44,27 +44,28 @@ _SMOOTHED_FROM = 20  # points; fewer are drawn as they are
 _SMOOTHED_PART = 20  # a smoothed value is the weighted mean of this part of all points to either side
 
 
-def charts(view: JobView, *, has_values: bool = False) -> str:
-    """Return charts of the losses and of logged metrics, side by side; empty without values.
+def charts(view: JobView, *, has_values: bool = False) -> list[str]:
+    """Return charts of the losses and of logged metrics, to stand side by side.
 
     Args:
         view: the job.
         has_values: show values under the pointer; they would go away with every update.
     """
-    parts = [_losses(view, has_values=has_values)]
-    for name, curve in view.curves.items():
-        points = curve.points()
-        if len(points) > 1:
-            parts.append(chart(single_line(name), points, raw_name="as logged", has_values=has_values))
-    return f"<div>{''.join(parts[:_MAX_CHARTS])}</div>" if any(parts) else ""
-
-
-def _losses(view: JobView, *, has_values: bool) -> str:
-    """Return the chart of the losses: the mean of all ranks before those of the first ranks."""
     drawn = [rank for rank in view.ranks if len(rank.losses) > 1]
-    if not drawn:
-        return ""
-    if len(view.ranks) == 1:
+    parts = [_losses(drawn, len(view.ranks), has_values=has_values)] if drawn else []
+    logged = [
+        (single_line(name), points)
+        for name, curve in view.curves.items()
+        if len(points := curve.points()) > 1
+    ]
+    for name, points in logged[: _MAX_CHARTS - len(parts)]:
+        parts.append(chart(name, points, raw_name="as logged", has_values=has_values))
+    return parts
+
+
+def _losses(drawn: Sequence[RankView], num_ranks: int, *, has_values: bool) -> str:
+    """Return the chart of the losses: the mean of all ranks before those of the first ranks."""
+    if num_ranks == 1:
         return chart("loss", drawn[0].losses, first_step=0, has_values=has_values)
     shown = drawn[:_MAX_LINES]
     return chart(
@@ -107,8 +108,8 @@ def chart(
     caption = _caption(main, main[0][0] if first_step is None else first_step)
     drawn = [
         axes.drawn(),
-        _group([_polyline(axes, line, 0) for line in behind]),
-        _polyline(axes, front, 1, f' stroke="{LINE_COLOUR}" stroke-width="1.7"'),
+        _group([_path(axes, line, 0) for line in behind], f'stroke="currentColor" opacity="{_THIN_OPACITY}"'),
+        _group([_path(axes, front, 1)], f'stroke="{LINE_COLOUR}" stroke-width="1.7"'),
         _values(axes, thinned(main, _MAX_VALUES)) if has_values else "",
     ]
     legend = _legend(name_of_main, raw_name if behind else "", is_smoothed=is_smoothed)
@@ -257,14 +258,16 @@ def _under(x: float, text: str) -> str:
     return f'<text x="{x:.0f}" y="{_HEIGHT - 4}" text-anchor="middle">{text}</text>'
 
 
-def _group(lines: Sequence[str]) -> str:
-    """Return thin lines; all together are faint, since faint lines that lie on each other would add up."""
-    return f'<g stroke="currentColor" opacity="{_THIN_OPACITY}">{"".join(lines)}</g>' if lines else ""
+def _group(lines: Sequence[str], style: str) -> str:
+    """Return lines in a common style; all together are faint, since faint lines that lie on each other would add up."""
+    return f'<g fill="none" stroke-linejoin="round" {style}>{"".join(lines)}</g>' if lines else ""
 
 
-def _polyline(axes: _Axes, line: Sequence[Point], digits: int, style: str = "") -> str:
-    drawn = " ".join(f"{axes.x(x):.0f},{axes.y(y):.{digits}f}" for x, y in line)
-    return f'<polyline points="{drawn}" fill="none" stroke-linejoin="round"{style}></polyline>'
+def _path(axes: _Axes, line: Sequence[Point], digits: int) -> str:
+    """Return a line whose points are given by their distance from the one before, which takes the fewest bytes."""
+    places = [(round(axes.x(x)), round(axes.y(y), digits)) for x, y in line]
+    steps = " ".join(f"{x - left} {y - top:.{digits}f}" for (left, top), (x, y) in pairwise(places))
+    return f'<path d="M{places[0][0]} {places[0][1]:.{digits}f}l{steps}"></path>'
 
 
 def _values(axes: _Axes, line: Sequence[Point]) -> str:

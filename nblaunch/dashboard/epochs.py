@@ -55,10 +55,12 @@ def tabulate_epochs(view: JobView) -> EpochTable:
         return EpochTable()
     most = _ALL_ROWS if view.is_over else _num_live_rows(view)
     shown = epochs[-most:]
-    rows = [_row(number, epoch, names, has_loss=has_loss) for number, epoch in shown]
     running = 0 if view.is_over else max((rank.epoch for rank in view.ranks), default=0)
-    if len(rows) < most and running > max(view.epochs, default=0):
-        rows.append((str(running), *[""] * (has_loss + len(names)), "running"))
+    if len(shown) < most and running > max(view.epochs, default=0):
+        shown.append((running, EpochView(view.attempt)))
+    rows = [
+        _row(number, epoch, names, has_loss=has_loss, is_running=number == running) for number, epoch in shown
+    ]
     return EpochTable(
         columns=("epoch", *(["training loss"] if has_loss else []), *map(single_line, names), "time"),
         rows=tuple(rows),
@@ -78,10 +80,13 @@ def _num_live_rows(view: JobView) -> int:
     return min(expected, LIVE_ROWS) or UNKNOWN_ROWS
 
 
-def _row(number: int, epoch: EpochView, names: Sequence[str], *, has_loss: bool) -> tuple[str, ...]:
+def _row(
+    number: int, epoch: EpochView, names: Sequence[str], *, has_loss: bool, is_running: bool
+) -> tuple[str, ...]:
     training = [] if not has_loss else ["" if epoch.loss is None else loss(epoch.loss)]
     values = [_value(epoch.metrics[name]) if name in epoch.metrics else "" for name in names]
-    return (str(number), *training, *values, duration(epoch.duration_s) if epoch.duration_s else "")
+    time = duration(epoch.duration_s) if epoch.duration_s else "running" if is_running else ""
+    return (str(number), *training, *values, time)
 
 
 def _value(value: object) -> str:

@@ -29,6 +29,7 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import LARGEST_DRAWN, SlotReading
 
 _POINT_SPACING_S = 0.5
+_MIN_STEPS = 3  # a rate is measured over, where these take longer than the window
 _PAUSE_S = 2.0  # between two epochs: rates go on after a shorter one
 _PHASES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
@@ -156,7 +157,10 @@ def _state(rank: RankView, read: WorkerState) -> WorkerState:
 
 
 def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[RatePoint, ...]:
-    """Return ``points`` with a new last point; points are spaced out and dropped when older than the window."""
+    """Return ``points`` with a new last point; points are spaced out and dropped when older than the window.
+
+    Of steps that take seconds, so many are kept that a rate can be compared with that of another rank.
+    """
     if reading.step_time_s <= 0:
         return points
     newest = RatePoint(
@@ -167,7 +171,7 @@ def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[Ra
     # The last point is replaced until it is far enough from the one before it.
     if len(points) >= 2 and points[-1].time_s - points[-2].time_s < _POINT_SPACING_S:
         points = points[:-1]
-    while len(points) >= 2 and newest.time_s - points[1].time_s >= WINDOW_S:
+    while len(points) > _MIN_STEPS and newest.time_s - points[1].time_s >= WINDOW_S:
         points = points[1:]
     return (*points, newest)
 

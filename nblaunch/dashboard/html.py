@@ -44,7 +44,7 @@ def render_html(view: JobView, *, with_output: bool = False, table: Table | None
     parts += [_folded(view, table)] if table.folded else []
     parts.append(remarks(table))
     parts += [line(table.metrics)] if table.metrics else []
-    parts += [charts(view, has_values=True)] if view.is_over else []
+    parts += [f"<div>{''.join(charts(view, has_values=True))}</div>"] if view.is_over else []
     parts.append(epochs(table.epochs))
     if with_output:
         parts += [line(f"note: {text}") for text in table.notes]

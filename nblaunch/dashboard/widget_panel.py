@@ -33,8 +33,8 @@ from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
-from nblaunch.dashboard.widget_rows import FOLD_SHEET, RankRows
-from nblaunch.dashboard.widget_throttle import Throttle
+from nblaunch.dashboard.widget_rows import FOLD_SHEET, ROWS_S, RankRows
+from nblaunch.dashboard.widget_throttle import MESSAGE_BYTES, Throttle
 
 _SURE_S = 5.0
 _DOUBLE_CLICK_S = 0.5
@@ -155,13 +155,52 @@ _PRE = (
     "white-space:pre-wrap;font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
     "line-height:17px"
 )
-_TITLE_S, _CHART_S = 0.8, 0.9
-_CHART_BYTES_S = 3_000.0  # of charts; those of many ranks and metrics are updated less often
+_TITLE_S = 0.8
+_CHART_BYTES_S = (
+    7_000.0  # of charts: one or two are as fresh as the rows, and more that change are updated less often
+)
+_CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing those of 512 ranks takes 60 ms
 _REMARK_PX = 23  # a line of the remarks
 KEPT_S = 5.0
 """Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
 
 _FIRST_CHART_S = 3.0  # seconds before the first chart
+
+
+class ChartRow:
+    """The charts side by side. Each is a widget of its own, so that only those with new points are sent.
+
+    Args:
+        throttle: sends changes to the front end.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, throttle: Throttle, clock: Callable[[], float]) -> None:
+        self._throttle = throttle
+        self._clock = clock
+        self._next_s = 0.0
+        self._drawn: list[str] = []
+        self._layout = widgets.Layout(margin="0", flex="0 0 auto")
+        self.widget = widgets.HBox([], layout=widgets.Layout(margin="0", flex_flow="row wrap", width="100%"))
+
+    @property
+    def unused(self) -> list[Any]:
+        """Return widgets that are not always part of the row."""
+        return [self._layout]
+
+    def show(self, view: JobView) -> None:
+        """Update the charts; sent at the throttle's next flushes."""
+        if view.elapsed_s < _FIRST_CHART_S or self._clock() < self._next_s:
+            return
+        before, self._drawn = self._drawn, charts(view)
+        new = [widgets.HTML("", layout=self._layout) for _ in self._drawn[len(before) :]]
+        if new:
+            self.widget.children = [*self.widget.children, *new]
+        num_bytes = sum(MESSAGE_BYTES + len(chart) for chart in self._drawn if chart not in before)
+        every_s = max(ROWS_S, num_bytes / _CHART_BYTES_S, len(view.ranks) * _CHART_S_PER_RANK)
+        self._next_s = self._clock() + every_s
+        for block, chart in zip(self.widget.children, self._drawn, strict=True):
+            self._throttle.update(block, every_s=every_s, value=f'<div style="{_STYLE}">{chart}</div>')
 
 
 class Root(widgets.VBox):
@@ -195,7 +234,8 @@ class Panel:
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
         self._rows = RankRows(self._throttle)
-        self._remarks, self._charts, self._epochs, self._footer = (self._block() for _ in range(4))
+        self._charts = ChartRow(self._throttle, clock)
+        self._remarks, self._epochs, self._footer = (self._block() for _ in range(3))
         self._logs: LogPane | None = None
         top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
@@ -206,7 +246,7 @@ class Panel:
             top,
             self._rows.widget,
             self._remarks,
-            self._charts,
+            self._charts.widget,
             self._epochs,
             self._footer,
         ]
@@ -237,18 +277,12 @@ class Panel:
         if table.rows:
             self._rows.show(table)
         self._show_block(self._remarks, self._remarks_of(table), is_urgent=True)
-        self._show_charts(view)
+        self._charts.show(view)
         self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
         self._show_block(self._footer, _footer(table) if view.is_started else "", every_s=1.0)
         if self._logs is not None:
             self._logs.show()
         self._throttle.flush()
-
-    def _show_charts(self, view: JobView) -> None:
-        every_s = max(_CHART_S, len(self._charts.value) / _CHART_BYTES_S)
-        if self._throttle.is_due(self._charts, every_s):
-            drawn = charts(view) if view.elapsed_s >= _FIRST_CHART_S else ""
-            self._show_block(self._charts, drawn, every_s=every_s)
 
     def close(self, lasting: str) -> None:
         """Close all widgets, so that nothing of them stays in the kernel or the notebook.
@@ -300,7 +334,7 @@ class Panel:
 
     def _all(self) -> Iterator[Any]:
         """Yield every widget of the panel, outermost first."""
-        loose = [self._shown, self._hidden, *self._rows.unused, *self._buttons.unused]
+        loose = [self._shown, self._hidden, *self._rows.unused, *self._charts.unused, *self._buttons.unused]
         links = self._logs.links if self._logs is not None else []
         for part in [*links, self.root, *loose]:
             yield from _with_parts(part)

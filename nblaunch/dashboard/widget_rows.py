@@ -26,7 +26,7 @@ from nblaunch.dashboard.widget_throttle import Throttle
 ROWS_S = 0.3
 """Seconds between updates of the rows; those behind the folded line follow more slowly."""
 
-_UNFOLDED_S, _TILES_S, _FOLDED_S = 1.0, 1.5, 0.6
+_UNFOLDED_S, _TILES_S = 1.0, 1.5
 _TEXT = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums"
 # Other names than those of the styles in ``html_rows.py``.
 _JOB, _FOLD, _TOGGLE, _UNFOLDED = "nbl-job", "nbl-fold", "nbl-toggle", "nbl-unfolded"
@@ -98,7 +98,7 @@ class RankRows:
         self._throttle.update(self._toggle, is_urgent=True, value=toggle)
         self._throttle.update(self._line, is_urgent=True, layout=self._line_shown)
         text = _text(f'<div style="padding-left:1.4em;line-height:24px">{escape(table.folded)}</div>')
-        self._throttle.update(self._folded, every_s=_FOLDED_S, is_urgent=is_urgent, value=text)
+        self._throttle.update(self._folded, every_s=ROWS_S, is_urgent=is_urgent, value=text)
         every_s = _UNFOLDED_S if table.unfolded else _TILES_S
         if self._throttle.is_due(self._unfolded, every_s):
             self._throttle.update(self._unfolded, every_s=every_s, value=_text(_all_ranks(table)))

@@ -890,7 +890,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
             iterable: anything; a prepared loader is passed through.
             total: its length where ``len`` doesn't know it.
             desc: a word about it, shown as this rank's status line in a launched worker. With "epoch" in it, the
-                items are epochs, and the dashboard shows how many there will be: "epoch 2/6".
+                items are epochs: the dashboard shows "2/6" in their column instead.
 
         Example::
 
@@ -900,11 +900,12 @@ class Accelerator(PreparationProperties, PerProcessParts):
         if isinstance(iterable, PreparedLoader):
             yield from iterable
             return
-        label = (desc or "") if context.current().is_launched else ""
+        is_over_epochs = "epoch" in (desc or "").lower()
+        label = (desc or "") if context.current().is_launched and not is_over_epochs else ""
         print(label, end="\r" * bool(label), flush=True)
         length = total if total is not None else _length_of(iterable)
         loops = self._shared.loops
-        loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs="epoch" in (desc or "").lower())
+        loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
         try:
             for item in iterable:
                 yield item

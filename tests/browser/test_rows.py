@@ -79,7 +79,7 @@ output => {
 UNDER_POINTER = """
 svg => {
     svg.scrollIntoView();
-    const frame = svg.querySelector("polyline").getBoundingClientRect(), texts = [];
+    const frame = svg.querySelector("g[stroke-linejoin]").getBoundingClientRect(), texts = [];
     for (let x = frame.left + 1; x < frame.right; x += 3)
         texts.push(document.elementFromPoint(x, frame.top + 5).querySelector("title")?.textContent ?? "");
     return texts;

@@ -49,6 +49,10 @@ def test_metrics_of_an_epoch_that_lasts_have_a_row_and_those_before_any_epoch_a_
     view = view_of([*started(1), Metric(0, START_S, 3, {"lr": 0.1}, epoch=1)])
     assert tabulate_epochs(view).columns == ("epoch", "lr", "time")
     assert tabulate_epochs(view).rows == (("1", "0.1000", ""),)
+    view = fold_readings(view, [sample(0, 1)], START_S)
+    assert tabulate_epochs(view).rows == (
+        ("1", "", "0.1000", "running"),
+    )  # what is in the row moves no column
     view = view_of([*started(1), Metric(0, START_S, 3, {"lr": 0.1})])
     assert tabulate_epochs(view).columns == ()
     assert tabulate(view).metrics == "lr 0.1 (step 3)"

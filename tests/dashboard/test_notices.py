@@ -55,6 +55,13 @@ def test_a_slow_rank_is_named_with_how_much() -> None:
     assert notice.text in render_text(view)
 
 
+def test_a_slow_rank_is_named_where_steps_take_many_seconds() -> None:
+    """Three of them are compared, however long they take."""
+    assert texts(at_rates([0.2, 0.2, 0.1, 0.2], seconds=45)) == [
+        "rank 2 is 2.0 times slower than the others (0.100 against 0.200 steps/s)"
+    ]
+
+
 def test_it_was_slow_once_the_job_is_over() -> None:
     assert texts(view_of(ended(3), at_rates([10, 10, 5]))) == [
         "rank 2 was 2.0 times slower than the others (5.00 against 10.0 steps/s)"

@@ -296,7 +296,7 @@ def test_bars_and_lines_have_a_contrast_of_3_to_1(theme: str) -> None:
     assert all(
         _contrast(tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)), paper) >= 3 for colour in COLOURS
     )
-    drawn = charts(trained(4))
+    (drawn,) = charts(trained(4))
     grid, axes, numbers, thin = map(float, re.findall(r' opacity="([\d.]+)"', drawn))
     legend, caption = map(float, re.findall(r"[;\"]opacity:([\d.]+)", drawn))
     assert grid < axes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -23,8 +24,9 @@ from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_panel import Buttons
 from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
 from nblaunch.dashboard.widgets import WidgetsDashboard
-from nblaunch.events import Displayed, LogLines, Note, StatusLine
-from tests.dashboard.scenes import START_S, Clock, ended, sample, started, view_of
+from nblaunch.events import Displayed, LogLines, Metric, Note, StatusLine
+from nblaunch.wire.board import LossCurve
+from tests.dashboard.scenes import START_S, Clock, ended, sample, started, trained, view_of
 
 
 class Publications:
@@ -151,6 +153,7 @@ class Sent:
     num_messages: int
     num_bytes: int
     rows_s: list[float]
+    charts_s: list[float]
     panel: Any
 
 
@@ -160,7 +163,7 @@ def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Se
 
     clock, last_lines = Clock(), LastLines()
     panel = Panel(last_lines, clock)
-    sent = Sent(0, 0, [], panel)
+    sent = Sent(0, 0, [], [], panel)
     view = view_of(started(num_ranks))
     is_measured = False
 
@@ -171,12 +174,17 @@ def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Se
                 sent.num_bytes += MESSAGE_BYTES + len(str(change["new"]))
                 if widget is panel._rows._rows:
                     sent.rows_s.append(clock.now_s)
+                if widget in panel._charts.widget.children:
+                    sent.charts_s.append(clock.now_s)
 
         return changed
 
     for tick in range(round(seconds * 5)):
         clock.now_s += 0.2
-        readings = [sample(rank, 7 * tick, 1400, loss=1 / (tick + 1)) for rank in range(num_ranks)]
+        curve = LossCurve(7 * tick + 1, 32, tuple(1 / end for end in range(1, 7 * tick + 2, 32)))
+        readings = [
+            sample(rank, 7 * tick, 1400, loss=1 / (tick + 1), losses=curve) for rank in range(num_ranks)
+        ]
         view = fold_readings(view, readings, START_S + tick / 5)
         view = fold(
             view, StatusLine(0, START_S, text=f"epoch 1: {tick / 2:.0f}%|#| {tick}/200 [00:01<00:02]")
@@ -184,11 +192,11 @@ def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Se
         for rank in range(min(num_ranks, num_printing)):
             last_lines.add(LogLines(rank, START_S + tick / 5, lines=(f"loss {1 / (tick + 1)}",)))
         panel.show(view)
-        if tick == 0:
+        is_measured = tick >= 40  # what may be sent at once at the beginning is spent
+        if tick == 39:  # all parts are there
             for widget in dict.fromkeys(panel._all()):
                 if widget.has_trait("value"):
                     widget.observe(count(widget), "value")
-        is_measured = tick >= 40  # what may be sent at once at the beginning is spent
     panel.close("")
     return sent
 
@@ -199,6 +207,35 @@ def test_rows_are_sent_often_and_within_the_budget(num_ranks: int, longest_s: fl
     assert sent.num_bytes / 32 < RATE_BYTES_S * 1.05
     assert sent.num_messages / 32 < 20
     assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.rows_s)) < longest_s
+    assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.charts_s)) < longest_s + 0.1
+
+
+def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_for_the_rows() -> None:
+    from nblaunch.dashboard.widget_panel import Panel
+
+    clock = Clock()
+    panel = Panel(LastLines(), clock)
+    times_s: dict[str, list[float]] = {"rows": [], "loss": [], "still": [], "moving 3": []}
+    view = trained(8)
+    for step in range(10):
+        view = fold(view, Metric(0, START_S, step, {"still": 1.0} | {f"moving {i}": 1.0 for i in range(4)}))
+    for tick in range(100):
+        clock.now_s += 0.2
+        curve = LossCurve(100 + tick, 2, tuple(1 / end for end in range(1, 101 + tick, 2)))
+        readings = [sample(rank, 100 + tick, losses=curve) for rank in range(8)]
+        view = fold_readings(view, readings, START_S + 10 + tick / 5)
+        view = fold(view, Metric(0, START_S, 10 + tick, {f"moving {i}": 1 / (tick + 1) for i in range(4)}))
+        panel.show(view)
+        if tick == 20:  # what may be sent at once at the beginning is spent
+            shown = {"rows": panel._rows._rows}
+            for chart in panel._charts.widget.children:
+                shown[re.search(r"<b>(.*?)</b>", chart.value)[1]] = chart  # type: ignore[index]
+            for name, noted in times_s.items():
+                shown[name].observe(lambda change, noted=noted: noted.append(clock.now_s), "value")
+    panel.close("")
+    assert times_s["still"] == []
+    assert len(times_s["rows"]) > 2 * len(times_s["moving 3"]) > 10
+    assert abs(len(times_s["loss"]) - len(times_s["moving 3"])) <= 2
 
 
 def test_the_number_of_messages_does_not_depend_on_the_number_of_ranks() -> None:

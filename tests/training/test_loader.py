@@ -6,6 +6,7 @@ import gc
 import pickle
 import weakref
 from collections import UserDict, namedtuple
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -338,6 +339,22 @@ def test_progress_shows_any_iterable() -> None:
     assert _board().total == 2
     list(accelerator.progress(iter("ab")))
     assert _board().total == -1
+
+
+def test_the_word_about_a_loop_is_the_status_line_of_a_worker_unless_it_is_over_epochs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    accelerator = Accelerator()
+    list(accelerator.progress("ab", desc="in a script"))
+    assert capsys.readouterr().out == ""
+    in_script = context.take()
+    assert in_script is not None
+    context.install(replace(in_script, is_launched=True))
+    for desc in (None, "", "epochs"):  # epochs have a column
+        list(accelerator.progress("ab", desc=desc))
+    assert capsys.readouterr().out == ""
+    list(accelerator.progress("ab", desc="folds"))
+    assert capsys.readouterr().out == "folds\r     \r"
 
 
 def test_progress_around_a_prepared_loader_does_not_count_twice() -> None:
