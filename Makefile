@@ -13,6 +13,9 @@ XLA_VENV := .venv-xla
 XLA_TESTS := tests/xla tests/contracts/test_backend.py
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# fastai asks for builds of torchvision that fit torch's; its tests need none of that (tests/integration/fastai.txt).
+FASTAI := $(VENV)/fastai
+FASTAI_STAMP := $(FASTAI)/.complete
 # What was made or found once is not looked at again until its recipe changes.
 DEMO_STAMP := $(VENV)/.demo
 DOCS_STAMP := $(VENV)/.docs
@@ -50,10 +53,14 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## make .venv and install nblaunch in it, with all that the tests need
+setup: $(STAMP) $(FASTAI_STAMP)  ## make .venv and install nblaunch in it, with all that the tests need
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[test]')
+
+$(FASTAI_STAMP): tests/integration/fastai.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(FASTAI) --requirement $<
+	@touch $@
 
 # Make .venv with what pip is to install, $(1).
 define install

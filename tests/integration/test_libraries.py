@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.kernels import Kernel
+from tests.profiles import missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
+FASTAI = Path(sys.prefix) / "fastai"  # installed there by `make setup`, from fastai.txt
 PATIENCE_S = 240.0  # the libraries take seconds to import, and much more beside other tests
 
 ENVIRONMENT = {
@@ -237,6 +239,31 @@ def train():
 notebook_launcher(train, num_processes=2, return_all=True)
 """
 
+# Without bars, which fastai shows on rank 0 alone. It sends the order of the rows by way of a GPU, whatever trains.
+FASTAI_LEARNER = """
+import torch
+from fastai.basics import *
+from fastai.callback.schedule import fit_one_cycle
+from fastai.distributed import *
+from nblaunch import notebook_launcher
+def train():
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    set_seed(3)
+    inputs = torch.randn(22, 4)
+    rows = [*zip(inputs, inputs.sum(1, keepdim=True))]
+    loaders = DataLoaders.from_dsets(rows[:16], rows[16:], bs=2, device="cpu", num_workers=0, shuffle=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    learner = Learner(loaders, model, loss_func=MSELossFlat(), lr=0.05, metrics=mae)
+    with learner.no_bar(), learner.no_logging(), learner.distrib_ctx(sync_bn=False, cpu=True):
+        accelerator = learner.distributed_trainer.accelerator
+        learner.fit_one_cycle(2)
+    losses = [round(loss.item(), 5) for loss in learner.recorder.losses]
+    validated = [[round(value, 5) for value in epoch] for epoch in learner.recorder.values]
+    weights = round(sum(value.abs().sum().item() for value in learner.model.parameters()), 4)
+    return type(accelerator).__module__.partition(".")[0], accelerator.num_processes, losses, validated, weights
+notebook_launcher(train, num_processes=2, backend="cpu", return_all=True)
+"""
+
 
 class Sides(NamedTuple):
     """A kernel with Accelerate inside the libraries, and one with nblaunch in its place."""
@@ -304,3 +331,20 @@ def test_every_row_is_predicted_once_in_a_script_that_is_launched(tmp_path: Path
 
 def test_a_trainer_of_lightning(sides: Sides) -> None:
     assert sides.accelerate.run(LIGHTNING, timeout_s=PATIENCE_S).value == [(2, 0, 4, True), (2, 1, 4, True)]
+
+
+def test_a_learner_of_fastai(tmp_path: Path) -> None:
+    if not FASTAI.exists():
+        missing(f"{FASTAI} is missing: `make setup` makes it")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{FASTAI}", "NBLAUNCH_LOG_DIR": str(tmp_path)}
+    results: list[list[Any]] = []
+    with Kernel.start(env=environment) as theirs, Kernel.start(env=environment) as ours:
+        cells = [theirs.submit(FASTAI_LEARNER), ours.submit(f"{IN_PLACE}\n{FASTAI_LEARNER}")]
+        for maker, cell in zip(Sides._fields, cells, strict=True):
+            ranks = cell.wait(2 * PATIENCE_S).value
+            assert [rank[:2] for rank in ranks] == [(maker, 2)] * 2
+            results.append([rank[2:] for rank in ranks])
+    losses, validated, _ = results[0][0]
+    assert len(losses) == 8  # of 16 rows: 2 a step and process, twice
+    assert [len(epoch) for epoch in validated] == [3, 3]
+    assert results[0] == results[1]
