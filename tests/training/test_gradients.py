@@ -316,8 +316,8 @@ def test_a_model_is_not_wrapped_twice() -> None:
 # --- local steps -----------------------------------------------------------------------------------------------------
 
 
-def _local_steps(steps: int, enabled: bool) -> list[bool]:
-    accelerator = Accelerator()
+def _local_steps(steps: int, enabled: bool, between: int = 2, accumulated: int = 1) -> list[bool]:
+    accelerator = Accelerator(gradient_accumulation_steps=accumulated)
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -327,11 +327,12 @@ def _local_steps(steps: int, enabled: bool) -> list[bool]:
         weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach())
         equal.append(bool(weights[0] == weights[1]))
 
-    with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=enabled) as local:
+    with LocalSGD(accelerator, model, local_sgd_steps=between, enabled=enabled) as local:
         for _ in range(steps):
-            accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
             local.step()
             note()
     note()
@@ -343,6 +344,12 @@ def test_weights_are_averaged_now_and_then() -> None:
     assert ranks.run(_local_steps, 2, 3, False) == [[True] * 4] * 2
     with pytest.raises(ValueError, match="local_sgd_steps=0 is less than 1"):
         LocalSGD(Accelerator(), _model(), 0)
+
+
+def test_local_steps_are_calls_also_within_an_accumulation_window() -> None:
+    # The optimizer steps at the second, fourth and sixth; averaged is at the third and sixth, as with Accelerate.
+    equal = [True, False, True, False, False, True, True, True]
+    assert ranks.run(_local_steps, 2, 7, True, 3, 2) == [equal] * 2
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class LocalSGD:
     Args:
         accelerator: the one that prepared ``model``.
         model: the prepared model.
-        local_sgd_steps: steps between two averages, at least 1.
+        local_sgd_steps: calls of :meth:`step` between two averages, at least 1. Under accumulation they are batches.
         enabled: False: nothing is changed, and gradients are averaged as always.
 
     Raises:
@@ -62,11 +62,9 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count a step of the optimizer's loop; do nothing in the middle of an accumulation window."""
-        if not self.enabled or not self.accelerator.sync_gradients:
-            return
+        """Count a batch, also one in the middle of an accumulation window, and average when it is time."""
         self.num_steps += 1
-        if self.num_steps % self.local_sgd_steps == 0:
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
 
     def _average(self) -> None:
