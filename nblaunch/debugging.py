@@ -1,6 +1,6 @@
 """``nblaunch.debug``: pdb in a worker, typed into the running cell or the terminal.
 
-worker: pdb ── Prompted ──> DebugChannel ──> printed here, input() ── Line ──> worker
+worker: pdb ── Prompted ──> DebugClient ──> printed here, input() ── Line ──> worker
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nblaunch import dashboard as dashboards
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames, cell_name
 from nblaunch.events import Note
 from nblaunch.launcher import post_mortem
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job import last_job
 from nblaunch.wire.messages import Prompted
 
@@ -31,8 +31,8 @@ class Debugged(Protocol):
     def has_debugged_workers(self) -> bool:
         """Whether its ranks can be asked."""
 
-    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
-        """Return the connection with the debugger, and the rank to be debugged; None = that with the root cause."""
+    def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
+        """Return the client of the debugger, and the rank to be debugged; None = that with the root cause."""
 
 
 def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
@@ -63,11 +63,11 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
                 "nblaunch.debug() needs a user who types: this front end, or program, allows no input(). "
                 "inspect('name') and compare() of the job or session show variables without"
             )
-        channel, rank = job.debug_channel(rank)
-        channel.open_debugger(rank)
-        while (prompt := channel.wait_for_prompt(rank, lambda: job.has_debugged_workers)) is not None:
-            channel.send_line(rank, _ask(rank, prompt))
-        _print(channel.take_printed(rank))
+        debugger, rank = job.find_debugger(rank)
+        debugger.open_pdb(rank)
+        while (prompt := debugger.wait_for_prompt(rank, lambda: job.has_debugged_workers)) is not None:
+            debugger.send_line(rank, _ask(rank, prompt))
+        _print(debugger.take_printed(rank))
 
 
 def on_prompts(runner: JobRunner) -> None:
@@ -75,24 +75,24 @@ def on_prompts(runner: JobRunner) -> None:
 
     In the thread of a job in the background, say what the user can do.
     """
-    channel = runner.debug_channel
-    assert channel is not None, "a rank waits"
+    debugger = runner.debugger
+    assert debugger is not None, "a rank waits"
     if threading.current_thread() is threading.main_thread():
-        answer_prompt(channel, runner.requests.interrupt)
+        answer_prompt(debugger, runner.requests.interrupt)
         return
-    rank = channel.next_prompt()
+    rank = debugger.next_prompt()
     if rank is not None:
-        _announce(runner, rank, channel.prompts[rank])
+        _announce(runner, rank, debugger.prompts[rank])
 
 
-def answer_prompt(channel: DebugChannel, interrupt: Callable[[], None]) -> None:
+def answer_prompt(debugger: DebugClient, interrupt: Callable[[], None]) -> None:
     """Ask the user for the line that pdb of the first rank waits for; call ``interrupt()`` on an interrupt."""
-    rank = channel.next_prompt()
+    rank = debugger.next_prompt()
     if rank is None:
         return
     with _interruptible():
         try:
-            channel.send_line(rank, _ask(rank, channel.prompts[rank]))
+            debugger.send_line(rank, _ask(rank, debugger.prompts[rank]))
         except KeyboardInterrupt:
             interrupt()
 

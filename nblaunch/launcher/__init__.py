@@ -22,7 +22,7 @@ this code in it.
       metrics.py         what was logged, as a table
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
     post_mortem.py       failures that are kept for the debugger, until they are released
-      debug_channel.py   the debugger's connections with the workers
+      debug_client.py    the debugger's client: commands to the workers, prompts from them
       comparison.py      values by rank; the variables of a function over all ranks
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.

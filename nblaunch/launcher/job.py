@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.launcher.comparison import Comparison, RankValues
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job_base import JobBase
 from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
@@ -219,7 +219,7 @@ class Job:
         Raises:
             RuntimeError: no worker can be asked.
         """
-        return self._checked_channel()[0].inspect(expression, timeout_s)
+        return self._checked_debugger()[0].inspect(expression, timeout_s)
 
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function over all ranks; those that differ come first.
@@ -234,8 +234,8 @@ class Job:
         Raises:
             RuntimeError: no worker can be asked.
         """
-        channel, first = self._checked_channel()
-        return channel.compare(first, timeout_s)
+        debugger, first = self._checked_debugger()
+        return debugger.compare(first, timeout_s)
 
     def release(self) -> None:
         """Give up the memory of an ended job: its result, and weights that did not fit the kernel's modules.
@@ -309,8 +309,8 @@ class Job:
         """Let ``show_again()`` show this job in the running cell; it returns False where it can't."""
         self._show_again = show_again
 
-    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
-        """Return the connection with the debugger in the workers, and the rank to be debugged.
+    def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
+        """Return the client of the debugger in the workers, and the rank to be debugged.
 
         Args:
             rank: which; None = the one that failed, or the first that waits at a ``breakpoint()``.
@@ -319,15 +319,15 @@ class Job:
             RuntimeError: no worker can be asked.
             ValueError: there is no such rank.
         """
-        kept, channel = self._runner.kept, self._runner.debug_channel
+        kept, debugger = self._runner.kept, self._runner.debugger
         if kept is not None and not kept.is_released:
-            return kept.debug_channel(rank)
-        if channel is None or not self.is_running or not (self.spec.post_mortem or channel.prompts):
+            return kept.find_debugger(rank)
+        if debugger is None or not self.is_running or not (self.spec.post_mortem or debugger.prompts):
             raise RuntimeError(
                 f"no worker of {self!r} waits for a debugger: launch with post_mortem=True, and its workers stay when "
                 "one of them raises, until the next launch, release(), or for 30 minutes; or call breakpoint() in it"
             )
-        return channel, channel.checked_rank(rank, min(channel.prompts, default=self.ranks[0]))
+        return debugger, debugger.checked_rank(rank, min(debugger.prompts, default=self.ranks[0]))
 
     @property
     def has_debugged_workers(self) -> bool:
@@ -335,13 +335,13 @@ class Job:
         kept = self._runner.kept
         return self.is_running or (kept is not None and not kept.is_released)
 
-    def _checked_channel(self) -> tuple[DebugChannel, int]:
-        """Return what :meth:`debug_channel` does, where the debugger runs on every rank.
+    def _checked_debugger(self) -> tuple[DebugClient, int]:
+        """Return what :meth:`find_debugger` does, where the debugger runs on every rank.
 
         Raises:
             RuntimeError: no worker can be asked.
         """
-        found = self.debug_channel()
+        found = self.find_debugger()
         if not self.spec.post_mortem:
             raise RuntimeError(
                 f"the ranks of {self!r} can be asked only if it is launched with post_mortem=True"

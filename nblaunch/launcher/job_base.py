@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from nblaunch.events import Event, Metric, Started
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.metrics import row_of
 from nblaunch.launcher.outcome import JobOutcome
@@ -77,7 +77,7 @@ class JobBase:
         topology: of the first rank of this machine.
         attempt_number: of the present attempt, from 0.
         pids: rank -> process of the ranks of this machine that have started in it.
-        debug_channel: to the debugger in these ranks; None where there is none.
+        debugger: client of the debugger in these ranks; None where there is none.
         kept: workers of a failed job that still run, for the debugger.
         status: ``"starting"``, ``"running"``, or that of the outcome.
         outcome: how the job ended; None before that.
@@ -103,7 +103,7 @@ class JobBase:
         self.requests = requests
         self.attempt_number = 0
         self.pids: dict[int, int] = {}
-        self.debug_channel: DebugChannel | None = None
+        self.debugger: DebugClient | None = None
         self.kept: KeptWorkers | None = None
         self.metrics: list[dict[str, Any]] = []
         self.status = "starting"

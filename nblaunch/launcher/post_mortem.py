@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.supervisor import Supervisor
 
 KEPT_S = 1800.0
@@ -24,13 +24,13 @@ class KeptFailure(ABC):
     """A failure that the debugger can look into.
 
     Args:
-        channel: to the debugger in the workers.
+        debugger: client of the debugger in the workers.
         failed_rank: with the root cause.
     """
 
-    def __init__(self, channel: DebugChannel, failed_rank: int) -> None:
+    def __init__(self, debugger: DebugClient, failed_rank: int) -> None:
         self.failed_rank = failed_rank
-        self._channel = channel
+        self._debugger = debugger
         self._lock = threading.Lock()
         self._released = threading.Event()
         _all[next(_numbers)] = self
@@ -45,13 +45,13 @@ class KeptFailure(ABC):
         """Whether its ranks can be asked."""
         return not self.is_released
 
-    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
-        """Return the connection with the debugger, and the rank to be debugged: None = the one that failed.
+    def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
+        """Return the client of the debugger, and the rank to be debugged: None = the one that failed.
 
         Raises:
             ValueError: there is no such rank.
         """
-        return self._channel, self._channel.checked_rank(rank, self.failed_rank)
+        return self._debugger, self._debugger.checked_rank(rank, self.failed_rank)
 
     def wait(self) -> None:
         """Wait until it is released."""
@@ -76,12 +76,12 @@ class KeptWorkers(KeptFailure):
 
     Args:
         supervisor: has watched them so far.
-        channel: to the debugger in each of them.
+        debugger: client of the debugger in each of them.
         failed_rank: with the root cause.
     """
 
-    def __init__(self, supervisor: Supervisor, channel: DebugChannel, failed_rank: int) -> None:
-        super().__init__(channel, failed_rank)
+    def __init__(self, supervisor: Supervisor, debugger: DebugClient, failed_rank: int) -> None:
+        super().__init__(debugger, failed_rank)
         self._supervisor = supervisor
         self._timer = threading.Timer(KEPT_S, self.release)
         self._timer.daemon = True
@@ -90,7 +90,7 @@ class KeptWorkers(KeptFailure):
     def _release(self) -> None:
         """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
         self._timer.cancel()
-        self._channel.release()
+        self._debugger.release()
         self._supervisor.end_kept()
 
 

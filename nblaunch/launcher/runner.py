@@ -26,7 +26,7 @@ from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, Peers, start_attempt
 from nblaunch.launcher.conclusion import conclude_job
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job_base import JobBase, Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
@@ -295,10 +295,10 @@ class JobRunner(JobBase):
 
     def _keep(self, supervisor: Supervisor, report: AttemptReport) -> None:
         """Keep the workers that still run."""
-        assert self.debug_channel is not None, "workers are kept for the debugger"
+        assert self.debugger is not None, "workers are kept for the debugger"
         root = find_root_cause(report)
         failed_rank = root.rank if root is not None else report.kept[0]
-        self.kept = KeptWorkers(supervisor, self.debug_channel, failed_rank)
+        self.kept = KeptWorkers(supervisor, self.debugger, failed_rank)
         self.emit(Note.of_job(_KEPT.format(formatting.ranks(report.kept))))
 
     def _wants_restart(self, report: AttemptReport) -> bool:
@@ -334,10 +334,10 @@ class JobRunner(JobBase):
         running = start_attempt(self._make_attempt())
         links = running.links
         self.connections = links.connections
-        self.debug_channel = DebugChannel(links.debug_connections) if links.debug_connections else None
+        self.debugger = DebugClient(links.debug_connections) if links.debug_connections else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
-            running, self.requests, self.emit, self.update, self.debug_channel, on_prompts
+            running, self.requests, self.emit, self.update, self.debugger, on_prompts
         )
 
     def supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:

@@ -40,7 +40,7 @@ from nblaunch.events import (
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.launcher.store import StoreHost
@@ -77,7 +77,7 @@ class Supervisor:
         requests: requests to the job.
         emit: receives every event.
         update: receives the state of every rank, 10 times a second.
-        channel: to the debugger in the workers; None where there is none.
+        debugger: client of the debugger in the workers; None where there is none.
         on_prompts: called while ranks wait for a line for pdb.
     """
 
@@ -87,7 +87,7 @@ class Supervisor:
         requests: JobRequests,
         emit: Callable[[Event], None],
         update: Callable[[Sequence[SlotReading]], None],
-        channel: DebugChannel | None = None,
+        debugger: DebugClient | None = None,
         on_prompts: Callable[[], None] | None = None,
     ) -> None:
         self._running = running
@@ -99,7 +99,7 @@ class Supervisor:
         self._requests = requests
         self._emit = emit
         self._update = update
-        self._channel = channel
+        self._debugger = debugger
         self._on_prompts = on_prompts or _nothing
         self._failed_s: float | None = None
         self._grace_s = attempt.spec.interrupt_grace_s
@@ -193,7 +193,7 @@ class Supervisor:
             self._escalate()
             self._abandon_unkillable()
             self._follow_up()
-            if self._channel is not None and self._channel.prompts and self._escalation is None:
+            if self._debugger is not None and self._debugger.prompts and self._escalation is None:
                 self._on_prompts()
 
     def _keeps_workers(self) -> bool:
@@ -218,8 +218,8 @@ class Supervisor:
             )
         if self._peers is not None:
             self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
-        if self._channel is not None:
-            for rank, connection in self._channel.connections.items():
+        if self._debugger is not None:
+            for rank, connection in self._debugger.connections.items():
                 self._selector.register(
                     connection, selectors.EVENT_READ, partial(self._receive_from_debugger, rank)
                 )
@@ -287,10 +287,10 @@ class Supervisor:
                 self._reader_of(rank)()
 
     def _receive_from_debugger(self, rank: int) -> None:
-        assert self._channel is not None, "only its connections are waited for"
-        self._channel.receive_available()
-        if rank in self._channel.gone:
-            self._selector.unregister(self._channel.connections[rank])
+        assert self._debugger is not None, "only its connections are waited for"
+        self._debugger.receive_available()
+        if rank in self._debugger.gone:
+            self._selector.unregister(self._debugger.connections[rank])
 
     def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)
@@ -502,7 +502,7 @@ class Supervisor:
         if now < self._next_inspection:
             return
         self._next_inspection = now + _INSPECTION_S
-        if self._channel is not None and self._channel.prompts:
+        if self._debugger is not None and self._debugger.prompts:
             self._inspector = Inspector(self._attempt.spec.hang_timeout_s)  # ranks may wait for one in pdb
             return
         pids = self._active_pids()

@@ -63,15 +63,15 @@ class SessionClient:
         num_interrupts: interrupts of the present or last command.
         broken_elsewhere: the failure on another machine that has ended this command, or an interrupt there.
         broken_elsewhere_s: when that was received, by the wall clock.
-        channel: to the debugger in the ranks.
+        debugger: client of the debugger in the ranks.
         names: of variables that commands have set on the first rank.
     """
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
         self._runner = runner
         self._connections = dict(runner.connections)
-        assert runner.debug_channel is not None, "a session has a debugger"
-        self.channel = runner.debug_channel
+        assert runner.debugger is not None, "a session has a debugger"
+        self.debugger = runner.debugger
         self._output = output
         self._lock = threading.Lock()
         self._group = 1
@@ -144,7 +144,7 @@ class SessionClient:
             with suppress(OSError):
                 connection.send(Close())
         self._connections = {}
-        self.channel.close()  # or its descriptors would stay open until Python collects garbage
+        self.debugger.close()  # or its descriptors would stay open until Python collects garbage
 
     def raise_end(self) -> None:
         """Raise why the workers have ended."""
@@ -171,7 +171,7 @@ class SessionClient:
             is_joint = (reaches_all or len(ranks) > 1) and not reads_variable
             group = self._group if reaches_all and not reads_variable else 0
             command = replace(command, group=group, has_breakpoints=debugging.has_breakpoints(False))
-            self.channel.forget_stops()
+            self.debugger.forget_stops()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
             self._send(rank, command, files)
@@ -219,7 +219,7 @@ class SessionClient:
 
     def _wait(self, ranks: Sequence[int]) -> list[int]:
         """Return those of the ranks that have replied, after a tick at the latest; a prompt ends the wait, too."""
-        prompting = [self.channel.connections[rank].fileno() for rank in self.busy - self.channel.gone]
+        prompting = [self.debugger.connections[rank].fileno() for rank in self.busy - self.debugger.gone]
         descriptors = {rank: self._connections[rank].fileno() for rank in ranks}
         ready = wait([*descriptors.values(), *prompting], _TICK_S)
         return [rank for rank, descriptor in descriptors.items() if descriptor in ready]
@@ -230,9 +230,9 @@ class SessionClient:
             self.raise_end()  # a process that a rank has left behind may keep its connection open
         self._take_reports(is_idle=False)
         self._output.pump()
-        self.channel.receive_available()
-        if self.channel.prompts and not self.num_interrupts:
-            debugging.answer_prompt(self.channel, self.interrupt)
+        self.debugger.receive_available()
+        if self.debugger.prompts and not self.num_interrupts:
+            debugging.answer_prompt(self.debugger, self.interrupt)
         if self.num_interrupts:
             self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
 

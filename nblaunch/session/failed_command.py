@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nblaunch import formatting
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.session.client import SessionClient
 
@@ -20,13 +20,13 @@ class FailedCommand(KeptFailure):
     """
 
     def __init__(self, client: SessionClient, failed_rank: int, ranks: Sequence[int]) -> None:
-        super().__init__(client.channel, failed_rank)
+        super().__init__(client.debugger, failed_rank)
         self._client = client
         self._ranks = ranks
 
-    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
+    def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """As of any failure; pdb opens on ranks that have raised."""
-        found = super().debug_channel(rank)
+        found = super().find_debugger(rank)
         if found[1] not in self._ranks:
             raise ValueError(
                 f"rank {rank} has ended the command; it failed on {formatting.ranks(self._ranks)}. "

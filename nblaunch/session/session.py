@@ -24,7 +24,7 @@ from nblaunch.launcher import post_mortem
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.launcher.conclusion import conclude_job
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner, NodeAttempts
@@ -299,7 +299,7 @@ class Session(RankCommands):
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():
-            return self._client.channel.inspect(expression, timeout_s)
+            return self._client.debugger.inspect(expression, timeout_s)
 
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function over all ranks, as :meth:`nblaunch.Job.compare` does.
@@ -316,14 +316,14 @@ class Session(RankCommands):
         with HiddenLauncherFrames():
             failed = self._failed
             first = failed.failed_rank if failed else self.local_ranks[0]
-            return self._client.channel.compare(first, timeout_s)
+            return self._client.debugger.compare(first, timeout_s)
 
     @property
     def has_debugged_workers(self) -> bool:
         """Whether the ranks can be asked."""
         return self.is_running
 
-    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
+    def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return what :func:`nblaunch.debug` needs.
 
         Raises:
@@ -332,7 +332,7 @@ class Session(RankCommands):
         """
         if self._failed is None or self._failed.is_released:
             raise RuntimeError("the last command of the session has not failed: there is nothing to debug")
-        return self._failed.debug_channel(rank)
+        return self._failed.find_debugger(rank)
 
     # --- the workers -------------------------------------------------------------------------------------------------
 

@@ -53,8 +53,8 @@ class CommandConnection:
         while rest:
             rest = rest[os.write(self._fd, rest) :]
         if files:
-            with _socket_of(self._fd) as channel:
-                socket.send_fds(channel, [b"."], list(files))
+            with _socket_of(self._fd) as unix_socket:
+                socket.send_fds(unix_socket, [b"."], list(files))
 
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message; return it with descriptors of the files that came with it, to be closed.
@@ -76,8 +76,8 @@ class CommandConnection:
         return data
 
     def _receive_files(self, count: int) -> list[int]:
-        with _socket_of(self._fd) as channel:
-            data, files, _, _ = socket.recv_fds(channel, 1, count)
+        with _socket_of(self._fd) as unix_socket:
+            data, files, _, _ = socket.recv_fds(unix_socket, 1, count)
         if not data:
             raise EOFError
         return files

@@ -81,7 +81,7 @@ def test_the_next_command_gives_the_frames_up(failed: Kernel) -> None:
     assert failed.run("set(session.inspect('seen() is None').values())").value == {False}
     failed.run("session.ranks(0).execute('1')")
     assert failed.run("set(session.inspect('seen() is None').values())").value == {True}
-    for call in ("session.debug_channel()", "nblaunch.debug(job=session)"):
+    for call in ("session.find_debugger()", "nblaunch.debug(job=session)"):
         assert failed.run(call, raises="RuntimeError").error is not None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.wire.command_connection import CommandConnection, connect
 from nblaunch.wire.messages import Line, Prompted, Resumed
 
@@ -21,7 +21,7 @@ class Ranks:
     def __init__(self) -> None:
         pairs = [connect() for _ in range(2)]
         self.workers = [CommandConnection(fd) for _, fd in pairs]
-        self.channel = DebugChannel({rank: kernel for rank, (kernel, _) in enumerate(pairs)})
+        self.debugger = DebugClient({rank: kernel for rank, (kernel, _) in enumerate(pairs)})
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.workers.clear()  # which closes them
-    ranks.channel.connections.clear()
+    ranks.debugger.connections.clear()
 
 
 def test_the_others_go_on_although_the_end_arrives_before_the_line_is_sent_to_them(
@@ -37,29 +37,29 @@ def test_the_others_go_on_although_the_end_arrives_before_the_line_is_sent_to_th
 ) -> None:
     for worker in ranks.workers:
         worker.send(PROMPT)
-    while len(ranks.channel.prompts) < 2:
-        ranks.channel.receive_available(1.0)
-    first = ranks.channel.connections[0]
+    while len(ranks.debugger.prompts) < 2:
+        ranks.debugger.receive_available(1.0)
+    first = ranks.debugger.connections[0]
     send = first.send
 
     def send_and_receive(message: Any) -> None:
         """As where the worker is quick, and the other thread reads its answer at once."""
         send(message)
         ranks.workers[0].send(Resumed(""))
-        ranks.channel.receive_available(1.0)
+        ranks.debugger.receive_available(1.0)
 
     monkeypatch.setattr(first, "send", send_and_receive)
-    ranks.channel.send_line(0, "c")
-    assert ranks.channel.printed == {0: ""}
-    assert ranks.channel.prompts == {}
+    ranks.debugger.send_line(0, "c")
+    assert ranks.debugger.printed == {0: ""}
+    assert ranks.debugger.prompts == {}
     assert ranks.workers[1].receive() == (Line(text="continue"), [])
 
 
 def test_a_rank_goes_on_that_comes_to_the_breakpoint_later(ranks: Ranks) -> None:
     ranks.workers[0].send(PROMPT)
-    ranks.channel.receive_available(1.0)
-    ranks.channel.send_line(0, "c")
+    ranks.debugger.receive_available(1.0)
+    ranks.debugger.send_line(0, "c")
     ranks.workers[1].send(PROMPT)
-    ranks.channel.receive_available(1.0)
-    assert ranks.channel.prompts == {}
+    ranks.debugger.receive_available(1.0)
+    assert ranks.debugger.prompts == {}
     assert ranks.workers[1].receive() == (Line(text="continue"), [])

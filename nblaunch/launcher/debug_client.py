@@ -1,4 +1,4 @@
-"""The debugger's connections with the workers of a job: commands and lines to them, replies and prompts from them.
+"""The debugger's client, in the kernel: commands and lines to the workers, replies and prompts from them.
 
 supervisor's loop ─┐                       ┌──> replies: (rank, number) -> ReceivedReply
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
@@ -40,8 +40,8 @@ _RESUMING = {
 """Commands of pdb by which the program goes on."""
 
 
-class DebugChannel:
-    """The kernel's end of the debugger, for all ranks of this machine. Safe in any thread.
+class DebugClient:
+    """The kernel's side of the connections with the debugger in each rank of this machine. Safe in any thread.
 
     Args:
         connections: rank -> connection.
@@ -117,7 +117,7 @@ class DebugChannel:
             if isinstance(received.reply.value, FrameVariables)
         }
 
-    def open_debugger(self, rank: int) -> None:
+    def open_pdb(self, rank: int) -> None:
         """Open pdb on a rank, unless it waits for a line already."""
         if rank not in self.prompts:
             self.printed.pop(rank, None)  # of an earlier pdb, whose end nothing waited for
