@@ -15,7 +15,7 @@ from nblaunch import debugging, env
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.host import descriptors
 from nblaunch.launcher.job import Job, remember
-from nblaunch.launcher.job_base import Listener
+from nblaunch.launcher.job_state import Listener
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.post_mortem import release_all
 from nblaunch.launcher.runner import JobRunner
@@ -315,12 +315,12 @@ def _run_detached(spec: LaunchSpec, plan: LaunchPlan, listeners: "list[Dashboard
     __tracebackhide__ = True
     from nblaunch.detached.start import start
 
-    runner = start(spec, plan, listeners)
+    follower = start(spec, plan, listeners)
     del spec, plan
-    job = Job(runner)
+    job = Job(follower)
     job.show_with(dashboards.connect(listeners, job))
     remember(job)
-    runner.raise_if_not_started()
+    follower.raise_if_not_started()
     return job
 
 

@@ -30,17 +30,17 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Follow the job, and return the exit code."""
-    runner = JobFollower(chosen_job(arguments), text_dashboards())
+    follower = JobFollower(chosen_job(arguments), text_dashboards())
     interrupts: list[float] = []
     # An exception could be raised where it is lost, as in a finalizer, or while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
-        runner.follow()
-        while not (interrupts or runner.wait(_LOOK_S)):
+        follower.follow()
+        while not (interrupts or follower.wait(_LOOK_S)):
             pass
-    if runner.outcome is None:
-        print(f"\n{runner.id} goes on; `nblaunch stop {runner.id}` ends it", file=sys.stderr)
+    if follower.outcome is None:
+        print(f"\n{follower.id} goes on; `nblaunch stop {follower.id}` ends it", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
-    failure = runner.outcome.error
+    failure = follower.outcome.error
     if failure is not None:
         notes = getattr(failure, "__notes__", ())
         print(f"{type(failure).__name__}: {failure}", *notes, sep="\n", file=sys.stderr)

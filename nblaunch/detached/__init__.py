@@ -63,8 +63,8 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
     with HiddenLauncherFrames():
         folder = find(job_id)
         listeners = dashboards.choose(dashboard, background=True)
-        runner = JobFollower(folder, listeners)
-    job = Job(runner)
+        follower = JobFollower(folder, listeners)
+    job = Job(follower)
     job.show_with(dashboards.connect(listeners, job))
-    runner.follow()
+    follower.follow()
     return job

@@ -42,17 +42,20 @@ class DetachedLaunch:
         spec: without the function and its arguments.
         backend: name of the device family.
         registered_backend: it, pickled, where it is not part of nblaunch.
-        num_processes: number of ranks.
-        num_threads: CPU threads of each.
+        plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan`.
         sources: file name -> text of the notebook's cells, for tracebacks.
     """
 
     spec: LaunchSpec
     backend: str
     registered_backend: bytes
-    num_processes: int
-    num_threads: int
+    plan: Mapping[str, Any]
     sources: Mapping[str, str]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks."""
+        return int(self.plan["num_processes"])
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends
-from nblaunch.detached.folder import End, JobFolder, Progress
+from nblaunch.detached.folder import End, JobFolder, Progress, Record
 from nblaunch.detached.requests import RemoteRequests
 from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.diagnosis.rendering import annotate
 from nblaunch.errors import JobLost, ResultError
 from nblaunch.events import AttemptStarted, Event, Exited, JobEnded
-from nblaunch.launcher.job_base import JobBase, Listener
+from nblaunch.launcher.job_state import JobState, Listener
 from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
@@ -32,7 +32,7 @@ _POLLS_PER_CHECK = 10
 """Looks at the files for each look at whether the supervisor runs."""
 
 
-class JobFollower(JobBase):
+class JobFollower(JobState):
     """Keeps the state of a job that a supervisor of another process runs.
 
     Args:
@@ -48,15 +48,7 @@ class JobFollower(JobBase):
         if record is None:
             raise LookupError(f"{folder.path} is not the folder of a detached job")
         restore_sources(record.sources)
-        plan = LaunchPlan(
-            backend=backends.find(record.backend, record.registered_backend),
-            num_processes=record.num_processes,
-            start_method="",
-            reason="",
-            num_threads=record.num_threads,
-            modules={},
-        )
-        super().__init__(record.spec, plan, folder, RemoteRequests(folder.path), listeners)
+        super().__init__(record.spec, _plan_of(record), folder, RemoteRequests(folder.path), listeners)
         self.id = folder.id
         self._folder = folder
         self._supervisor_pid = record.pid
@@ -133,7 +125,13 @@ class JobFollower(JobBase):
         if isinstance(event, AttemptStarted):
             self._read_logs_to_end()
             self.attempt_number, self.pids = event.attempt, {}
-            self.plan = replace(self.plan, start_method=event.start_method, reason=event.reason)
+            record = self._folder.read_record()  # the supervisor's own plan, from its first attempt on
+            self.plan = replace(
+                self.plan if record is None else _plan_of(record),
+                start_method=event.start_method,
+                reason=event.reason,
+                fallback=event.fallback,
+            )
             self._tails = {rank: LogTail(rank, self.log.log_path(rank, event.attempt)) for rank in self.ranks}
         elif isinstance(event, Exited):
             self._read_logs()  # what follows is about the end
@@ -206,6 +204,12 @@ class JobFollower(JobBase):
         finally:
             self._set_ended()
             self._may_return.set()
+
+
+def _plan_of(record: Record) -> LaunchPlan:
+    return LaunchPlan(
+        backend=backends.find(record.backend, record.registered_backend), modules={}, **record.plan
+    )
 
 
 def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nblaunch.detached.folder import DetachedLaunch, JobFolder, root
 from nblaunch.detached.follower import JobFollower
 from nblaunch.errors import LaunchError
-from nblaunch.launcher.job_base import Listener
+from nblaunch.launcher.job_state import Listener
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.spec import LaunchSpec
@@ -68,8 +68,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
             spec=spec.without_call(),
             backend=plan.backend.name,
             registered_backend=registered_backend(plan.backend.name),
-            num_processes=plan.num_processes,
-            num_threads=plan.num_threads,
+            plan=plan.settings,
             has_shell="IPython.core.interactiveshell" in sys.modules,
             sources=capture_sources(),
             random_states=call.random_states,
@@ -79,12 +78,12 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
         # What has started must be known here, to be ended by an interrupt.
         with interrupts_as_requests(lambda: interrupts.append(time.time())):
             _start_supervisor(task, call)
-            runner = JobFollower(JobFolder(folder / job_id), listeners)
-            runner.follow()
-            runner.wait_for_start(interrupts)
+            follower = JobFollower(JobFolder(folder / job_id), listeners)
+            follower.follow()
+            follower.wait_for_start(interrupts)
     finally:
         call.close()
-    return runner
+    return follower
 
 
 def _start_supervisor(task: SupervisorTask, call: SavedCall) -> None:

@@ -72,24 +72,22 @@ class _DetachedJob:
         self._requests = JobRequests()
         self._outcome: JobOutcome | None = None
         self._runner: JobRunner | None = None
-        folder = JobFolder(self._log.path)
-        self._recorder = Recorder(folder, self._present_outcome)
+        self._folder = JobFolder(self._log.path)
+        self._recorder = Recorder(self._folder, self._present_outcome)
         self._server = RequestServer(self._log.path, self._requests)
         restore_sources(task.sources)
         sys.argv[:] = task.argv
-        folder.write(
-            Record(
-                spec=task.spec,
-                backend=task.backend,
-                registered_backend=task.registered_backend,
-                num_processes=task.num_processes,
-                num_threads=task.num_threads,
-                sources=task.sources,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                started_s=time.time(),
-            )
+        self._record = Record(
+            spec=task.spec,
+            backend=task.backend,
+            registered_backend=task.registered_backend,
+            plan=task.plan,
+            sources=task.sources,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_s=time.time(),
         )
+        self._folder.write(self._record)
 
     def run(self, call_fd: int) -> None:
         """Run it to its end. What goes wrong is in the folder, and not raised."""
@@ -99,10 +97,11 @@ class _DetachedJob:
             )
             process_control.unblock_signals()
             spec = self._load(call_fd)
-            self._runner = JobRunner(
-                spec, plan_launch(spec), [self._recorder], log=self._log, requests=self._requests
-            )
-            del spec
+            plan = plan_launch(spec)
+            with suppress(OSError):  # the disk is full: that of the launching process stays
+                self._folder.write(replace(self._record, plan=plan.settings))
+            self._runner = JobRunner(spec, plan, [self._recorder], log=self._log, requests=self._requests)
+            del spec, plan
             self._runner.run()
         except BaseException as error:
             if self._present_outcome() is None:

@@ -5,7 +5,7 @@ this code in it.
 
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
-    job_base.py          the state of a job, which its Job reads
+    job_state.py         the state of a job, which its Job reads
     runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group

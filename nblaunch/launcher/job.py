@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.job_base import JobBase
+from nblaunch.launcher.job_state import JobState
 from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
@@ -33,32 +33,35 @@ class Job:
     and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
 
     Args:
-        runner: runs it, or follows one that another process runs, and keeps its state.
+        state: kept by what runs the job, or follows one that another process runs.
     """
 
-    def __init__(self, runner: JobBase) -> None:
-        self._runner = runner
+    def __init__(self, state: JobState) -> None:
+        self._state = state
         self._show_again: Callable[[], bool] | None = None
 
     @property
     def id(self) -> str:
         """Short name of a job that was launched with ``detach=True``; empty of any other."""
-        return self._runner.id
+        return self._state.id
 
     @property
     def spec(self) -> LaunchSpec:
         """What was to be run; of a job that has ended, without the function and its arguments."""
-        return self._runner.spec
+        return self._state.spec
 
     @property
     def plan(self) -> LaunchPlan:
-        """How it was to be run; of a job that has ended, without the modules in its arguments."""
-        return self._runner.plan
+        """How it is run, as of the present attempt.
+
+        Of a job that has ended, or was launched with ``detach=True``, without the modules in its arguments.
+        """
+        return self._state.plan
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """What ``accelerator.log`` has logged by now, one dict per call; see :meth:`metrics_frame`."""
-        return self._runner.metrics
+        return self._state.metrics
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the end and return rank 0's value (every rank's, in a list, if launched with ``return_all``).
@@ -94,7 +97,7 @@ class Job:
         Raises:
             TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
         """
-        if not self._runner.wait(timeout):
+        if not self._state.wait(timeout):
             raise TimeoutError(f"{self!r} still runs after {timeout} s")
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -107,17 +110,17 @@ class Job:
 
         ``"lost"`` if the process that watched a detached job was killed.
         """
-        return self._runner.status
+        return self._state.status
 
     @property
     def is_running(self) -> bool:
         """Whether the job has not ended, whichever way."""
-        return self._runner.is_running
+        return self._state.is_running
 
     @property
     def log_dir(self) -> Path:
         """Folder with every rank's log, by attempt."""
-        return self._runner.log.path
+        return self._state.log.path
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
         """Return everything that a rank has printed by now, in the last attempt or in the one asked for.
@@ -130,27 +133,27 @@ class Job:
             raise ValueError(
                 f"rank={rank} is not one of this job's ranks{where} ({self.ranks[0]} to {self.ranks[-1]})"
             )
-        return self._runner.log.read(rank, self.attempt if attempt is None else attempt)
+        return self._state.log.read(rank, self.attempt if attempt is None else attempt)
 
     @property
     def ranks(self) -> range:
         """The ranks that run on this machine: all of the job, unless it has several machines."""
-        return self._runner.ranks
+        return self._state.ranks
 
     @property
     def num_processes(self) -> int:
         """How many ranks the job has, on all machines."""
-        return self._runner.topology.world_size
+        return self._state.topology.world_size
 
     @property
     def attempt(self) -> int:
         """How often it was started again."""
-        return self._runner.attempt_number
+        return self._state.attempt_number
 
     @property
     def pids(self) -> dict[int, int]:
         """Rank -> process, of the ranks of this machine that have started."""
-        return dict(self._runner.pids)  # it changes in the thread of the job
+        return dict(self._state.pids)  # it changes in the thread of the job
 
     def metrics_frame(self) -> pandas.DataFrame:
         """Return what ``accelerator.log`` has logged by now as a table: one row per step, one column per value.
@@ -250,9 +253,9 @@ class Job:
         """
         if self.is_running:
             raise RuntimeError(f"{self!r} can't be released: wait for its end, or cancel() it")
-        if self._runner.kept is not None:
-            self._runner.kept.release()
-        self._runner.outcome = self._outcome.released()
+        if self._state.kept is not None:
+            self._state.kept.release()
+        self._state.outcome = self._outcome.released()
 
     def stop(self) -> None:
         """Let training end early and well: ``accelerator.should_stop`` turns true at the same step on every rank.
@@ -260,7 +263,7 @@ class Job:
         A loop that looks at it leaves, the function returns as usual, and :meth:`result` has its value. A function
         that never looks is not affected.
         """
-        self._runner.requests.stop()
+        self._state.requests.stop()
 
     def stacks(self) -> str:
         """Return where every rank is right now: lines of the user's code, equal ones together. Takes up to a second.
@@ -271,11 +274,11 @@ class Job:
 
     def ask_stacks(self) -> Future[str]:
         """Return a future of what :meth:`stacks` returns, without waiting for it."""
-        return self._runner.requests.ask_stacks()
+        return self._state.requests.ask_stacks()
 
     def interrupt(self) -> None:
         """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
-        self._runner.requests.interrupt()
+        self._state.requests.interrupt()
 
     def terminate(self, grace_s: float = 20.0) -> None:
         """End the job as a batch system's SIGTERM should: like :meth:`stop`; when time is up, like :meth:`interrupt`.
@@ -285,11 +288,11 @@ class Job:
         Args:
             grace_s: seconds in which ranks may write a checkpoint and return.
         """
-        self._runner.requests.terminate(grace_s)
+        self._state.requests.terminate(grace_s)
 
     def cancel(self) -> None:
         """Kill every worker at once. :meth:`result` then raises :class:`nblaunch.errors.JobCancelled`."""
-        self._runner.requests.cancel()
+        self._state.requests.cancel()
 
     def __repr__(self) -> str:
         where = f"{self.num_processes} {self.plan.backend.name} workers"
@@ -319,7 +322,7 @@ class Job:
             RuntimeError: no worker can be asked.
             ValueError: there is no such rank.
         """
-        kept, debugger = self._runner.kept, self._runner.debugger
+        kept, debugger = self._state.kept, self._state.debugger
         if kept is not None and not kept.is_released:
             return kept.find_debugger(rank)
         if debugger is None or not self.is_running or not (self.spec.post_mortem or debugger.prompts):
@@ -332,7 +335,7 @@ class Job:
     @property
     def has_debugged_workers(self) -> bool:
         """Whether workers run, or are kept after a failure."""
-        kept = self._runner.kept
+        kept = self._state.kept
         return self.is_running or (kept is not None and not kept.is_released)
 
     def _checked_debugger(self) -> tuple[DebugClient, int]:
@@ -350,8 +353,8 @@ class Job:
 
     @property
     def _outcome(self) -> JobOutcome:
-        assert self._runner.outcome is not None, "the job still runs"
-        return self._runner.outcome
+        assert self._state.outcome is not None, "the job still runs"
+        return self._state.outcome
 
     def _wait_for_success(self, timeout: float | None) -> None:
         __tracebackhide__ = True
@@ -372,7 +375,7 @@ class Job:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(ended.set)
 
-        self._runner.call_at_end(wake)
+        self._state.call_at_end(wake)
         await ended.wait()
         return self.result()
 

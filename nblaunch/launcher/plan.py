@@ -34,7 +34,8 @@ class LaunchPlan:
     Args:
         backend: what workers compute on.
         num_processes: how many workers.
-        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none; of a detached job as asked
+            for, until the process that starts its workers has decided.
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
         modules: those in the arguments whose weights come back, by their argument paths.
@@ -55,6 +56,12 @@ class LaunchPlan:
     fallback: str = ""
     starts_later: bool = False
     warnings: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What other processes may know of it: all but the backend, the modules and the optimizers, by name."""
+        objects = ("backend", "modules", "optimizers")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in objects}
 
 
 def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:

@@ -27,7 +27,7 @@ from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, Peers, start_attempt
 from nblaunch.launcher.conclusion import conclude_job
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.job_base import JobBase, Listener
+from nblaunch.launcher.job_state import JobState, Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
@@ -73,7 +73,7 @@ class NodeAttempts(Protocol):
         """Leave the other machines."""
 
 
-class JobRunner(JobBase):
+class JobRunner(JobState):
     """Runs one job, once.
 
     Args:

@@ -192,7 +192,7 @@ from nblaunch.cli import main
 
 def interrupt():
     stack = ""
-    while not re.search('job_base.py", line [0-9]+, in wait', stack):
+    while not re.search('job_state.py", line [0-9]+, in wait', stack):
         time.sleep(0.01)
         stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
@@ -309,6 +309,34 @@ def launch(function, **settings):
         wanted = {"num_processes": 2, "start_method": "fork", "dashboard": "none", **settings}
         return pool.submit(notebook_launcher, function, **wanted).result()
 """
+
+
+LIBRARY_WITH_THREADS = """
+import os, pathlib, sys
+folder = pathlib.Path({!r}, "modules", "numba", "np", "ufunc")
+folder.mkdir(parents=True)
+(folder.parents[1] / "__init__.py").write_text("import numba.np.ufunc.parallel")
+(folder / "parallel.py").write_text("_is_initialized = True")    # the threads that a fork would not copy
+sys.path.insert(0, str(folder.parents[2]))
+import numba
+
+def use(model):
+    return numba.__name__
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_plan_of_a_followed_job_is_that_of_the_process_that_runs_it(desk: Desk) -> None:
+    kernel = desk.kernel()
+    kernel.run(LIBRARY_WITH_THREADS.format(str(desk.folder)))
+    launch = "notebook_launcher(use, (model,), 2, background=True, detach=True, threads_per_process=3)"
+    kernel.run(f"job = {launch}; job.wait(100)", timeout_s=120)
+    start_method, fallback, others = kernel.run(
+        "plan = job.plan; plan.start_method, plan.fallback, (plan.num_processes, plan.num_threads, plan.modules)"
+    ).value
+    assert start_method == "forkserver"
+    assert "numba" in fallback
+    assert others == (2, 3, {})
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""JobBase: the state of a job, which the :class:`nblaunch.launcher.job.Job` that a caller holds reads.
+"""JobState: the state of a job, which the :class:`nblaunch.launcher.job.Job` that a caller holds reads.
 
 ``JobRunner`` (``runner.py``) keeps it for a job that it runs in this process, ``JobFollower`` (``detached/``) for one
 that another process runs.
@@ -62,7 +62,7 @@ class Requests(Protocol):
         """Ask where every rank is."""
 
 
-class JobBase:
+class JobState:
     """What is known of one job.
 
     Args:
