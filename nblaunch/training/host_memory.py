@@ -15,12 +15,13 @@ from nblaunch.training.waiting import barrier
 
 @dataclass(frozen=True)
 class JobHostMemory:
-    """Memory of the host that the workers of a job take, and their kernel.
+    """Memory of the host that the workers of a job take, and the process that launched them.
 
     Args:
         num_workers: workers of the job.
-        total_bytes: what they take together with the kernel, a page that several share counted once; without
-            ``device_bytes``.
+        total_bytes: what they take together with the process that launched them, if nblaunch did; a page that
+            several share is counted once; without ``device_bytes``.
+        has_launcher: nblaunch launched them.
         model_bytes: parameters and buffers of the model.
         device_bytes: host memory in which simulated devices (PJRT CPU) keep their tensors.
         is_built_in_workers: every worker has built a model of its own, instead of one that was passed to it.
@@ -28,6 +29,7 @@ class JobHostMemory:
 
     num_workers: int
     total_bytes: int
+    has_launcher: bool
     model_bytes: int
     device_bytes: int
     is_built_in_workers: bool
@@ -50,13 +52,13 @@ def gather_host_memory(model: torch.nn.Module, process: JoinedProcess) -> JobHos
     sizes = operations.gather_object([memory.proportional_bytes()])
     if process.topology.rank != 0 or None in sizes:
         return None
-    kernel_bytes = (
-        (memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
-    )
+    has_launcher = context.is_worker()
+    launcher_bytes = memory.proportional_bytes(context.current().parent_pid) if has_launcher else 0
     world_size = process.topology.world_size
     return JobHostMemory(
         num_workers=world_size,
-        total_bytes=sum(sizes) + kernel_bytes - world_size * device_bytes,
+        total_bytes=sum(sizes) + (launcher_bytes or 0) - world_size * device_bytes,
+        has_launcher=has_launcher,
         model_bytes=model_bytes,
         device_bytes=world_size * device_bytes,
         is_built_in_workers=world_size > 1 and context.current().slot.built_bytes >= model_bytes,
@@ -72,7 +74,9 @@ def describe_host_memory(usage: JobHostMemory) -> str:
         if usage.is_built_in_workers
         else f"{model} held once"
     )
-    line = f"{formatting.count(usage.num_workers, 'worker')}, host memory {formatting.size(usage.total_bytes)} ({held})"
+    whose = formatting.count(usage.num_workers, "worker")
+    whose += " and the launching process" if usage.has_launcher else ""  # the table has the workers alone
+    line = f"{whose}, host memory {formatting.size(usage.total_bytes)} ({held})"
     if usage.device_bytes:
         line += f", besides {formatting.size(usage.device_bytes)} that stand for device memory"
     allocator = memory.other_allocator()

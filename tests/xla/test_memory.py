@@ -19,7 +19,7 @@ def test_a_model_that_is_passed_is_held_once() -> None:
     assert passed.peak <= 1.4e9
     # At rest: the kernel with its model, and what eight workers have of their own.
     assert passed.end <= passed.start + 8 * 40e6
-    assert "8 workers, host memory " in passed.line
+    assert "8 workers and the launching process, host memory " in passed.line
     assert "(model 420 MB held once)" in passed.line
 
 
