@@ -1,6 +1,17 @@
 """``nblaunch.debug``: pdb in a worker, typed into the running cell or the terminal.
 
 worker: pdb ── Prompted ──> DebugClient ──> printed here, input() ── Line ──> worker
+
+The debugger's modules, in the folders of the processes and of what they serve:
+
+    debugging.py                   asks the user, in the kernel
+    launcher/debug_client.py       commands and lines to the workers of a job or session, replies and prompts from them
+    launcher/post_mortem.py        failures that are kept for it
+      session/failed_command.py    that of a session's command
+    launcher/comparison.py         values by rank; the variables of a function over all ranks
+    wire/debug_messages.py         what client and worker send each other; replies in ``wire/replies.py``
+    worker/debugger.py             answers in a worker, with pdb
+      worker/frames.py             where the user's code stands there, and its variables
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from nblaunch.events import Note
 from nblaunch.launcher import post_mortem
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job import last_job
-from nblaunch.wire.messages import Prompted
+from nblaunch.wire.debug_messages import Prompted
 
 if TYPE_CHECKING:
     from nblaunch.launcher.runner import JobRunner

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.launcher.comparison import Comparison, RankValues
 from nblaunch.wire.command_connection import CommandConnection
-from nblaunch.wire.messages import (
+from nblaunch.wire.debug_messages import (
     Debug,
     DebugCommand,
     FrameVariables,
@@ -23,11 +23,10 @@ from nblaunch.wire.messages import (
     Line,
     Prompted,
     ReadVariables,
-    ReceivedReply,
     Release,
-    Reply,
     Resumed,
 )
+from nblaunch.wire.replies import ReceivedReply, Reply
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0

@@ -19,16 +19,8 @@ from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import BUSY, SessionOutput
 from nblaunch.wire.exceptions import set_attribute
-from nblaunch.wire.messages import (
-    Close,
-    DropFrames,
-    Execute,
-    LeaveGroup,
-    ReceivedReply,
-    RunFunction,
-    SessionCommand,
-    receive_reply,
-)
+from nblaunch.wire.replies import ReceivedReply, receive_reply
+from nblaunch.wire.session_messages import Close, DropFrames, Execute, LeaveGroup, RunFunction, SessionCommand
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5

@@ -19,16 +19,15 @@ from nblaunch.wire import payload
 from nblaunch.wire.argument_paths import modules_at
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.command_connection import CommandConnection
-from nblaunch.wire.messages import (
+from nblaunch.wire.replies import Reply, send_reply
+from nblaunch.wire.session_messages import (
     Close,
     DropFrames,
     Execute,
     LeaveGroup,
-    Reply,
     RunFunction,
     SessionCommand,
     SetVariables,
-    send_reply,
 )
 from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger

@@ -37,7 +37,7 @@ from nblaunch.session.values import saved_values
 from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import modules_in
-from nblaunch.wire.messages import Execute, RunFunction, SessionCommand, SetVariables
+from nblaunch.wire.session_messages import Execute, RunFunction, SessionCommand, SetVariables
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3

@@ -21,7 +21,9 @@ From a worker:
 Both ways between launcher and workers:
 
     command_connection.py  a pair of sockets for commands
-    messages.py         commands, and the replies to them
+    session_messages.py  commands of a session
+    debug_messages.py   the debugger's: commands, lines, prompts
+    replies.py          replies to commands of both
     stop_agreement.py   the step at which all ranks stop, over the board
 
 Between ranks and between nodes:

@@ -26,7 +26,7 @@ class CommandConnection:
     """One end of the connection: messages, each with memory files. Of one thread at a time.
 
     Processes that a worker has forked may hold its end open. So the end of a session is announced
-    (:class:`~nblaunch.wire.messages.Close`), and that of a worker known from its process.
+    (:class:`~nblaunch.wire.session_messages.Close`), and that of a worker known from its process.
 
     The descriptor lives as long as anything refers to the object. In forked processes the object is of no use.
 

@@ -26,17 +26,8 @@ from typing import Any
 from nblaunch.user_code import from_first_user_frame, is_user_file, line_of
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.command_connection import CommandConnection
-from nblaunch.wire.messages import (
-    Debug,
-    Inspect,
-    Line,
-    Prompted,
-    ReadVariables,
-    Release,
-    Reply,
-    Resumed,
-    send_reply,
-)
+from nblaunch.wire.debug_messages import Debug, Inspect, Line, Prompted, ReadVariables, Release, Resumed
+from nblaunch.wire.replies import Reply, send_reply
 from nblaunch.worker import frames
 from nblaunch.worker.failure import describe_failure
 

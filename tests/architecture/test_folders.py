@@ -1,4 +1,4 @@
-"""Descriptions of folders: each lists the modules that are there, and no others."""
+"""Descriptions of folders: each lists the modules that are there, and no others; so does that of the debugger."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def unnamed(folder: Path, text: str) -> list[str]:
     )
 
 
-def _description(folder: Path) -> str:
-    return ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+def _description(folder: Path, module: str = "__init__.py") -> str:
+    return ast.get_docstring(ast.parse((folder / module).read_text(encoding="utf-8"))) or ""
 
 
 @pytest.mark.parametrize("folder", _FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
@@ -42,6 +42,10 @@ def test_a_folder_lists_its_modules(folder: Path) -> None:
     assert not unnamed(folder, text), (
         "its description leaves out what is there, as ``name.py`` or ``folder/``"
     )
+
+
+def test_the_list_of_the_debuggers_modules_names_what_is_there() -> None:
+    assert not missing(PACKAGE, _description(PACKAGE, "debugging.py"))
 
 
 def test_names_are_compared_in_both_directions(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.wire.command_connection import CommandConnection, connect
-from nblaunch.wire.messages import Line, Prompted, Resumed
+from nblaunch.wire.debug_messages import Line, Prompted, Resumed
 
 STOP = ("train.py", 7, 1)
 PROMPT = Prompted("-> breakpoint()", STOP, ("train.py", 7))
