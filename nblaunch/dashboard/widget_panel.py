@@ -193,14 +193,19 @@ class ChartRow:
         if view.elapsed_s < _FIRST_CHART_S or self._clock() < self._next_s:
             return
         before, self._drawn = self._drawn, charts(view)
-        new = [widgets.HTML("", layout=self._layout) for _ in self._drawn[len(before) :]]
+        new = [widgets.HTML("", layout=self._layout) for _ in self._drawn[len(self.widget.children) :]]
         if new:
             self.widget.children = [*self.widget.children, *new]
         num_bytes = sum(MESSAGE_BYTES + len(chart) for chart in self._drawn if chart not in before)
         every_s = max(ROWS_S, num_bytes / _CHART_BYTES_S, len(view.ranks) * _CHART_S_PER_RANK)
         self._next_s = self._clock() + every_s
-        for block, chart in zip(self.widget.children, self._drawn, strict=True):
-            self._throttle.update(block, every_s=every_s, value=f'<div style="{_STYLE}">{chart}</div>')
+        # An attempt that has just started has fewer charts than the one before it.
+        blocks = self.widget.children
+        for block, chart in zip(
+            blocks, [*self._drawn, *[""] * (len(blocks) - len(self._drawn))], strict=True
+        ):
+            text = f'<div style="{_STYLE}">{chart}</div>' if chart else ""
+            self._throttle.update(block, every_s=every_s, value=text)
 
 
 class Root(widgets.VBox):

@@ -24,7 +24,7 @@ from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_panel import Buttons
 from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
 from nblaunch.dashboard.widgets import WidgetsDashboard
-from nblaunch.events import Displayed, LogLines, Metric, Note, StatusLine
+from nblaunch.events import AttemptStarted, Displayed, LogLines, Metric, Note, StatusLine
 from nblaunch.wire.board import LossCurve
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started, trained, view_of
 
@@ -236,6 +236,25 @@ def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_
     assert times_s["still"] == []
     assert len(times_s["rows"]) > 2 * len(times_s["moving 3"]) > 10
     assert abs(len(times_s["loss"]) - len(times_s["moving 3"])) <= 2
+
+
+def test_charts_of_an_attempt_that_failed_give_way_to_those_of_the_next() -> None:
+    from nblaunch.dashboard.widget_panel import Panel
+
+    clock = Clock()
+    panel = Panel(LastLines(), clock)
+    curve = LossCurve(100, 2, tuple(1 / end for end in range(1, 101, 2)))
+    view = trained(2)
+    for step in range(10):
+        view = fold(view, Metric(0, START_S, step, {"accuracy": step / 10}))
+    view = fold_readings(view, [sample(rank, 100, losses=curve) for rank in range(2)], START_S + 10)
+    panel.show(view)
+    clock.now_s += 60
+    view = fold(view, AttemptStarted(-1, START_S + 20, "train", 2, "cpu", "fork", attempt=1))
+    panel.show(fold_readings(view, [sample(rank, 0) for rank in range(2)], START_S + 30))
+    shown = ["<b>loss" in chart.value for chart in panel._charts.widget.children]
+    panel.close("")
+    assert True not in shown
 
 
 def test_the_number_of_messages_does_not_depend_on_the_number_of_ranks() -> None:
