@@ -43,14 +43,12 @@ class DetachedLaunch:
         backend: name of the device family.
         registered_backend: it, pickled, where it is not part of nblaunch.
         plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan`.
-        sources: file name -> text of the notebook's cells, for tracebacks.
     """
 
     spec: LaunchSpec
     backend: str
     registered_backend: bytes
     plan: Mapping[str, Any]
-    sources: Mapping[str, str]
 
     @property
     def num_processes(self) -> int:
@@ -63,11 +61,13 @@ class Record(DetachedLaunch):
     """What was launched, and by which process it is supervised.
 
     Args:
+        sources: file name -> text of the notebook's cells, for tracebacks.
         host: name of the machine.
         pid: of the supervisor.
         started_s: ``time.time()`` of the launch.
     """
 
+    sources: Mapping[str, str]
     host: str
     pid: int
     started_s: float

@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nblaunch.detached.folder import DetachedLaunch, JobFolder, root
 from nblaunch.detached.follower import JobFollower
@@ -19,7 +19,6 @@ from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.interpreter import registered_backend, start_program
 from nblaunch.start_methods.saved_call import SavedCall, save_call
-from nblaunch.wire.assignment import capture_sources
 
 _MAX_NAME = 24  # characters of the function's name in the job's id
 _REMEDY = "without detach=True, where workers are forked from the notebook, nothing needs to be pickled"
@@ -27,21 +26,19 @@ _REMEDY = "without detach=True, where workers are forked from the notebook, noth
 
 @dataclass(frozen=True)
 class SupervisorTask(DetachedLaunch):
-    """What a supervisor is started with, besides the call.
+    """What a supervisor is started with.
 
     Args:
         job_id: short name of the job.
         root: folder in which it makes that of the job.
-        has_shell: the launching process is an IPython shell.
-        random_states: of the launching process, pickled.
-        argv: its ``sys.argv``.
+        call: what the job runs, and what surrounds it.
+        report_fd: pipe on which the launching process waits until the folder of the job is there.
     """
 
     job_id: str
     root: str
-    has_shell: bool
-    random_states: bytes
-    argv: tuple[str, ...]
+    call: SavedCall
+    report_fd: int = -1
 
 
 def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
@@ -69,15 +66,12 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
             backend=plan.backend.name,
             registered_backend=registered_backend(plan.backend.name),
             plan=plan.settings,
-            has_shell="IPython.core.interactiveshell" in sys.modules,
-            sources=capture_sources(),
-            random_states=call.random_states,
-            argv=tuple(sys.argv),
+            call=call,
         )
         interrupts: list[float] = []
         # What has started must be known here, to be ended by an interrupt.
         with interrupts_as_requests(lambda: interrupts.append(time.time())):
-            _start_supervisor(task, call)
+            _start_supervisor(task)
             follower = JobFollower(JobFolder(folder / job_id), listeners)
             follower.follow()
             follower.wait_for_start(interrupts)
@@ -86,17 +80,14 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     return follower
 
 
-def _start_supervisor(task: SupervisorTask, call: SavedCall) -> None:
+def _start_supervisor(task: SupervisorTask) -> None:
     reading, writing = os.pipe()
     try:
         process = start_program(
             "nblaunch.detached.supervisor_process",
-            task,
-            [call.fd, writing],
-            [call.fd, writing],
-            environment=call.environment,
-            path=call.path,
-            folder=call.folder,
+            replace(task, report_fd=writing),
+            [writing],
+            task.call,
         )
     except OSError as error:
         os.close(reading)

@@ -1,4 +1,4 @@
-"""What the supervisor's process of a detached job does: :func:`main`, called with the numbers of inherited descriptors.
+"""What the supervisor's process of a detached job does: :func:`main`, called with the number of a descriptor.
 
 It is a clean process, as a forkserver is: it loads the call, forks the workers as a notebook's kernel would, and
 watches them to their end. Nothing connects it with the process that launched it, once the job's folder is there.
@@ -41,23 +41,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Run the job of a launch.
 
     Args:
-        arguments: numbers of the memory file of the :class:`SupervisorTask`, that of the call, and the pipe on which
-            the launching process waits until the folder of the job is there.
+        arguments: the number of the memory file of the :class:`SupervisorTask`.
     """
-    launch_fd, call_fd, report_fd = (int(argument) for argument in arguments)
-    with os.fdopen(launch_fd, "rb") as file:
+    with os.fdopen(int(arguments[0]), "rb") as file:
         task: SupervisorTask = pickle.load(file)
     if os.fork():
         os._exit(0)  # the system reaps the supervisor, also while the launching process lives
     try:
         job = _DetachedJob(task)
     except BaseException as error:
-        os.write(report_fd, str(error).encode()[:4096])
+        os.write(task.report_fd, str(error).encode()[:4096])
         os._exit(1)
     with suppress(BrokenPipeError):  # the launching process has gone already
-        os.write(report_fd, b"ok")
-    os.close(report_fd)
-    job.run(call_fd)
+        os.write(task.report_fd, b"ok")
+    os.close(task.report_fd)
+    job.run()
     output.flush()
     os._exit(0)  # a thread of the user's modules must not keep it
 
@@ -75,28 +73,28 @@ class _DetachedJob:
         self._folder = JobFolder(self._log.path)
         self._recorder = Recorder(self._folder, self._present_outcome)
         self._server = RequestServer(self._log.path, self._requests)
-        restore_sources(task.sources)
-        sys.argv[:] = task.argv
+        restore_sources(task.call.sources)
+        sys.argv[:] = task.call.argv
         self._record = Record(
             spec=task.spec,
             backend=task.backend,
             registered_backend=task.registered_backend,
             plan=task.plan,
-            sources=task.sources,
+            sources=task.call.sources,
             host=socket.gethostname(),
             pid=os.getpid(),
             started_s=time.time(),
         )
         self._folder.write(self._record)
 
-    def run(self, call_fd: int) -> None:
+    def run(self) -> None:
         """Run it to its end. What goes wrong is in the folder, and not raised."""
         try:
             signal.signal(
                 signal.SIGTERM, lambda number, frame: self._requests.terminate(_TERMINATION_GRACE_S)
             )
             process_control.unblock_signals()
-            spec = self._load(call_fd)
+            spec = self._load()
             plan = plan_launch(spec)
             with suppress(OSError):  # the disk is full: that of the launching process stays
                 self._folder.write(replace(self._record, plan=plan.settings))
@@ -109,15 +107,15 @@ class _DetachedJob:
         finally:
             self._server.close()
 
-    def _load(self, call_fd: int) -> LaunchSpec:
+    def _load(self) -> LaunchSpec:
         """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""
         task = self._task
-        if task.has_shell:
+        if task.call.has_shell:
             output.ensure_shell()
         backends.find(task.backend, task.registered_backend)
-        call: FunctionCall = payload.load(call_fd)
-        os.close(call_fd)
-        restore_random_states(pickle.loads(task.random_states))
+        call: FunctionCall = payload.load(task.call.fd)
+        os.close(task.call.fd)
+        restore_random_states(pickle.loads(task.call.random_states))
         function, args = call
         return replace(task.spec, function=function, args=args, num_processes=task.num_processes)
 

@@ -8,19 +8,36 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nblaunch import backends
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
 from nblaunch.start_methods.saved_call import SavedCall, present_folder
 from nblaunch.wire import payload
-from nblaunch.wire.assignment import Assignment, Boot, capture_sources
+from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import process_control
 
 # The kernel's search path comes first of all: nblaunch itself may have been found through it.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class Boot:
+    """What a fresh interpreter is started with.
+
+    Args:
+        assignments: one for a worker, all for a forkserver.
+        call: what workers run, and what surrounds it.
+        report_fd: a forkserver's pipe to the kernel; -1 for a worker.
+        log_path: where the output of a forkserver goes.
+    """
+
+    assignments: tuple[Assignment, ...]
+    call: SavedCall
+    report_fd: int
+    log_path: str
 
 
 def start_interpreter(
@@ -38,27 +55,16 @@ def start_interpreter(
         assignments=tuple(
             replace(one, parent_pid=parent_pid, registered_backend=backend) for one in assignments
         ),
+        call=call,
         report_fd=report_fd,
-        has_shell="IPython.core.interactiveshell" in sys.modules,
-        sources=capture_sources(),
-        random_states=call.random_states,
-        argv=tuple(sys.argv),
         log_path=assignments[0].log_path + ".forkserver",
     )
-    inherited = {call.fd, assignments[0].board_fd}
+    inherited = {assignments[0].board_fd}
     inherited.update(fd for assignment in assignments for fd in assignment.own_fds)
     if report_fd >= 0:
         inherited.add(report_fd)
     try:
-        return start_program(
-            "nblaunch.start_methods.interpreter_main",
-            boot,
-            [call.fd],
-            inherited,
-            environment=call.environment,
-            path=call.path,
-            folder=call.folder,
-        )
+        return start_program("nblaunch.start_methods.interpreter_main", boot, inherited, call)
     except OSError as error:
         raise LaunchError(
             f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or processes ran "
@@ -75,22 +81,19 @@ def registered_backend(name: str) -> bytes:
 def start_program(
     module: str,
     message: object,
-    further_fds: Sequence[int] = (),
     inherited: Iterable[int] = (),
+    call: SavedCall | None = None,
     environment: Mapping[str, str] | None = None,
-    path: Sequence[str] | None = None,
-    folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a Python process that calls ``main`` of a module, in a POSIX session of its own.
 
     Args:
         module: its name.
-        message: pickled into a memory file, whose number is the first of ``main``'s arguments.
-        further_fds: what follows it.
-        inherited: descriptors that the process gets besides the memory file.
-        environment: all of its variables; None = those of this process.
-        path: where it looks for modules; None = where this process does.
-        folder: its working folder; None, or one that is no more = that of this process.
+        message: pickled into a memory file, whose number is the argument of ``main``.
+        inherited: descriptors that the process gets besides the memory files of message and call.
+        call: what it is to run; it gets the environment, the search path and the working folder that were saved with
+            it. None = nothing, and it gets those of this process.
+        environment: all of its variables, where they are to be others.
 
     Raises:
         OSError: the system refused the process.
@@ -99,15 +102,16 @@ def start_program(
     try:
         os.write(message_fd, pickle.dumps(message))
         os.lseek(message_fd, 0, os.SEEK_SET)
-        program = _PROGRAM.format(path=list(sys.path if path is None else path), module=module)
+        program = _PROGRAM.format(path=list(sys.path if call is None else call.path), module=module)
+        fds = {message_fd, *inherited} if call is None else {message_fd, call.fd, *inherited}
         # Or an interrupt would print the traceback of an unfinished import into the cell.
         with process_control.signals_blocked(), descriptors.forks_held_back():
             return subprocess.Popen(
-                [sys.executable, "-c", program, *map(str, (message_fd, *further_fds))],
+                [sys.executable, "-c", program, str(message_fd)],
                 stdin=subprocess.DEVNULL,
-                cwd=_working_folder(folder),
-                env=environment,
-                pass_fds=sorted({message_fd, *inherited}),
+                cwd=_working_folder(None if call is None else call.folder),
+                env=call.environment if call is not None and environment is None else environment,
+                pass_fds=sorted(fds),
                 start_new_session=True,
             )
     finally:

@@ -1,6 +1,6 @@
-"""What a fresh interpreter does: :func:`main`, called with the numbers of two inherited memory files.
+"""What a fresh interpreter does: :func:`main`, called with the number of an inherited memory file.
 
-    kernel ── boot file: assignments, random states                    (plain, needs no user code)
+    kernel ── boot file: assignments, what surrounds the call          (plain, needs no user code)
            ── call file: the function and its arguments, by cloudpickle (may import the user's modules)
 
 As a *forkserver* it loads the call once and forks all workers from itself, so that they share one model, and
@@ -26,10 +26,11 @@ from nblaunch.host import descendants
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.start_methods.children import Children, signal_group
 from nblaunch.start_methods.fork import fork_workers
+from nblaunch.start_methods.interpreter import Boot
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.start_methods.spawn import spawn_workers
 from nblaunch.wire import exceptions, payload
-from nblaunch.wire.assignment import Boot, FunctionCall, restore_random_states, restore_sources
+from nblaunch.wire.assignment import FunctionCall, restore_random_states, restore_sources
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.originals import Originals
@@ -43,36 +44,36 @@ STARTED, ENDED = 0, 1
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run what the launcher wrote to the memory files whose descriptors are given: a worker, or the server of all."""
-    boot_fd, call_fd = (int(argument) for argument in arguments)
-    with os.fdopen(boot_fd, "rb") as file:
+    """Run what the launcher wrote to the memory file whose descriptor is given: a worker, or the server of all."""
+    with os.fdopen(int(arguments[0]), "rb") as file:
         boot: Boot = pickle.load(file)
-    sys.argv[:] = boot.argv
-    restore_sources(boot.sources)
+    sys.argv[:] = boot.call.argv
+    restore_sources(boot.call.sources)
     if boot.report_fd < 0:
         _ensure_shell(boot)  # first: it is connected to the launcher before the call is loaded
-        _run_worker(boot, call_fd)
-    _run_forkserver(boot, call_fd)
+        _run_worker(boot)
+    _run_forkserver(boot)
 
 
-def _run_worker(boot: Boot, call_fd: int) -> NoReturn:
+def _run_worker(boot: Boot) -> NoReturn:
+    call_fd = boot.call.fd
     os.set_inheritable(call_fd, False)
     originals = Originals(call_fd)
 
     def load() -> FunctionCall:
         call, originals.address = payload.load_with_address(call_fd)
-        restore_random_states(pickle.loads(boot.random_states))
+        restore_random_states(pickle.loads(boot.call.random_states))
         return call
 
     bootstrap.run(boot.assignments[0], load, originals=originals)
 
 
 def _ensure_shell(boot: Boot) -> None:
-    if boot.has_shell:
+    if boot.call.has_shell:
         output.ensure_shell()
 
 
-def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
+def _run_forkserver(boot: Boot) -> NoReturn:
     first = boot.assignments[0]
     process_control.lead_posix_session()
     process_control.end_with_parent(first.parent_pid)
@@ -82,10 +83,10 @@ def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         process_control.unblock_signals()
         _ensure_shell(boot)
-        call: FunctionCall = payload.load(call_fd)
-        restore_random_states(pickle.loads(boot.random_states))
+        call: FunctionCall = payload.load(boot.call.fd)
+        restore_random_states(pickle.loads(boot.call.random_states))
         with process_control.signals_blocked():
-            pids = _start_workers(boot, call, call_fd)
+            pids = _start_workers(boot, call)
             # The launcher interrupts the server until it knows the workers.
             signal.signal(signal.SIGINT, lambda number, frame: _interrupt(pids))
     except BaseException as error:
@@ -100,7 +101,7 @@ def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
     os._exit(0)
 
 
-def _start_workers(boot: Boot, call: FunctionCall, call_fd: int) -> dict[int, int]:
+def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     """Fork the workers; return rank -> process id.
 
     Where loading the call has used the device (a module of it does so when it is imported), copies of this process
@@ -114,7 +115,7 @@ def _start_workers(boot: Boot, call: FunctionCall, call_fd: int) -> dict[int, in
         raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
     hazard = backend.fork_hazard()
     if hazard is None:
-        os.close(call_fd)
+        os.close(boot.call.fd)
         board = Board(first.topology.world_size, first.board_fd)
         return fork_workers(lambda: call, boot.assignments, board)
     text = (
@@ -122,8 +123,8 @@ def _start_workers(boot: Boot, call: FunctionCall, call_fd: int) -> dict[int, in
         f"{hazard}. Importing inside the function what uses the device would share it"
     )
     EventSender(first.event_fd).send(Note.of_job(text))
-    pids = spawn_workers(boot.assignments, SavedCall.around(call_fd))
-    os.close(call_fd)
+    pids = spawn_workers(boot.assignments, SavedCall.around(boot.call.fd))
+    os.close(boot.call.fd)
     return pids
 
 

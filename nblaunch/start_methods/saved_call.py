@@ -18,7 +18,7 @@ from nblaunch.errors import PayloadError
 from nblaunch.host import descriptors
 from nblaunch.spec import name_of
 from nblaunch.wire import payload, pickle_errors
-from nblaunch.wire.assignment import FunctionCall, capture_random_states
+from nblaunch.wire.assignment import FunctionCall, capture_random_states, capture_sources
 from nblaunch.wire.board import create_memory_file
 
 
@@ -28,10 +28,14 @@ class SavedCall:
 
     Args:
         fd: memory file of the call, see ``wire/payload.py``.
-        random_states: of this process, pickled.
+        random_states: of this process, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
+            must not be imported before the number of threads is set.
         environment: all variables.
         path: where modules are looked for.
         folder: the working folder; None where it had been removed.
+        argv: ``sys.argv``, which a function may parse.
+        sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
+        has_shell: this process is an IPython shell, so ``display`` shall work there, too.
     """
 
     fd: int
@@ -39,6 +43,9 @@ class SavedCall:
     environment: Mapping[str, str]
     path: Sequence[str]
     folder: str | None
+    argv: Sequence[str]
+    sources: Mapping[str, str]
+    has_shell: bool
 
     @classmethod
     def around(cls, fd: int) -> SavedCall:
@@ -49,6 +56,9 @@ class SavedCall:
             environment=env.snapshot(),
             path=tuple(sys.path),
             folder=present_folder(),
+            argv=tuple(sys.argv),
+            sources=capture_sources(),
+            has_shell="IPython.core.interactiveshell" in sys.modules,
         )
 
     def close(self) -> None:

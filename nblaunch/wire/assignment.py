@@ -1,7 +1,6 @@
-"""What a worker receives when it starts: a call, and an assignment as one plain value.
+"""What a worker receives when it starts: a call, and an assignment as one plain value, whatever the start method.
 
-Assignment      of one worker, the same for every start method
-Boot            of a fresh interpreter: assignments, and what a forked worker would have without them
+A fresh interpreter is sent what a forked worker would have without that: cells' sources, states of generators.
 """
 
 from __future__ import annotations
@@ -95,30 +94,6 @@ class Assignment:
         """Return the descriptors that no other worker needs."""
         fds = (self.event_fd, self.outbox_fd, self.command_fd, self.debug_fd)
         return tuple(fd for fd in fds if fd >= 0)
-
-
-@dataclass(frozen=True)
-class Boot:
-    """What a fresh interpreter needs before it can load the call.
-
-    Args:
-        assignments: one for a worker, all for a forkserver.
-        report_fd: a forkserver's pipe to the kernel; -1 for a worker.
-        has_shell: the kernel is an IPython shell, so ``display`` shall work here too.
-        log_path: where the output of a forkserver goes.
-        sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
-        random_states: the kernel's, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
-            must not be imported before the number of threads is set.
-        argv: the launching process's ``sys.argv``, which a function may parse.
-    """
-
-    assignments: tuple[Assignment, ...]
-    report_fd: int
-    has_shell: bool
-    log_path: str
-    sources: Mapping[str, str]
-    random_states: bytes
-    argv: tuple[str, ...]
 
 
 def capture_sources() -> dict[str, str]:

@@ -87,13 +87,16 @@ parents == {{os.getpid()}}, [value == os.getpid() for value in values], job.atte
 def test_a_restart_finds_everything_as_it_was_at_the_launch(alone: Kernel, tmp_path: Path) -> None:
     cell = alone.run(
         f"""
-import random
+import linecache, random
+linecache.cache["<an earlier cell>"] = (0, None, ["at the launch"], "<an earlier cell>")
+sys.argv.append("at the launch")
 limit = [1]
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.ones_(model.weight)
 def train(model, folder):
     attempt = nblaunch.context.current().attempt
     found = limit, model.weight.item(), os.environ.get("SETTING"), os.getcwd(), random.random(), torch.rand(1).item()
+    found = *found, sys.argv[-1], linecache.getline("<an earlier cell>", 1)
     pathlib.Path(folder, f"found{{attempt}}").write_text(repr(found))
     while attempt == 0 and not pathlib.Path(folder, "changed").exists():
         time.sleep(0.002)
@@ -104,6 +107,8 @@ os.environ["SETTING"] = "at the launch"
 folder = pathlib.Path({str(tmp_path)!r})
 job = notebook_launcher(train, (model, str(folder)), 1, background=True, max_restarts=1, sync_weights=False)
 os.environ["SETTING"] = "later"
+sys.argv.pop()
+del linecache.cache["<an earlier cell>"]
 limit.append(2)
 torch.nn.init.zeros_(model.weight)
 random.random(), torch.rand(5)
