@@ -17,7 +17,7 @@ from nblaunch.host import descriptors
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.job_state import Listener
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
-from nblaunch.launcher.post_mortem import release_all
+from nblaunch.launcher.post_mortem import release_kept_failures
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 
@@ -293,7 +293,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     can_break = not (spec.is_elastic or spec.is_detached)
     if can_break and debugging.has_breakpoints(background):
         spec = replace(spec, has_breakpoints=True)
-    release_all()
+    release_kept_failures()
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     if spec.is_detached:

@@ -96,7 +96,7 @@ class JobLog(LogFolder):
 
     def __init__(self, folder: str | None = None, name: str | None = None) -> None:
         self._root = log_root(folder)
-        self._keep: int = env.read("NBLAUNCH_KEEP_JOBS")
+        self._max_jobs: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
         super().__init__(self._root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"))
         stamp = _FolderStamp(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
@@ -118,7 +118,7 @@ class JobLog(LogFolder):
 
     def prune(self) -> None:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers run: it takes milliseconds."""
-        _prune(self._root, keep=self._keep, current=self.path.name)
+        _prune(self._root, max_jobs=self._max_jobs, current=self.path.name)
 
     def make_attempt_folder(self, attempt: int, ranks: Iterable[int]) -> None:
         """Make the folder of an attempt with the files of its ranks, which then need nothing but room to write in.
@@ -234,13 +234,13 @@ class _FolderStamp:
         return stamp if is_whole and isinstance(stamp.made_s, float) and stamp.job == folder.name else None
 
 
-def _prune(root: Path, keep: int, current: str) -> None:
-    """Remove the oldest jobs beyond ``keep`` of this machine, but none that still runs, in whichever process."""
+def _prune(root: Path, max_jobs: int, current: str) -> None:
+    """Remove the oldest jobs beyond ``max_jobs`` of this machine, but none that still runs, in whichever process."""
     found = [_FolderStamp.of(root / name) for name in os.listdir(root) if name != current]
     # Whether a process of another machine that shares the folder still runs can't be seen from here.
     stamps = [stamp for stamp in found if stamp is not None and stamp.host == socket.gethostname()]
     stamps.sort(key=lambda stamp: (stamp.made_s, stamp.number))
-    for stamp in stamps[: max(0, len(stamps) - (keep - 1))]:
+    for stamp in stamps[: max(0, len(stamps) - (max_jobs - 1))]:
         folder = root / stamp.job
         is_over = folder not in _in_use if stamp.pid == os.getpid() else not _is_alive(stamp.pid)
         if is_over:

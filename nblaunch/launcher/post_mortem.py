@@ -106,7 +106,7 @@ def latest() -> KeptFailure | None:
     return kept[-1] if kept else None
 
 
-def release_all() -> None:
+def release_kept_failures() -> None:
     """Give up what jobs and sessions of this process keep."""
     for kept in list(_all.values()):
         kept.release()

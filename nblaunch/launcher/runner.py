@@ -264,8 +264,8 @@ class JobRunner(JobState):
         self._restart_count += 1
         self.pids = {}
 
-    def keep_failure(self, report: AttemptReport) -> str:
-        """Return the failure of this attempt in a line, which the errors of later ones repeat."""
+    def record_failure(self, report: AttemptReport) -> str:
+        """Record the failure of this attempt in a line, which the errors of later ones repeat; return the line."""
         failure = failure_of(
             report, self.pids, self.log, self.attempt_number, explain_death=self.plan.backend.explain_death
         )
@@ -293,8 +293,8 @@ class JobRunner(JobState):
             self.emit(note)
         return outcome
 
-    def _keep(self, supervisor: Supervisor, report: AttemptReport) -> None:
-        """Keep the workers that still run."""
+    def _keep_workers(self, supervisor: Supervisor, report: AttemptReport) -> None:
+        """Keep the workers that still run until :attr:`kept` is released."""
         assert self.debugger is not None, "workers are kept for the debugger"
         root = find_root_cause(report)
         failed_rank = root.rank if root is not None else report.kept[0]
@@ -306,7 +306,7 @@ class JobRunner(JobState):
         return not is_over and self.attempt_number < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:
-        failure = self.keep_failure(report)
+        failure = self.record_failure(report)
         self.next_attempt()
         self.plan = replan_start_method(self.plan, self.spec)
         text = (
@@ -346,7 +346,7 @@ class JobRunner(JobState):
         supervisor, self._supervisor = self._supervisor, None
         report, rank_results = supervisor.run()
         if report.kept:
-            self._keep(supervisor, report)
+            self._keep_workers(supervisor, report)
         return report, rank_results
 
     # --- the function in this process ----------------------------------------------------------------------------

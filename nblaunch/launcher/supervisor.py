@@ -133,7 +133,7 @@ class Supervisor:
                 self._loop()
             self._drain()
             if self._keeps_workers():
-                return self._keep()
+                return self._leave_workers()
             if self._report.unkillable:
                 self._running.guardian.stay()
             rank_results = self._collect()
@@ -145,8 +145,8 @@ class Supervisor:
             self._note(line, "warning")
         return self._report, rank_results
 
-    def _keep(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Return as :meth:`run` does, with workers that still run, until :meth:`end_kept`."""
+    def _leave_workers(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Return as :meth:`run` does; leave the workers that still run until :meth:`end_kept`."""
         if not self._running.guardian.is_started:
             self._do_deferred()
         self._report.kept = sorted(self._alive)

@@ -347,5 +347,5 @@ class LinkedAttempts:
         is_change = report.remote.wants_restart and not report.remote.has_cause
         failed = not (report.is_success or runner.was_stopped(report) or is_change)
         if failed and runner.spec.max_restarts:
-            runner.emit(Note.of_job(runner.keep_failure(report), "warning"))
+            runner.emit(Note.of_job(runner.record_failure(report), "warning"))
         return report, rank_results

@@ -273,7 +273,6 @@ class Session(RankCommands):
             emit(shown, [attempt.start_event(), *self._started()])
             replies = self._request(self.local_ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
-            self._keep_failures(replies)
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
             emit(shown, [*notes, *end_events(replies, outcome)])
         return outcome
@@ -411,7 +410,7 @@ class Session(RankCommands):
         self._display_ids: set[tuple[int, str]] = set()
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, takes_commands=True, sync_weights=False, **self._settings)
-        post_mortem.release_all()
+        post_mortem.release_kept_failures()
         attempts: Callable[[JobRunner], NodeAttempts] | None = None
         if spec.is_elastic:
             from nblaunch.nodes.link import LinkedAttempts  # needed for several machines alone
@@ -433,19 +432,18 @@ class Session(RankCommands):
     # --- replies -----------------------------------------------------------------------------------------------------
 
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
-        """Send ranks a command as :meth:`SessionClient.request` does; the failure of the one before is given up."""
+        """Send ranks a command as :meth:`SessionClient.request` does; keep the frames where it fails until the next."""
         __tracebackhide__ = True
         failed, self._failed = self._failed, None
         if failed is not None:
             failed.release()
-        return self._client.request(ranks, command, files)
-
-    def _keep_failures(self, replies: Replies) -> None:
-        """Keep the frames of ranks that have failed for the debugger."""
-        if ranks := failed_ranks(replies):
+        replies = self._client.request(ranks, command, files)
+        if failed_on := failed_ranks(replies):
             root = find_root_cause(self._report(replies))
-            rank = root.rank if root is not None else ranks[0]
-            self._failed = FailedCommand(self._client, rank, ranks)
+            self._failed = FailedCommand(
+                self._client, root.rank if root is not None else failed_on[0], failed_on
+            )
+        return replies
 
     def _checked_ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
         """Return the ranks that were chosen.
@@ -462,8 +460,7 @@ class Session(RankCommands):
         return chosen
 
     def _outcome(self, replies: Replies) -> JobOutcome:
-        """Return how a command has ended; keep the frames of the ranks that have failed."""
-        self._keep_failures(replies)
+        """Return how a command has ended."""
         if self._client.num_interrupts:
             return JobOutcome("interrupted", KeyboardInterrupt())
         if not failed_ranks(replies):

@@ -149,14 +149,14 @@ class _Worker:
         rank, log_path = self.assignment.rank, self.assignment.log_path
         send_failure(self.sender.send, rank, error, self._evidence(error), log_path)
         if self._debugger is not None and self.assignment.post_mortem:
-            self._keep(self._debugger, error)
+            self._wait_at(error, self._debugger)
         return 1
 
-    def _keep(self, debugger: Debugger, error: BaseException) -> None:
-        """Stay at ``error`` until the kernel lets the worker end, or interrupts it."""
+    def _wait_at(self, error: BaseException, debugger: Debugger) -> None:
+        """Wait at ``error`` until the kernel lets the worker end, or interrupts it."""
         try:
             with self.interrupts.raised():
-                debugger.keep(error)
+                debugger.wait_at(error)
         except KeyboardInterrupt:
             return
 

@@ -57,8 +57,8 @@ class Debugger:
         """Receive commands from now on, in a thread."""
         threading.Thread(target=self._serve, name="nblaunch-debugger", daemon=True).start()
 
-    def keep(self, error: BaseException) -> None:
-        """Keep the worker at ``error``, which has ended the function, until the kernel releases it.
+    def wait_at(self, error: BaseException) -> None:
+        """Wait at ``error``, which has ended the function, until the kernel releases the worker.
 
         Raises:
             KeyboardInterrupt: the job is ended.
