@@ -356,7 +356,7 @@ class Exited(Event):
 
 
 @dataclass(frozen=True)
-class GroupBroken(Event):
+class GroupAbandoned(Event):
     """A command of a session has failed or was interrupted, and its ranks leave their process group; ``rank`` is -1.
 
     Args:

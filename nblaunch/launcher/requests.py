@@ -24,7 +24,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 
 from nblaunch.errors import LaunchError
-from nblaunch.events import GroupBroken
+from nblaunch.events import GroupAbandoned
 from nblaunch.host import descriptors
 
 
@@ -96,7 +96,7 @@ class JobRequests:
         self.termination_grace_s = 0.0
         self.is_cancelled = False
         self.wants_stop = False
-        self.broken_group: GroupBroken | None = None
+        self.abandoned_group: GroupAbandoned | None = None
         self._new_queries: deque[Query] = deque()
         self._taken_queries: set[Query] = set()
         self._refusal = "no worker process runs yet"
@@ -133,9 +133,9 @@ class JobRequests:
         self.is_cancelled = True
         self._wake()
 
-    def report_broken_group(self, broken: GroupBroken) -> None:
+    def report_abandoned_group(self, abandoned: GroupAbandoned) -> None:
         """Let the other machines know of the process group that ranks of this one leave."""
-        self.broken_group = broken
+        self.abandoned_group = abandoned
 
     def ask_stacks(self) -> Future[str]:
         """Ask where every rank is; the future has an answer within a second or two, whatever the job does."""

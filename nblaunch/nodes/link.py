@@ -274,7 +274,7 @@ class NodeLink:
             epochs=tuple(report.epochs),
             host_memory=tuple(report.host_memory.values()),
             stop=replace(self._stop),
-            broken=self._requests.broken_group,
+            abandoned=self._requests.abandoned_group,
         )
 
     def _note(self, text: str, kind: str = "warning") -> None:

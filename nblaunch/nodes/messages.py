@@ -20,7 +20,7 @@ from nblaunch.events import (
     Event,
     ExitStatus,
     Failed,
-    GroupBroken,
+    GroupAbandoned,
     HostMemory,
     Returned,
     ValueLocation,
@@ -112,7 +112,7 @@ class Summary(Event):
         epochs: the last ends of epochs.
         host_memory: the last sample of each worker.
         stop: state of the agreement on a common last step.
-        broken: the last process group that ranks of this node had to leave, of a session.
+        abandoned: the last process group that ranks of this node had to leave, of a session.
     """
 
     readings: tuple[SlotReading, ...] = ()
@@ -122,7 +122,7 @@ class Summary(Event):
     epochs: tuple[EpochEnded, ...] = ()
     host_memory: tuple[HostMemory, ...] = ()
     stop: StopState = field(default_factory=StopState)
-    broken: GroupBroken | None = None
+    abandoned: GroupAbandoned | None = None
 
 
 @dataclass(frozen=True)

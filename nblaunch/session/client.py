@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 
 from nblaunch import debugging
 from nblaunch.errors import JobCancelled, LaunchError
-from nblaunch.events import Failed, GroupBroken, Note
+from nblaunch.events import Failed, GroupAbandoned, Note
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import BUSY, SessionOutput
@@ -33,7 +33,7 @@ _CAUSE_S = 3.0
 """How long the report is waited for by which a machine explains that ranks here have lost their connections."""
 
 _HANDOVER_S = 1.0
-"""How long a command waits while idle ranks are sent out of a group."""
+"""How long a command waits while idle ranks are asked to leave a group."""
 
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
@@ -53,8 +53,8 @@ class SessionClient:
         busy: ranks that have not answered the present command.
         busy_since_s: when it was sent, by ``monotonic()``.
         num_interrupts: interrupts of the present or last command.
-        broken_elsewhere: the failure on another machine that has ended this command, or an interrupt there.
-        broken_elsewhere_s: when that was received, by the wall clock.
+        abandoned_elsewhere: the group of this command, which a failure or an interrupt on another machine has ended.
+        abandoned_elsewhere_s: when that was received, by the wall clock.
         debugger: client of the debugger in the ranks.
         names: of variables that commands have set on the first rank.
     """
@@ -67,12 +67,12 @@ class SessionClient:
         self._output = output
         self._lock = threading.Lock()
         self._group = 1
-        self._is_broken = False
-        self._sent_out: set[int] = set()
-        self._unread: Counter[int] = Counter()
-        self._reports: deque[GroupBroken] = deque()
-        self.broken_elsewhere: GroupBroken | None = None
-        self.broken_elsewhere_s = 0.0
+        self._is_abandoned = False
+        self._leaving: set[int] = set()
+        self._replies_to_skip: Counter[int] = Counter()
+        self._reports: deque[GroupAbandoned] = deque()
+        self.abandoned_elsewhere: GroupAbandoned | None = None
+        self.abandoned_elsewhere_s = 0.0
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
@@ -115,9 +115,9 @@ class SessionClient:
         finally:
             self._lock.release()
 
-    def on_group_broken(self, broken: GroupBroken) -> None:
+    def on_group_abandoned(self, abandoned: GroupAbandoned) -> None:
         """Handle that ranks of another machine leave a group. In any thread."""
-        self._reports.append(broken)
+        self._reports.append(abandoned)
         self._take_reports_if_idle()
 
     def interrupt(self) -> None:
@@ -155,7 +155,7 @@ class SessionClient:
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> Replies:
         self.num_interrupts = 0
         self._take_reports(is_idle=True)
-        self._is_broken, self._sent_out, self.broken_elsewhere = False, set(), None
+        self._is_abandoned, self._leaving, self.abandoned_elsewhere = False, set(), None
         reaches_all = len(ranks) == len(self._connections)
         is_joint = False
         if isinstance(command, (Execute, RunFunction)):
@@ -176,36 +176,36 @@ class SessionClient:
         """Wait until no rank is busy; free ranks that wait for one that has failed, on any machine.
 
         Args:
-            is_joint: the ranks may be at odds in their group where one of them fails.
+            is_joint: the ranks may be stuck in their group where one of them fails.
         """
         replies: Replies = {}
         failed_since_s: float | None = None
         while self.busy or self._awaits_cause(replies, failed_since_s):
             for rank in self._wait(list(self.busy)):
                 received = self._receive(rank)
-                if self._unread[rank]:
-                    self._unread[rank] -= 1
+                if self._replies_to_skip[rank]:
+                    self._replies_to_skip[rank] -= 1
                     continue
                 replies[rank] = received
                 self.names.update(received.reply.new_names)
                 self.busy.remove(rank)
-            self._serve()
-            if self.num_interrupts or self.broken_elsewhere or failed_ranks(replies):
+            self._do_between_waits()
+            if self.num_interrupts or self.abandoned_elsewhere or failed_ranks(replies):
                 failed_since_s = failed_since_s or time.monotonic()
             if self.num_interrupts or (is_joint and _causes(replies)):
-                self._break_group(replies)
+                self._abandon_group(replies)
             if self.busy and self._is_over(failed_since_s):
-                self._break_group(replies)
+                self._abandon_group(replies)
                 self._interrupt_waiting()
         if is_joint and failed_ranks(replies):
-            self._break_group(replies)
-        if self._is_broken and self._num_nodes > 1:
-            self._leave_group()  # ranks of other machines may wait for these, before the next command here
+            self._abandon_group(replies)
+        if self._is_abandoned and self._num_nodes > 1:
+            self._ask_to_leave()  # ranks of other machines may wait for these, before the next command here
         return {rank: replies[rank] for rank in sorted(replies)}
 
     def _awaits_cause(self, replies: Replies, failed_since_s: float | None) -> bool:
         """Return whether ranks have failed because of others, and no machine has reported yet why these did."""
-        if self._num_nodes == 1 or failed_since_s is None or self.num_interrupts or self.broken_elsewhere:
+        if self._num_nodes == 1 or failed_since_s is None or self.num_interrupts or self.abandoned_elsewhere:
             return False
         return not _causes(replies) and time.monotonic() - failed_since_s < _CAUSE_S
 
@@ -216,7 +216,7 @@ class SessionClient:
         ready = wait([*descriptors.values(), *prompting], _TICK_S)
         return [rank for rank, descriptor in descriptors.items() if descriptor in ready]
 
-    def _serve(self) -> None:
+    def _do_between_waits(self) -> None:
         """Show output, answer prompts of the debugger, and interrupt again; raise the end of the workers."""
         if not self._runner.is_running:
             self.raise_end()  # a process that a rank has left behind may keep its connection open
@@ -233,16 +233,16 @@ class SessionClient:
         patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
         return failed_since_s is not None and time.monotonic() - failed_since_s > patience_s
 
-    def _break_group(self, replies: Replies) -> None:
-        """Let the next command form another group, as ranks are at odds in the present one; report it elsewhere."""
-        if self._is_broken:
+    def _abandon_group(self, replies: Replies) -> None:
+        """Have the next command form a new process group, since ranks may be stuck in this one; report it elsewhere."""
+        if self._is_abandoned:
             return
-        self._is_broken = True
+        self._is_abandoned = True
         causes = {} if self.num_interrupts else _causes(replies)
         if self._num_nodes > 1 and (causes or self.num_interrupts):
             failed = {rank: replace(one, exception=None) for rank, one in causes.items()}
-            broken = GroupBroken(-1, time.time(), group=self._group, failed=failed)
-            self._runner.requests.report_broken_group(broken)
+            abandoned = GroupAbandoned(-1, time.time(), group=self._group, failed=failed)
+            self._runner.requests.report_abandoned_group(abandoned)
         self._group += 1
 
     def _interrupt_waiting(self) -> None:
@@ -252,19 +252,19 @@ class SessionClient:
         a collective leaves only when this has ended, too: so nothing waits for the replies.
         """
         self._signal(self.busy)
-        self._leave_group()
+        self._ask_to_leave()
 
-    def _leave_group(self) -> None:
-        """Let ranks that are not busy leave the group, once per command."""
-        for rank in self._connections.keys() - self.busy - self._sent_out:
-            self._sent_out.add(rank)
+    def _ask_to_leave(self) -> None:
+        """Ask ranks that are not busy to leave the process group, once per command."""
+        for rank in self._connections.keys() - self.busy - self._leaving:
+            self._leaving.add(rank)
             self._send_aside(rank, LeaveGroup())
 
     def _send_aside(self, rank: int, command: SessionCommand) -> None:
         """Send a command whose reply nothing waits for: it is passed over later."""
         with suppress(OSError, KeyError):  # a command that waits for the rank raises how it has ended
             self._connections[rank].send(command)
-            self._unread[rank] += 1
+            self._replies_to_skip[rank] += 1
 
     # --- what other machines report -----------------------------------------------------------------------------
 
@@ -280,19 +280,19 @@ class SessionClient:
                 self._lock.release()
 
     def _take_reports(self, is_idle: bool) -> None:
-        """Handle reports of groups that are broken: the ranks here have to leave them, too."""
+        """Handle reports of abandoned groups: the ranks here have to leave them, too."""
         while self._reports:
-            broken = self._reports.popleft()
+            abandoned = self._reports.popleft()
             # A command whose ranks have lost their connections is in the group before.
-            if broken.group < self._group - (self._is_broken and not is_idle):
+            if abandoned.group < self._group - (self._is_abandoned and not is_idle):
                 continue
-            self._group, self._is_broken = broken.group + 1, True
-            self._output.on_event(Note.of_job(_described(broken), "warning"))
+            self._group, self._is_abandoned = abandoned.group + 1, True
+            self._output.on_event(Note.of_job(_described(abandoned), "warning"))
             if is_idle:
-                self._sent_out = set()
-                self._leave_group()
+                self._leaving = set()
+                self._ask_to_leave()
             else:
-                self.broken_elsewhere, self.broken_elsewhere_s = broken, time.time()
+                self.abandoned_elsewhere, self.abandoned_elsewhere_s = abandoned, time.time()
 
     def _send(self, rank: int, command: SessionCommand, files: Sequence[int] = ()) -> None:
         try:
@@ -328,10 +328,10 @@ def _causes(replies: Replies) -> dict[int, Failed]:
     }
 
 
-def _described(broken: GroupBroken) -> str:
+def _described(abandoned: GroupAbandoned) -> str:
     """Return what has happened on another machine, in a line."""
-    if not broken.failed:
-        return f"the command was interrupted on {broken.label}"
-    rank, failed = min(broken.failed.items(), key=lambda one: one[1].time_s)
+    if not abandoned.failed:
+        return f"the command was interrupted on {abandoned.label}"
+    rank, failed = min(abandoned.failed.items(), key=lambda one: one[1].time_s)
     lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
-    return f"rank {rank} on {broken.label} raised {lines[0]}"
+    return f"rank {rank} on {abandoned.label} raised {lines[0]}"

@@ -427,7 +427,7 @@ class Session(RankCommands):
         self._end = weakref.finalize(self, self._runner.requests.cancel)
         self._runner.raise_if_not_started()
         self._client = SessionClient(self._runner, self._output)
-        self._output.on_group_broken = self._client.on_group_broken
+        self._output.on_group_abandoned = self._client.on_group_abandoned
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
@@ -483,7 +483,7 @@ class Session(RankCommands):
     def _report(self, replies: Replies) -> AttemptReport:
         """Return the facts about a command as those of an attempt."""
         by_rank = {rank: received.reply for rank, received in replies.items()}
-        client, elsewhere = self._client, self._client.broken_elsewhere
+        client, elsewhere = self._client, self._client.abandoned_elsewhere
         is_ended_elsewhere = elsewhere is not None and bool(failed_ranks(replies))
         there = elsewhere.failed if elsewhere is not None else {}
         return AttemptReport(
@@ -495,7 +495,7 @@ class Session(RankCommands):
             sent_states={rank: dict(reply.sent_states) for rank, reply in by_rank.items()},
             failed={rank: reply.failed for rank, reply in by_rank.items() if reply.failed},
             exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
-            signalled=dict.fromkeys(by_rank, client.broken_elsewhere_s) if is_ended_elsewhere else {},
+            signalled=dict.fromkeys(by_rank, client.abandoned_elsewhere_s) if is_ended_elsewhere else {},
             interrupted=client.num_interrupts > 0 or (is_ended_elsewhere and not there),
             remote=RemoteFailures(dict.fromkeys(there, elsewhere.label if elsewhere else ""), dict(there)),
         )
