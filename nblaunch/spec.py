@@ -235,7 +235,7 @@ class LaunchSpec:
         interrupt_grace_s: seconds for ``finally`` blocks of workers before they are killed.
         post_mortem: keep the workers where they are when one of them raises, for a debugger.
         has_breakpoints: ``breakpoint()`` in the function opens pdb in this process.
-        takes_commands: this process sends the workers commands while they run, as a session does.
+        is_session: the workers are those of a session: this process sends them commands while they run.
         is_detached: the job outlives this process; trained weights are kept for those that attach to it.
         is_spmd: one process drives all devices (XLA).
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
@@ -279,7 +279,7 @@ class LaunchSpec:
     on_hang: str = "report"
     post_mortem: bool = False
     has_breakpoints: bool = False
-    takes_commands: bool = False
+    is_session: bool = False
     is_detached: bool = False
     is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
@@ -310,7 +310,7 @@ class LaunchSpec:
     @property
     def has_debugger(self) -> bool:
         """Return whether a debugger can look into the workers."""
-        return self.post_mortem or self.has_breakpoints or self.takes_commands
+        return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
         """Return a copy for a job that has ended, without references to the function and its arguments."""

@@ -72,7 +72,7 @@ class JobFollower(JobState):
         while not is_over:
             while self.requests.interrupts < len(interrupts):
                 self.requests.interrupt()
-            is_over = self.wait(_POLL_S) if interrupts else self._may_return.wait(_POLL_S)
+            is_over = self.wait(_POLL_S) if interrupts else self._launch_settled.wait(_POLL_S)
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class JobFollower(JobState):
             self._close_listeners()
         finally:
             self._set_ended()
-            self._may_return.set()
+            self._launch_settled.set()
 
 
 def _plan_of(record: Record) -> LaunchPlan:

@@ -321,7 +321,7 @@ def assign(
                 outbox_fd=_open_outbox(rank, stack)
                 if returns_value or plan.modules or plan.optimizers
                 else -1,
-                command_fd=_connect(rank, links.connections, worker_ends) if spec.takes_commands else -1,
+                command_fd=_connect(rank, links.connections, worker_ends) if spec.is_session else -1,
                 debug_fd=_connect(rank, links.debug_connections, worker_ends) if spec.has_debugger else -1,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=spec.has_breakpoints,

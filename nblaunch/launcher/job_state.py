@@ -109,7 +109,7 @@ class JobState:
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
-        self._may_return = threading.Event()
+        self._launch_settled = threading.Event()  # started, waiting for other machines, or ended
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
         self._at_end: list[Callable[[], None]] = []
@@ -160,7 +160,7 @@ class JobState:
             # In the order of ranks, whichever started first; made anew, since other threads may be reading it.
             self.pids = dict(sorted({**self.pids, event.rank: event.pid}.items()))
             self.status = "running"
-            self._may_return.set()
+            self._launch_settled.set()
         elif isinstance(event, Metric):
             self.metrics.append(row_of(event, self.attempt_number))
         for listener in self._listeners:

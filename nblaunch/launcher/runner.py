@@ -148,7 +148,7 @@ class JobRunner(JobState):
                 thread.start()
             except RuntimeError as error:
                 self._end(JobOutcome.of_error(LaunchError(_NO_THREAD.format(error))))
-            self._may_return.wait()
+            self._launch_settled.wait()
             if self.requests.interrupts:
                 self._ended.wait()
 
@@ -169,7 +169,7 @@ class JobRunner(JobState):
                 self.status = "running"
             elif self._node_attempts is None:
                 self._start_attempt()
-            elif self.spec.takes_commands:
+            elif self.spec.is_session:
                 self._node_attempts.start()
         except BaseException as error:
             self._end(JobOutcome.of_error(error))
@@ -197,7 +197,7 @@ class JobRunner(JobState):
             self._publish(JobOutcome.of_error(error))
         finally:
             self._release()
-            self._may_return.set()  # after the end: what waits for a start looks next at whether the job has ended
+            self._launch_settled.set()  # after the end, for which those that wait for this look next
 
     def _publish(self, outcome: JobOutcome) -> None:
         """Make ``outcome`` that of the job, and send it to the listeners as their last event."""
@@ -274,11 +274,11 @@ class JobRunner(JobState):
 
     def notify_waiting(self) -> None:
         """Let :meth:`run_in_background` return: the job waits for other machines, which a cell need not do."""
-        self._may_return.set()
+        self._launch_settled.set()
 
     def _run_workers(self) -> JobOutcome:
         if self._node_attempts is not None:
-            if not self.spec.takes_commands:
+            if not self.spec.is_session:
                 self._node_attempts.start()
             report, rank_results = self._node_attempts.finish()
         else:

@@ -77,7 +77,7 @@ class NodeLink:
         update: Callable[[Sequence[SlotReading]], None],
     ) -> None:
         self._requests = requests
-        self._is_session = spec.takes_commands
+        self._is_session = spec.is_session
         self._emit = emit
         self._update = update
         self._agent = AgentClient(spec, num_workers, log_path)

@@ -409,7 +409,7 @@ class Session(RankCommands):
     def _start(self) -> None:
         self._display_ids: set[tuple[int, str]] = set()
         self._output = SessionOutput()
-        spec = LaunchSpec(function=serve, takes_commands=True, sync_weights=False, **self._settings)
+        spec = LaunchSpec(function=serve, is_session=True, sync_weights=False, **self._settings)
         post_mortem.release_kept_failures()
         attempts: Callable[[JobRunner], NodeAttempts] | None = None
         if spec.is_elastic:
