@@ -1,6 +1,6 @@
 """AMD GPUs by ROCm: torch's device ``cuda``, joined by RCCL, which torch calls ``nccl``.
 
-The machine is read from files of the kernel (``host/drm.py``). Not yet run on a GPU: workers start from a clean
+The machine is read from files below /sys (``host/drm.py``). Not yet run on a GPU: workers start from a clean
 process, since no fork of a kernel with ROCm's libraries loaded has been tried.
 """
 

@@ -1,6 +1,6 @@
 """Intel GPUs: torch's device ``xpu``, joined by XCCL.
 
-The machine is read from files of the kernel (``host/drm.py``). Not yet run on a GPU: workers start from a clean
+The machine is read from files below /sys (``host/drm.py``). Not yet run on a GPU: workers start from a clean
 process, since no fork of a kernel with SYCL's libraries loaded has been tried.
 """
 

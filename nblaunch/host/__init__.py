@@ -7,7 +7,7 @@ descriptors.py        file descriptors: which ones forked processes must not kee
 disk.py               room in files: freed, and why there is none
 gpus.py               NVIDIA's GPUs, and which of them workers may use
 nvml.py               the library of NVIDIA's driver
-drm.py                AMD's and Intel's GPUs, by files of the kernel
+drm.py                AMD's and Intel's GPUs, by files below /sys
 meter.py              memory and utilisation of devices
 tpu.py                TPU chips, their topology, their lock file, and the slice of several hosts
 notebook_service.py   Colab, Kaggle, JupyterLab, VS Code: what differs
