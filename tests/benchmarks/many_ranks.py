@@ -1,4 +1,5 @@
-"""What the display of many ranks costs: made-up ranks with 20 events a second each, shown with widgets in a kernel.
+"""What the display of many ranks costs: made-up ranks with 20 events a second each and curves of their losses, shown
+with widgets in a kernel.
 
     python -m tests.benchmarks.many_ranks [ranks] [seconds]
 
@@ -40,8 +41,9 @@ def drive(num_ranks, seconds, slow_rank):
         events = [LogLines(rank, time.time(), (f"step {count} of rank {rank}",)) for rank in ranks]
         events += [StatusLine(rank, time.time(), bar) for rank in ranks]
         readings = [SlotReading(rank, WorkerState.TRAINING, int(step), 99_999, 1, int(step) * 32, 0.5,
-                                step_time_s=now_s + 5, num_epochs=4, loop=1,
-                                steps_done=int(step)) for rank, step in enumerate(steps)]
+                                step_time_s=now_s + 5, num_epochs=4, loop=1, steps_done=int(step),
+                                losses=LossCurve(count, 4, tuple(1 / (1 + bin) for bin in range(count // 4))))
+                    for rank, step in enumerate(steps)]
         begun_s = time.thread_time()
         emit(boards, events)
         look(boards, readings)
