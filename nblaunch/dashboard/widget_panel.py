@@ -157,7 +157,7 @@ _PRE = (
 )
 _TITLE_S = 0.8
 _CHART_BYTES_S = (
-    7_000.0  # of charts: one or two are as fresh as the rows, and more that change are updated less often
+    7_000.0  # of charts: one is about as fresh as the rows, and several that change are updated less often
 )
 _CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing those of 512 ranks takes 60 ms
 _REMARK_PX = 23  # a line of the remarks
