@@ -86,13 +86,15 @@ class _Rank:
     moved_s: float
     # Start of the current series of checks: the last progress, or the last judgement.
     checks_from_s: float
+    num_outputs: int  # by then
     num_started: int = 0
     checks: list[tuple[float, Check]] = field(default_factory=list)
     was_reported: bool = False
     was_suspected: bool = False
 
-    def restart_checks(self, now_s: float) -> None:
+    def restart_checks(self, now_s: float, num_outputs: int) -> None:
         self.checks_from_s = now_s
+        self.num_outputs = num_outputs
         self.num_started = 0
         del self.checks[:-1]
 
@@ -137,7 +139,7 @@ class Watchdog:
         for rank, shown in progress.items():
             known = self._ranks.get(rank)
             if known is None or known.progress.signs != shown.signs:
-                self._ranks[rank] = _Rank(shown, now_s, now_s)
+                self._ranks[rank] = _Rank(shown, now_s, now_s, shown.num_outputs)
         self._num_outputs = {rank: shown.num_outputs for rank, shown in progress.items()}
         self._running = running
         if self._is_checking:
@@ -169,7 +171,9 @@ class Watchdog:
                 continue
             is_alone = moved_s - known.moved_s >= self.timeout_s
             if now_s - moved_s < self.timeout_s and (not is_alone or known.position.waits_for_ranks):
-                known.restart_checks(moved_s)  # other ranks make progress, or did until a moment ago
+                known.restart_checks(
+                    moved_s, self._num_outputs.get(rank, 0)
+                )  # other ranks make progress, or did until a moment ago
                 continue
             is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, known)
             (hung if is_hung else suspected).append(rank)
@@ -189,7 +193,7 @@ class Watchdog:
             known = self._ranks[rank]
             known.was_reported |= rank in hung
             known.was_suspected = True
-            known.restart_checks(now_s)
+            known.restart_checks(now_s, self._num_outputs.get(rank, 0))
         return Finding(tuple(sorted(hung)), tuple(sorted(suspected)), busy) if is_new else None
 
     def _running_ranks(self) -> list[_Rank]:
@@ -203,7 +207,7 @@ class Watchdog:
             return True
         if known.position.waits_for_ranks:
             return known.is_idle(alone=True)
-        has_output = self._num_outputs.get(rank, 0) != known.progress.num_outputs
+        has_output = self._num_outputs.get(rank, 0) != known.num_outputs
         return known.is_idle(alone=False) and not has_output
 
     def _is_due(self, known: _Rank, now_s: float) -> bool:

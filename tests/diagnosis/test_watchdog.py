@@ -196,6 +196,13 @@ def test_a_long_computation_does_not_hide_the_hang_after_it() -> None:
     assert second[0] < 3600.0 + 2.5 * T
 
 
+def test_lines_of_long_ago_do_not_hide_a_hang() -> None:
+    prints_once = then(sleeps, 1.0, lambda t: Is(outputs=4000))
+    first, second = findings({0: prints_once})
+    assert (first[1].suspected, second[1].hung) == ((0,), (0,))
+    assert second[0] < 2.5 * T
+
+
 def test_progress_makes_the_next_standstill_news() -> None:
     hangs = then(then(sleeps, 15.0, lambda t: Is(signs=1)), 30.0, lambda t: Is(signs=2))
     assert [finding.hung for _, finding in findings({0: hangs}, until_s=50.0)] == [(0,)] * 3
