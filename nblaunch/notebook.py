@@ -123,7 +123,7 @@ def notebook_launcher(
             sharded states are saved by ``accelerator.save_state``.
         background: return a :class:`Job` as soon as the workers run and leave the kernel free; the job's ``result()``
             waits. An interrupt before that ends the job.
-        detach: with ``background=True``, let the job outlive this process: its supervisor and workers run apart from
+        detach: with ``background=True``, let the job outlive this process: its own process and workers run apart from
             it, and :func:`nblaunch.attach` gives the :class:`Job` again in any kernel, script or shell
             (:func:`nblaunch.jobs` lists all). The call is pickled for that. Trained weights are kept for
             :meth:`Job.load_weights`, and loaded into no module by themselves.

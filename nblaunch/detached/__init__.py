@@ -1,20 +1,20 @@
-"""Jobs that outlive the process that launched them, each with a supervisor in a process of its own.
+"""Jobs that outlive the process that launched them, each run by a process of its own, the job process.
 
-    kernel ── start ── call, by cloudpickle ──> supervisor (POSIX session of its own) ── fork ──> workers
+    kernel ── start ── call, by cloudpickle ──> job process (POSIX session of its own) ── fork ──> workers
                                                     │ appends, replaces          ^
                                                     v                            │ stop, stacks, ...
                                               folder of the job              Unix socket
                                                     │ read, followed             │
                         any kernel, script, shell ──┴── JobFollower ── Job ───┘
 
-start.py                starts the supervisor, from the launching process
-supervisor_process.py   runs the job with the ordinary ``JobRunner``
+start.py                starts the job process, from the launching process
+job_process.py          runs the job with the ordinary ``JobRunner``
 recorder.py             its listener, which writes the folder
 folder.py               what is in the folder; private to the user
 requests.py             requests to a running job, on its Unix socket
 follower.py             follows the folder, so that a ``Job`` and its dashboards are those of a job of this process
 
-All that is needed to look at a job is in files: the supervisor has to run for requests alone. If it is killed, its
+All that is needed to look at a job is in files: the job process has to run for requests alone. If it is killed, its
 workers end with it, and the job is listed as lost.
 """
 

@@ -7,8 +7,8 @@
         progress                    the last readings of the board, replaced several times a second
         result, weights, others     what the ranks returned, trained weights, and what else their state dicts hold
         end                         how the job ended
-        socket                      for requests, while the supervisor runs
-        supervisor.log              what the supervisor printed
+        socket                      for requests, while the job process runs
+        job.log                     what the job process printed
 
 Files that are replaced are so in one step, so that none is ever read half. ``events`` ends with
 :class:`~nblaunch.events.JobEnded`, behind all other files.
@@ -63,7 +63,7 @@ class Record(DetachedLaunch):
     Args:
         sources: file name -> text of the notebook's cells, for tracebacks.
         host: name of the machine.
-        pid: of the supervisor.
+        pid: of the job process.
         started_s: ``time.time()`` of the launch.
     """
 
@@ -185,11 +185,11 @@ class JobFolder(LogFolder):
 
     @property
     def is_watched(self) -> bool:
-        """Whether the supervisor runs."""
+        """Whether the job process runs."""
         return is_served(self.path)
 
     def read_record(self) -> Record | None:
-        """Return what was launched; None where the supervisor has not come so far."""
+        """Return what was launched; None where the job process has not come so far."""
         record = self._load("record")
         return record if isinstance(record, Record) else None
 

@@ -29,11 +29,11 @@ from nblaunch.wire.channel import EventReceiver
 
 _POLL_S = 0.1
 _POLLS_PER_CHECK = 10
-"""Looks at the files for each look at whether the supervisor runs."""
+"""Looks at the files for each look at whether the job process runs."""
 
 
 class JobFollower(JobState):
-    """Keeps the state of a job that a supervisor of another process runs.
+    """Keeps the state of a job that another process runs.
 
     Args:
         folder: of the job.
@@ -51,7 +51,7 @@ class JobFollower(JobState):
         super().__init__(record.spec, _plan_of(record), folder, RemoteRequests(folder.path), listeners)
         self.id = folder.id
         self._folder = folder
-        self._supervisor_pid = record.pid
+        self._process_pid = record.pid
         self._tails: dict[int, LogTail] = {}
         self._receiver = EventReceiver(
             os.open(folder.events_path, os.O_RDONLY | os.O_CLOEXEC), f"job {folder.id}"
@@ -125,7 +125,7 @@ class JobFollower(JobState):
         if isinstance(event, AttemptStarted):
             self._read_logs_to_end()
             self.attempt_number, self.pids = event.attempt, {}
-            record = self._folder.read_record()  # the supervisor's own plan, from its first attempt on
+            record = self._folder.read_record()  # the job process's own plan, from its first attempt on
             self.plan = replace(
                 self.plan if record is None else _plan_of(record),
                 start_method=event.start_method,
@@ -163,7 +163,7 @@ class JobFollower(JobState):
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _end(self, ended: JobEnded | None) -> None:
-        """Conclude with what the supervisor has left.
+        """Conclude with what the job process has left.
 
         Args:
             ended: its last event; None where it was killed before.
@@ -185,16 +185,16 @@ class JobFollower(JobState):
 
     def _describe_loss(self) -> tuple[str, str]:
         """Return what is known of a job whose end nothing has recorded, and the same in a few words."""
-        pid = self._supervisor_pid
+        pid = self._process_pid
         if not self._folder.path.exists():
             return (
                 f"the folder of {self.id}, {self._folder.path}, was removed: nothing can be read or requested of the "
-                f"job any more. Its supervisor (pid {pid}) and workers may still run: `kill {pid}` ends them"
+                f"job any more. Its process (pid {pid}) and workers may still run: `kill {pid}` ends them"
             ), "its folder was removed"
         return (
-            f"the supervisor of {self.id} (pid {pid}) was killed, or this machine was restarted: "
+            f"the process of {self.id} (pid {pid}) was killed, or this machine was restarted: "
             f"its workers ended with it, and there is no result. Logs: {self._folder.path}"
-        ), "its supervisor was killed"
+        ), "its process was killed"
 
     def _conclude(self, outcome: JobOutcome, ended: JobEnded) -> None:
         self.status, self.outcome = outcome.status, outcome.with_traceback()
@@ -228,7 +228,7 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
 
 
 def _error_of(end: End) -> BaseException | None:
-    """Return the error that ended the job, with the frames and notes that the supervisor has found."""
+    """Return the error that ended the job, with the frames and notes that the job process has found."""
     if end.failed is None:
         return None
     failed = end.failed if end.shown is None else replace(end.failed, info=end.shown)

@@ -1,6 +1,6 @@
 """Requests to a detached job: a line of text on the Unix socket in its folder, and a text in return.
 
-    kernel, script, shell ── "stop" ──> socket (folder of mode 0700, user of the other end checked) ── supervisor
+    kernel, script, shell ── "stop" ──> socket (folder of mode 0700, user of the other end checked) ── job process
 
 Nothing that comes through the socket is unpickled.
 """
@@ -30,7 +30,7 @@ _STACKS_S = 10.0
 
 
 class RequestServer:
-    """The supervisor's end: serves requests in a thread, from now on.
+    """The job process's end: serves requests in a thread, from now on.
 
     Args:
         folder: of the job.
@@ -121,7 +121,7 @@ class RemoteRequests:
         return answer
 
     def _send(self, request: str) -> str:
-        """Return the answer; empty where no supervisor runs."""
+        """Return the answer; empty where no job process runs."""
         try:
             with _connected(self._folder) as connection:
                 connection.settimeout(_STACKS_S + _PATIENCE_S)
@@ -132,7 +132,7 @@ class RemoteRequests:
 
 
 def is_served(folder: Path) -> bool:
-    """Return whether the supervisor of the job in ``folder`` runs."""
+    """Return whether the process of the job in ``folder`` runs."""
     try:
         with _connected(folder):
             return True
@@ -142,7 +142,7 @@ def is_served(folder: Path) -> bool:
 
 @contextmanager
 def _connected(folder: Path) -> Iterator[socket.socket]:
-    """Connect with a supervisor.
+    """Connect with a job process.
 
     Raises:
         OSError: there is none, or it is not of this user.

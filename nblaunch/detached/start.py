@@ -25,8 +25,8 @@ _REMEDY = "without detach=True, where workers are forked from the notebook, noth
 
 
 @dataclass(frozen=True)
-class SupervisorTask(DetachedLaunch):
-    """What a supervisor is started with.
+class JobTask(DetachedLaunch):
+    """What a job process is started with.
 
     Args:
         job_id: short name of the job.
@@ -42,7 +42,7 @@ class SupervisorTask(DetachedLaunch):
 
 
 def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
-    """Start the supervisor of a job, and return what follows it, when its workers run or could not be started.
+    """Start the process of a job, and return what follows it, when its workers run or could not be started.
 
     Args:
         spec: what to run.
@@ -51,7 +51,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
 
     Raises:
         PayloadError: the call can't be pickled.
-        LaunchError: the supervisor could not be started.
+        LaunchError: the job process could not be started.
         PermissionError: the folder of the jobs can be changed by other users.
     """
     folder = root()
@@ -59,7 +59,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     job_id = f"{name}-{secrets.token_hex(3)}"
     call = save_call((spec.function, spec.args), _REMEDY)
     try:
-        task = SupervisorTask(
+        task = JobTask(
             job_id=job_id,
             root=str(folder),
             spec=spec.without_call(),
@@ -71,7 +71,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
         interrupts: list[float] = []
         # What has started must be known here, to be ended by an interrupt.
         with interrupts_as_requests(lambda: interrupts.append(time.time())):
-            _start_supervisor(task)
+            _start_process(task)
             follower = JobFollower(JobFolder(folder / job_id), listeners)
             follower.follow()
             follower.wait_for_start(interrupts)
@@ -80,11 +80,11 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     return follower
 
 
-def _start_supervisor(task: SupervisorTask) -> None:
+def _start_process(task: JobTask) -> None:
     reading, writing = os.pipe()
     try:
         process = start_program(
-            "nblaunch.detached.supervisor_process",
+            "nblaunch.detached.job_process",
             replace(task, report_fd=writing),
             [writing],
             task.call,
@@ -92,7 +92,7 @@ def _start_supervisor(task: SupervisorTask) -> None:
     except OSError as error:
         os.close(reading)
         raise LaunchError(
-            f"the supervisor of the job could not be started ({sys.executable}): {error}"
+            f"the process of the job could not be started ({sys.executable}): {error}"
         ) from error
     finally:
         os.close(writing)
@@ -100,4 +100,4 @@ def _start_supervisor(task: SupervisorTask) -> None:
         text = report.read().decode(errors="replace")
     process.wait()
     if text != "ok":
-        raise LaunchError(f"the supervisor of the job could not be started: {text or 'it ended at once'}")
+        raise LaunchError(f"the process of the job could not be started: {text or 'it ended at once'}")

@@ -25,7 +25,7 @@ class MemoryFacts:
     Args:
         available: that can still be allocated, within the tightest limit; None if unknown.
         limit: of the control group, else the memory of the host; None if unknown.
-        oom_kills: processes of this control group that the kernel's OOM killer has killed so far.
+        oom_kills: processes of this control group that Linux's OOM killer has killed so far.
         shm_used: bytes in /dev/shm.
         shm_size: size of /dev/shm.
     """

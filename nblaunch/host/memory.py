@@ -100,7 +100,7 @@ def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None
         host: ``MemTotal`` and ``MemAvailable`` in bytes, as far as they are known.
         folders: of the control groups that may hold limits.
 
-    Source: kernel documentation, admin-guide/cgroup-v2 ("memory.max") and cgroup-v1/memory ("memory.limit_in_bytes").
+    Source: Linux's documentation, admin-guide/cgroup-v2 ("memory.max") and cgroup-v1/memory ("memory.limit_in_bytes").
     """
     limit, available = host.get("MemTotal"), host.get("MemAvailable")
     for folder in folders:

@@ -1,7 +1,7 @@
 """The kernel's side of a launch: checks, start and supervision of the workers, and the job that the caller holds.
 
 The kernel is the process that calls the launcher: a Jupyter kernel, or a script; never a CUDA kernel. The launcher is
-this code in it.
+this code in it, or in the process of its own that a detached job has (:mod:`nblaunch.detached`).
 
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked

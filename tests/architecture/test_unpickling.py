@@ -9,7 +9,7 @@ from tests.architecture.source import Module, modules
 READERS = {
     "nblaunch.backends": "part of a worker's assignment, see nblaunch.start_methods.interpreter_main",
     "nblaunch.detached.folder": "files in a folder of this user alone, which is checked before",
-    "nblaunch.detached.supervisor_process": "its launch in a memory file that it inherited from the launching process",
+    "nblaunch.detached.job_process": "its launch in a memory file that it inherited from the launching process",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
     "nblaunch.start_methods.fork": "the state of random, which the same process has pickled a moment before",

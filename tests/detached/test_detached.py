@@ -151,12 +151,12 @@ def test_a_job_runs_although_its_kernel_is_killed_while_it_starts(desk: Desk) ->
 
 
 @pytest.mark.timeout(300)
-def test_sigterm_to_the_supervisor_lets_the_loops_end(desk: Desk) -> None:
+def test_sigterm_to_the_job_process_lets_the_loops_end(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
-    supervisor = psutil.Process(kernel.run("job.pids[0]").value).parent()
-    assert supervisor is not None
-    supervisor.terminate()
+    job_process = psutil.Process(kernel.run("job.pids[0]").value).parent()
+    assert job_process is not None
+    job_process.terminate()
     assert kernel.run("job.result(60)", timeout_s=120).value == "stopped"
     kernel.wait_for_no_processes()
 
@@ -238,13 +238,13 @@ def test_a_failure_is_raised_in_another_kernel_at_the_line_of_its_cell(desk: Des
 
 
 @pytest.mark.timeout(300)
-def test_a_job_whose_supervisor_is_killed_is_lost_with_its_workers(desk: Desk) -> None:
+def test_a_job_whose_process_is_killed_is_lost_with_its_workers(desk: Desk) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
     workers = [psutil.Process(pid) for pid in kernel.run("list(job.pids.values())").value]
-    supervisor = workers[0].parent()
-    assert supervisor is not None
-    supervisor.send_signal(signal.SIGKILL)
+    job_process = workers[0].parent()
+    assert job_process is not None
+    job_process.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(workers, 30)
     assert not alive
     error = kernel.run("job.result(60)", raises="JobLost", timeout_s=120).error
@@ -265,10 +265,10 @@ def test_a_job_whose_folder_was_removed_can_be_ended_by_its_process(desk: Desk) 
     error = kernel.run("job.result(60)", raises="JobLost", timeout_s=120).error
     assert error is not None
     assert "was removed" in error.value
-    supervisor = psutil.Process(kernel.run("job.pids[0]").value).parent()
-    assert supervisor is not None
-    assert f"`kill {supervisor.pid}`" in error.value
-    supervisor.terminate()
+    job_process = psutil.Process(kernel.run("job.pids[0]").value).parent()
+    assert job_process is not None
+    assert f"`kill {job_process.pid}`" in error.value
+    job_process.terminate()
     kernel.wait_for_no_processes()
 
 

@@ -1,4 +1,4 @@
-"""What the supervisor's process of a detached job does: :func:`main`, called with the number of a descriptor.
+"""What the process of a detached job does: :func:`main`, called with the number of a descriptor.
 
 It is a clean process, as a forkserver is: it loads the call, forks the workers as a notebook's kernel would, and
 watches them to their end. Nothing connects it with the process that launched it, once the job's folder is there.
@@ -21,7 +21,7 @@ from nblaunch import backends
 from nblaunch.detached.folder import JobFolder, Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import RequestServer
-from nblaunch.detached.start import SupervisorTask
+from nblaunch.detached.start import JobTask
 from nblaunch.events import JobEnded
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Run the job of a launch.
 
     Args:
-        arguments: the number of the memory file of the :class:`SupervisorTask`.
+        arguments: the number of the memory file of the :class:`JobTask`.
     """
     with os.fdopen(int(arguments[0]), "rb") as file:
-        task: SupervisorTask = pickle.load(file)
+        task: JobTask = pickle.load(file)
     if os.fork():
-        os._exit(0)  # the system reaps the supervisor, also while the launching process lives
+        os._exit(0)  # the system reaps the job process, also while the launching process lives
     try:
         job = _DetachedJob(task)
     except BaseException as error:
@@ -63,10 +63,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
 class _DetachedJob:
     """The job of this process, with its folder, from which others can follow it from now on."""
 
-    def __init__(self, task: SupervisorTask) -> None:
+    def __init__(self, task: JobTask) -> None:
         self._task = task
         self._log = JobLog(task.root, task.job_id)
-        output.capture(str(self._log.new_file("supervisor.log")))
+        output.capture(str(self._log.new_file("job.log")))
         self._requests = JobRequests()
         self._outcome: JobOutcome | None = None
         self._runner: JobRunner | None = None
