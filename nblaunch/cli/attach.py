@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from nblaunch.cli import INTERRUPTED_EXIT_CODE
+from nblaunch.cli import INTERRUPTED_EXIT_CODE, UsageError
 from nblaunch.cli.jobs import add_job_argument, chosen_job
 from nblaunch.cli.script_job import exit_code, text_dashboards
 from nblaunch.detached.follower import JobFollower
@@ -30,7 +30,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Follow the job, and return the exit code."""
-    follower = JobFollower(chosen_job(arguments), text_dashboards())
+    try:
+        follower = JobFollower(chosen_job(arguments), text_dashboards())
+    except LookupError as error:
+        raise UsageError(str(error)) from None
     interrupts: list[float] = []
     # An exception could be raised where it is lost, as in a finalizer, or while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         (
             one.id,
             one.status,
-            f"{one.num_processes} {one.backend}",
+            f"{one.num_processes} {one.backend}" if one.num_processes else "",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.started_s)),
             formatting.duration(one.duration_s),
             str(one.log_dir),

@@ -22,9 +22,9 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from nblaunch import formatting
 from nblaunch.detached.requests import is_served
@@ -32,6 +32,8 @@ from nblaunch.events import Event, ExceptionInfo, Failed
 from nblaunch.launcher.joblog import LogFolder, log_root
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import SlotReading
+
+_Stored = TypeVar("_Stored", "Record", "Progress", "End")
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,9 @@ class JobSummary:
     Args:
         id: short name, for :func:`nblaunch.attach`.
         function_name: of the user's function.
-        status: as of :class:`nblaunch.Job`.
-        num_processes: number of ranks.
+        status: as of :class:`nblaunch.Job`; ``"other version"`` where the job was launched by another version of
+            nblaunch, whose files this one can't read.
+        num_processes: number of ranks; 0 where that can't be read.
         backend: device family.
         started_s: ``time.time()`` of the launch.
         duration_s: seconds that it ran, or has run by now.
@@ -140,8 +143,12 @@ class JobSummary:
     log_dir: Path
 
     def __repr__(self) -> str:
-        ranks = formatting.count(self.num_processes, f"{self.backend} worker")
-        return f"<{self.id}: {self.function_name} on {ranks}, {self.status}, {formatting.duration(self.duration_s)}>"
+        ranks = f" on {formatting.count(self.num_processes, f'{self.backend} worker')}" * bool(
+            self.num_processes
+        )
+        return (
+            f"<{self.id}: {self.function_name}{ranks}, {self.status}, {formatting.duration(self.duration_s)}>"
+        )
 
 
 class JobFolder(LogFolder):
@@ -190,18 +197,15 @@ class JobFolder(LogFolder):
 
     def read_record(self) -> Record | None:
         """Return what was launched; None where the job process has not come so far."""
-        record = self._load("record")
-        return record if isinstance(record, Record) else None
+        return self._load("record", Record)
 
     def read_progress(self) -> Progress | None:
         """Return the last state of the ranks; None before the first."""
-        progress = self._load("progress")
-        return progress if isinstance(progress, Progress) else None
+        return self._load("progress", Progress)
 
     def read_end(self) -> End | None:
         """Return how the job ended; None if it has not, or was lost."""
-        end = self._load("end")
-        return end if isinstance(end, End) else None
+        return self._load("end", End)
 
     def write(self, value: Record | Progress | End) -> None:
         """Replace the file of this kind of value."""
@@ -226,10 +230,13 @@ class JobFolder(LogFolder):
     def summary(self) -> JobSummary | None:
         """Return the line of the list of jobs; None of a folder without a job of this machine."""
         is_watched = self.is_watched  # first: what it writes at its end is there when it has gone
-        record = self.read_record()
+        try:
+            record, end, progress = self.read_record(), self.read_end(), self.read_progress()
+        except LookupError:
+            name, launched_s = self.id.rpartition("-")[0], self.path.stat().st_ctime
+            return JobSummary(self.id, name, "other version", 0, "", launched_s, 0.0, self.path)
         if record is None or record.host != socket.gethostname():
             return None
-        end, progress = self.read_end(), self.read_progress()
         running = "starting" if progress is None else "running"
         until_s = end.time_s if end else time.time() if is_watched or progress is None else progress.time_s
         return JobSummary(
@@ -243,12 +250,26 @@ class JobFolder(LogFolder):
             log_dir=self.path,
         )
 
-    def _load(self, name: str) -> Any:
+    def _load(self, name: str, kind: type[_Stored]) -> _Stored | None:
+        """Return what a file holds; None if there is no such file.
+
+        Raises:
+            LookupError: it is of another version of nblaunch.
+        """
         try:
             data = (self.path / name).read_bytes()
         except FileNotFoundError:
             return None
-        return pickle.loads(data)
+        try:
+            value = pickle.loads(data)
+        except (ImportError, AttributeError, TypeError):  # a module or class that this version does not have
+            value = None
+        if isinstance(value, kind) and all(hasattr(value, field.name) for field in fields(kind)):
+            return value
+        raise LookupError(
+            f"{self.id} was launched by another version of nblaunch, which can attach to it; this one can only end it: "
+            f"`nblaunch stop {self.id}`. Logs: {self.path}"
+        )
 
 
 def root() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 from contextlib import suppress
@@ -12,13 +13,19 @@ from typing import Any
 import pytest
 
 import nblaunch
+from nblaunch import cli
 from nblaunch.detached import folder as folders
 from nblaunch.detached import requests
-from nblaunch.detached.folder import JobFolder
+from nblaunch.detached.folder import JobFolder, Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.events import Fact, Note
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.wire.channel import EventReceiver
+
+
+def _bare_record() -> Record:
+    """Return a record without any of its fields, as one that had others is loaded."""
+    return object.__new__(Record)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +61,33 @@ def test_a_link_is_no_folder_of_jobs(own_folder: Path, tmp_path: Path) -> None:
     (own_folder / "detached").symlink_to(elsewhere)
     with pytest.raises(PermissionError):
         nblaunch.jobs()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"cnblaunch.detached.gone\nRecord\n.",
+        b"cnblaunch.detached.folder\nGone\n.",
+        pickle.dumps(_bare_record()),
+    ],
+    ids=["module", "class", "field"],
+)
+def test_a_job_of_another_version_is_listed_and_refused(
+    record: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folders.root() / "train-3f9a2c"
+    path.mkdir(mode=0o700)
+    (path / "record").write_bytes(record)
+    (listed,) = nblaunch.jobs()
+    assert (listed.id, listed.function_name, listed.status) == ("train-3f9a2c", "train", "other version")
+    assert "worker" not in repr(listed)
+    with pytest.raises(LookupError, match="another version"):
+        nblaunch.attach()
+    assert cli.main(["jobs"]) == 0
+    assert cli.main(["attach"]) == 2
+    printed = capsys.readouterr()
+    assert "other version" in printed.out
+    assert "another version" in printed.err
 
 
 class _Requests(JobRequests):
