@@ -28,7 +28,8 @@ def handler(program: str) -> subprocess.Popen[str]:
         [
             sys.executable,
             "-c",
-            f"import signal, time\n{program}\nprint('ready', flush=True)\ntime.sleep(100)",
+            # A signal that arrives just before a sleep is handled after it, so that the sleeps are short.
+            f"import signal, time\n{program}\nprint('ready', flush=True)\nwhile True: time.sleep(0.05)",
         ],
         stdout=subprocess.PIPE,
         text=True,
