@@ -32,6 +32,7 @@ import argparse
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -78,7 +79,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; None = those of ``sys.argv``.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        return _run(sys.argv[1:])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return _run(argv)
+    finally:
+        # At the end of a program a command may ignore interrupts; here the program goes on.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
+
+
+def _run(argv: Sequence[str]) -> int:
     _open_closed_streams()
     first = next((argument for argument in argv if not argument.startswith("-")), "")
     command = first if first in COMMANDS else ""

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +92,13 @@ def test_a_working_folder_that_is_gone_is_refused(
     assert cli.main(["launch", "--cpu", str(tmp_path / "train.py")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "the working folder was removed" in line
+
+
+def test_a_caller_keeps_its_handler_of_interrupts(tmp_path: Path) -> None:
+    """Programs that it starts later would inherit that SIGINT is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    options = "--cpu --num_machines 2 --main_process_ip 192.0.2.200"  # not an address of this machine
+    assert cli.main(["launch", *options.split(), str(script)]) == 2
+    assert signal.getsignal(signal.SIGINT) is before
