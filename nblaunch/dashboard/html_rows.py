@@ -78,7 +78,7 @@ STYLE_SHEET = (
 
 # Columns are as wide as their usual texts from the first, in widths of a digit, so that numbers do not move others.
 _WIDTHS = {
-    "state": 25, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
+    "state": 18, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
 }  # fmt: skip
 
 
