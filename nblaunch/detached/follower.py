@@ -28,6 +28,7 @@ from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.channel import EventReceiver
 
 _POLL_S = 0.1
+_FIRST_LOOK_S = 5.0
 _POLLS_PER_CHECK = 10
 """Looks at the files for each look at whether the job process runs."""
 
@@ -57,10 +58,12 @@ class JobFollower(JobState):
             os.open(folder.events_path, os.O_RDONLY | os.O_CLOEXEC), f"job {folder.id}"
         )
         self._progress: Progress | None = None
+        self._has_looked = threading.Event()
 
     def follow(self) -> None:
-        """Follow the job to its end in a thread."""
+        """Follow the job to its end in a thread; return when its state is known, or soon."""
         threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True).start()
+        self._has_looked.wait(_FIRST_LOOK_S)
 
     def wait_for_start(self, interrupts: Sequence[float]) -> None:
         """Wait until the workers run, or the job has ended; once it was interrupted, for its end.
@@ -84,6 +87,7 @@ class JobFollower(JobState):
                 JobOutcome.of_error(error), JobEnded(-1, time.time(), "failed", message=str(error))
             )
         finally:
+            self._has_looked.set()
             for tail in self._tails.values():
                 tail.close()
             self._receiver.close()
@@ -99,6 +103,7 @@ class JobFollower(JobState):
                     self._end(event)
                     return
                 self._handle(event)
+            self._has_looked.set()
             self._read_logs()
             self._read_progress()
             if not is_watched:
