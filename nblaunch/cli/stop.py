@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Send the request, and return the exit code."""
     folder = chosen_job(arguments)
-    if not folder.is_watched:
+    if not folder.has_job_process:
         raise UsageError(f"{folder.id} does not run any more")
     requests = RemoteRequests(folder.path)
     if arguments.kill:

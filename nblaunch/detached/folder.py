@@ -191,7 +191,7 @@ class JobFolder(LogFolder):
         return self.path / "others"
 
     @property
-    def is_watched(self) -> bool:
+    def has_job_process(self) -> bool:
         """Whether the job process runs."""
         return is_served(self.path)
 
@@ -229,7 +229,7 @@ class JobFolder(LogFolder):
 
     def summary(self) -> JobSummary | None:
         """Return the line of the list of jobs; None of a folder without a job of this machine."""
-        is_watched = self.is_watched  # first: what it writes at its end is there when it has gone
+        has_job_process = self.has_job_process  # first: what it writes at its end is there when it has gone
         try:
             record, end, progress = self.read_record(), self.read_end(), self.read_progress()
         except LookupError:
@@ -238,11 +238,13 @@ class JobFolder(LogFolder):
         if record is None or record.host != socket.gethostname():
             return None
         running = "starting" if progress is None else "running"
-        until_s = end.time_s if end else time.time() if is_watched or progress is None else progress.time_s
+        until_s = (
+            end.time_s if end else time.time() if has_job_process or progress is None else progress.time_s
+        )
         return JobSummary(
             id=self.id,
             function_name=record.spec.function_name,
-            status=end.status if end else running if is_watched else "lost",
+            status=end.status if end else running if has_job_process else "lost",
             num_processes=record.num_processes,
             backend=record.backend,
             started_s=record.started_s,

@@ -94,10 +94,10 @@ class JobFollower(JobState):
 
     def _follow_to_end(self) -> None:
         for num_polls in itertools.count():
-            is_watched = num_polls % _POLLS_PER_CHECK > 0 or self._folder.is_watched
+            has_job_process = num_polls % _POLLS_PER_CHECK > 0 or self._folder.has_job_process
             events, _ = self._receiver.receive()  # after that look: of one that has gone, these are all
             if num_polls == 0:
-                events = self._dated(events, is_watched)
+                events = self._dated(events, has_job_process)
             for event in events:
                 if isinstance(event, JobEnded):
                     self._end(event)
@@ -106,18 +106,18 @@ class JobFollower(JobState):
             self._has_looked.set()
             self._read_logs()
             self._read_progress()
-            if not is_watched:
+            if not has_job_process:
                 self._end(None)
                 return
             time.sleep(_POLL_S)
 
-    def _dated(self, events: Sequence[Event], is_watched: bool) -> list[Event]:
+    def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
         """Return events of the past with the time since the start of attempts, up to now or to the job's end."""
         progress = self._folder.read_progress()
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
-        elif not is_watched and progress is not None:
+        elif not has_job_process and progress is not None:
             now_s = progress.time_s
         return [
             replace(event, ago_s=max(0.0, now_s - event.time_s))

@@ -25,7 +25,7 @@ def is_quantised(parameter: Any) -> bool:
     return any(kind.__module__.partition(".")[0] == "torchao" for kind in type(parameter.data).__mro__)
 
 
-def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
+def entries_in(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
     """Return the names in ``state``, a state dict of ``module``, that belong to quantised weights.
 
     Returns:

@@ -100,7 +100,7 @@ class Delivery:
         state = dict(module.state_dict() if collect_shards is None else collect_shards(module))
         if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
             return -1, -1, ""  # it has no weights, being on the meta device still
-        for name in quantised.quantised_entries(module, state):
+        for name in quantised.entries_in(module, state):
             del state[name]
         # Shards are new tensors, so there is nothing to compare them with: all are sent.
         tests = (

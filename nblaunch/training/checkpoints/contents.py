@@ -136,7 +136,7 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
         saved = {name.removeprefix("module."): shape for name, shape in saved.items()}
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
     held = {views.get(name) for name in saved} - {None}  # what is tied to these may be left out
-    frozen = quantised.quantised_entries(module, state).keys()
+    frozen = quantised.entries_in(module, state).keys()
     left_out = {name for name in own if views.get(name) in held} | frozen
     special = tuple(_special_prefixes(module))
     wrong = [

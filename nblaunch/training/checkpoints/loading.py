@@ -110,7 +110,7 @@ class WeightLoading:
 
     def _drop_quantised(self, weights: dict[str, Any], own: Mapping[str, Any]) -> None:
         """Leave out what is quantised in the module. What libraries keep beside it may differ in its last digits."""
-        for name, is_weight in quantised.quantised_entries(self._module, own).items():
+        for name, is_weight in quantised.entries_in(self._module, own).items():
             self._filled.add(name)
             saved = weights.pop(name, None)
             if is_weight and isinstance(saved, torch.Tensor) and not _is_equal(own[name], saved):

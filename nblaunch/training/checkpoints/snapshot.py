@@ -286,7 +286,7 @@ def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
 def _weights(state: CheckpointSources, module: torch.nn.Module) -> dict[str, Any]:
     """Return whole weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     weights = state.strategy.state_dict(module)
-    for name in quantised.quantised_entries(module, weights):
+    for name in quantised.entries_in(module, weights):
         if hasattr(weights[name], "__tensor_flatten__"):
             del weights[name]
     return weights

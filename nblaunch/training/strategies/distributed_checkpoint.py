@@ -126,7 +126,7 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
     for index, model in enumerate(models):
         module = bare_module(model)
         state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
-        frozen = quantised.quantised_entries(module, state["model"])
+        frozen = quantised.entries_in(module, state["model"])
         for name in frozen:  # their modules can't load them, and training has not changed them
             del state["model"][name]
         read(state, folder / _MODEL.format(index), is_alone)
