@@ -30,4 +30,20 @@ def look(listeners, samples):
 def close(listeners):
     for listener in listeners:
         listener.close()
+
+def run_in_background(listeners):
+    # The job ends when the event is set.
+    stop = threading.Event()
+    def supervise():
+        emit(listeners, begin(2))
+        step = 0
+        while not stop.wait(0.05):
+            step += 1
+            look(listeners, [SlotReading(rank, WorkerState.TRAINING, step, 1000, step_time_s=time.monotonic(),
+                                         steps_done=step) for rank in (0, 1)])
+        emit(listeners, end(2))
+        close(listeners)
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    return stop, thread
 """

@@ -204,18 +204,7 @@ BACKGROUND = """
 d = dashboard.choose(background=True)
 controls = Controls()
 again = dashboard.connect(d, controls)
-stop = threading.Event()
-def supervise():
-    emit(d, begin(2))
-    step = 0
-    while not stop.wait(0.05):
-        step += 1
-        look(d, [SlotReading(rank, WorkerState.TRAINING, step, 1000, step_time_s=time.monotonic(), steps_done=step)
-                 for rank in (0, 1)])
-    emit(d, end(2))
-    close(d)
-thread = threading.Thread(target=supervise)
-thread.start()
+stop, thread = run_in_background(d)
 """
 
 
