@@ -263,8 +263,9 @@ class Panel:
         """Return the output that shows the panel in a cell, with text for front ends without widgets."""
         table = tabulate(view)
         about = f"{table.name}: {table.headline} on {table.setting}" if view.is_started else "starting"
+        later = 'The summary replaces this when the job has ended; dashboard="html" shows a table meanwhile.'
         spec = {"version_major": 2, "version_minor": 0, "model_id": self.root.model_id}
-        return {_VIEW_TYPE: spec, "text/plain": f"{about}\nThe summary replaces this when the job has ended."}
+        return {_VIEW_TYPE: spec, "text/plain": f"{about}\n{later}"}
 
     def connect(self, controls: Controls) -> None:
         """Connect the buttons with a job in the background."""

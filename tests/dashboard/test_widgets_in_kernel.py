@@ -152,6 +152,7 @@ def test_a_front_end_that_draws_no_widgets_shows_what_runs_and_then_the_table(sh
     assert "train" in live.data["text/plain"]
     assert "2 processes" in live.data["text/plain"]
     assert "summary" in live.data["text/plain"]
+    assert 'dashboard="html"' in live.data["text/plain"]
     cell.wait()
     (table,) = cell.displays
     assert "train: done in" in table.data["text/plain"]
