@@ -141,7 +141,7 @@ class GpuBackend(Backend):
             self._torch_module().empty_cache()
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        self._last_step = gpu_errors.Step(phase, gpu_errors.shapes_of(batch))
+        self._last_step = gpu_errors.LastStep(phase, gpu_errors.shapes_of(batch))
 
     def device_memory(self) -> tuple[int, int, int] | None:
         gpu = self._torch_module()

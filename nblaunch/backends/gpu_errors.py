@@ -28,14 +28,14 @@ _LATER = (
 )
 
 
-class Step(NamedTuple):
+class LastStep(NamedTuple):
     """The step that ran: its phase ("training") and the shapes of its batch's tensors."""
 
     phase: str
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
-NO_STEP = Step("")
+NO_STEP = LastStep("")
 
 
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
@@ -53,7 +53,7 @@ def _nested_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors(batch))
 
 
-def explain(error: BaseException, step: Step = NO_STEP, device_type: str = "cuda") -> tuple[str, ...]:
+def explain(error: BaseException, step: LastStep = NO_STEP, device_type: str = "cuda") -> tuple[str, ...]:
     """Explain an error of a GPU or of NCCL, and what to try, a line each; return nothing for any other error.
 
     Args:
@@ -197,7 +197,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kind) or (isinstance(error, RuntimeError) and is_named)
 
 
-def _explain_out_of_memory(error: BaseException, step: Step, device_type: str) -> tuple[str, ...]:
+def _explain_out_of_memory(error: BaseException, step: LastStep, device_type: str) -> tuple[str, ...]:
     if not is_out_of_memory(error):
         return ()
     memory = _read(device_type)
@@ -264,7 +264,7 @@ def _read(device_type: str) -> Memory | None:
     )
 
 
-def _advice(memory: Memory | None, step: Step, setting: str) -> str:
+def _advice(memory: Memory | None, step: LastStep, setting: str) -> str:
     """Return what to try, what most likely helps first."""
     tips = []
     if memory is None or memory.others > memory.total / 2:

@@ -230,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _training_rows(
-    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.Setting
+    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.JobSettings
 ) -> list[dict[str, Any]]:
     rows = []
     for precision in arguments.mixed_precision:
@@ -243,7 +243,7 @@ def _training_rows(
 
 
 def _inference_rows(
-    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.Setting
+    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.JobSettings
 ) -> list[dict[str, Any]]:
     """Return rows for inference, where strategies with whole copies of the weights need equal memory: one row."""
     whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
@@ -266,7 +266,7 @@ def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[
 # --- devices and hosts -----------------------------------------------------------------------------------------------
 
 
-def _setting(arguments: argparse.Namespace) -> needs.Setting:
+def _setting(arguments: argparse.Namespace) -> needs.JobSettings:
     per_host = arguments.devices_per_host or min(arguments.num_devices, 8)
     for option, count in (("--num_devices", arguments.num_devices), ("--devices_per_host", per_host)):
         if count < 1:
@@ -275,7 +275,7 @@ def _setting(arguments: argparse.Namespace) -> needs.Setting:
         raise UsageError(
             f"--num_devices {arguments.num_devices} is not a multiple of --devices_per_host {per_host}"
         )
-    return needs.Setting(
+    return needs.JobSettings(
         num_devices=arguments.num_devices,
         devices_per_host=per_host,
         optimizer_states=needs.OPTIMIZER_STATES[arguments.optimizer],
@@ -307,7 +307,7 @@ _MEANINGS = {
 
 def _render(
     model: needs.ModelSize,
-    setting: needs.Setting,
+    setting: needs.JobSettings,
     optimizer: str,
     rows: Sequence[dict[str, Any]],
     capacity: int | None,

@@ -76,7 +76,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Setting:
+class JobSettings:
     """Devices and settings of a job.
 
     Args:
@@ -94,7 +94,7 @@ class Setting:
     device: str = "gpu"
 
 
-def _single(model: ModelSize, setting: Setting) -> Need:
+def _single(model: ModelSize, setting: JobSettings) -> Need:
     return Need(
         parameters=_FP32 * (model.parameters + model.buffers),
         gradients=_FP32 * model.trainable,
@@ -103,12 +103,12 @@ def _single(model: ModelSize, setting: Setting) -> Need:
     )
 
 
-def _ddp(model: ModelSize, setting: Setting) -> Need:
+def _ddp(model: ModelSize, setting: JobSettings) -> Need:
     alone = _single(model, setting)
     return Need(alone.parameters, alone.gradients, alone.optimizer, alone.buffers + _FP32 * model.trainable)
 
 
-def _fsdp2(model: ModelSize, setting: Setting) -> Need:
+def _fsdp2(model: ModelSize, setting: JobSettings) -> Need:
     count = setting.num_devices
     compute = _FP32 if setting.precision == "no" else _HALF
     whole = compute * (model.root + 2 * model.block) + _FP32 * model.block
@@ -120,8 +120,8 @@ def _fsdp2(model: ModelSize, setting: Setting) -> Need:
     )
 
 
-def _zero(stage: int) -> Callable[[ModelSize, Setting], Need]:
-    def need(model: ModelSize, setting: Setting) -> Need:
+def _zero(stage: int) -> Callable[[ModelSize, JobSettings], Need]:
+    def need(model: ModelSize, setting: JobSettings) -> Need:
         count = setting.num_devices
         stored = _FP32 if setting.precision == "no" else _HALF
         live = stored * min(model.parameters, _MAX_LIVE) if stage == 3 and count > 1 else 0
@@ -136,7 +136,7 @@ def _zero(stage: int) -> Callable[[ModelSize, Setting], Need]:
     return need
 
 
-def _xla(model: ModelSize, setting: Setting) -> Need:
+def _xla(model: ModelSize, setting: JobSettings) -> Need:
     stored = _FP32 if setting.precision == "no" else _HALF
     return Need(
         parameters=stored * (model.parameters + model.buffers),
@@ -145,7 +145,7 @@ def _xla(model: ModelSize, setting: Setting) -> Need:
     )
 
 
-TRAINING: dict[str, Callable[[ModelSize, Setting], Need]] = {
+TRAINING: dict[str, Callable[[ModelSize, JobSettings], Need]] = {
     "single": _single,
     "ddp": _ddp,
     "fsdp2": _fsdp2,
@@ -160,7 +160,7 @@ SHARDED = ("fsdp2", "zero3")
 """Strategies that shard the weights."""
 
 
-def training_need(strategy: str, model: ModelSize, setting: Setting) -> Need:
+def training_need(strategy: str, model: ModelSize, setting: JobSettings) -> Need:
     """Return the memory of training on each device and each host.
 
     The host holds the model of the kernel once for all workers, and the trained weights that rank 0 sends back. If
@@ -171,7 +171,7 @@ def training_need(strategy: str, model: ModelSize, setting: Setting) -> Need:
     return _with_host(need, kernel, strategy, setting)
 
 
-def inference_need(strategy: str, model: ModelSize, setting: Setting, dtype: str) -> Need:
+def inference_need(strategy: str, model: ModelSize, setting: JobSettings, dtype: str) -> Need:
     """Return the memory of weights for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
     width = DTYPE_BYTES[dtype]
     weights = int(width * (model.parameters + model.buffers))
@@ -183,17 +183,17 @@ def inference_need(strategy: str, model: ModelSize, setting: Setting, dtype: str
     return _with_host(need, weights, strategy, setting)
 
 
-def _with_host(need: Need, kernel: int, strategy: str, setting: Setting) -> Need:
+def _with_host(need: Need, kernel: int, strategy: str, setting: JobSettings) -> Need:
     workers = 1 if strategy == "single" else setting.devices_per_host
     host = kernel + (workers * need.device if setting.device == "cpu" else 0)
     return Need(need.parameters, need.gradients, need.optimizer, need.buffers, host)
 
 
-def _one_device(setting: Setting) -> Setting:
-    return Setting(1, 1, setting.precision, setting.optimizer_states, setting.device)
+def _one_device(setting: JobSettings) -> JobSettings:
+    return JobSettings(1, 1, setting.precision, setting.optimizer_states, setting.device)
 
 
-def _foreach(model: ModelSize, setting: Setting) -> int:
+def _foreach(model: ModelSize, setting: JobSettings) -> int:
     has_temporaries = setting.device == "gpu" and setting.optimizer_states > 0
     return _FP32 * model.trainable if has_temporaries else 0
 

@@ -4,7 +4,7 @@
       train-3f9a2c/                 a job's log folder, with what other jobs have (``launcher/joblog.py``), and
         record                      what was launched
         events                      what has happened, appended as it happens: the packets of ``wire/channel.py``
-        progress                    the last readings of the board, replaced several times a second
+        snapshot                    the last readings of the board, replaced several times a second
         result, weights, others     what the ranks returned, trained weights, and what else their state dicts hold
         end                         how the job ended
         socket                      for requests, while the job process runs
@@ -33,7 +33,7 @@ from nblaunch.launcher.joblog import LogFolder, log_root
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import SlotReading
 
-_Stored = TypeVar("_Stored", "Record", "Progress", "End")
+_Stored = TypeVar("_Stored", "Record", "Snapshot", "End")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Record(DetachedLaunch):
 
 
 @dataclass(frozen=True)
-class Progress:
+class Snapshot:
     """The present state of all ranks.
 
     Args:
@@ -199,15 +199,15 @@ class JobFolder(LogFolder):
         """Return what was launched; None where the job process has not come so far."""
         return self._load("record", Record)
 
-    def read_progress(self) -> Progress | None:
+    def read_snapshot(self) -> Snapshot | None:
         """Return the last state of the ranks; None before the first."""
-        return self._load("progress", Progress)
+        return self._load("snapshot", Snapshot)
 
     def read_end(self) -> End | None:
         """Return how the job ended; None if it has not, or was lost."""
         return self._load("end", End)
 
-    def write(self, value: Record | Progress | End) -> None:
+    def write(self, value: Record | Snapshot | End) -> None:
         """Replace the file of this kind of value."""
         name = type(value).__name__.lower()
         self.replace(self.path / name, lambda file: file.write(pickle.dumps(value)))
@@ -231,15 +231,15 @@ class JobFolder(LogFolder):
         """Return the line of the list of jobs; None of a folder without a job of this machine."""
         has_job_process = self.has_job_process  # first: what it writes at its end is there when it has gone
         try:
-            record, end, progress = self.read_record(), self.read_end(), self.read_progress()
+            record, end, snapshot = self.read_record(), self.read_end(), self.read_snapshot()
         except LookupError:
             name, launched_s = self.id.rpartition("-")[0], self.path.stat().st_ctime
             return JobSummary(self.id, name, "other version", 0, "", launched_s, 0.0, self.path)
         if record is None or record.host != socket.gethostname():
             return None
-        running = "starting" if progress is None else "running"
+        running = "starting" if snapshot is None else "running"
         until_s = (
-            end.time_s if end else time.time() if has_job_process or progress is None else progress.time_s
+            end.time_s if end else time.time() if has_job_process or snapshot is None else snapshot.time_s
         )
         return JobSummary(
             id=self.id,

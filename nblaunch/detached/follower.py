@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends
-from nblaunch.detached.folder import End, JobFolder, Progress, Record
+from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
 from nblaunch.detached.requests import RemoteRequests
 from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.diagnosis.rendering import annotate
@@ -57,7 +57,7 @@ class JobFollower(JobState):
         self._receiver = EventReceiver(
             os.open(folder.events_path, os.O_RDONLY | os.O_CLOEXEC), f"job {folder.id}"
         )
-        self._progress: Progress | None = None
+        self._snapshot: Snapshot | None = None
         self._has_looked = threading.Event()
 
     def follow(self) -> None:
@@ -105,7 +105,7 @@ class JobFollower(JobState):
                 self._handle(event)
             self._has_looked.set()
             self._read_logs()
-            self._read_progress()
+            self._read_snapshot()
             if not has_job_process:
                 self._end(None)
                 return
@@ -113,12 +113,12 @@ class JobFollower(JobState):
 
     def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
         """Return events of the past with the time since the start of attempts, up to now or to the job's end."""
-        progress = self._folder.read_progress()
+        snapshot = self._folder.read_snapshot()
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
-        elif not has_job_process and progress is not None:
-            now_s = progress.time_s
+        elif not has_job_process and snapshot is not None:
+            now_s = snapshot.time_s
         return [
             replace(event, ago_s=max(0.0, now_s - event.time_s))
             if isinstance(event, AttemptStarted)
@@ -154,16 +154,16 @@ class JobFollower(JobState):
             tail.close()
         self._tails = {}
 
-    def _read_progress(self) -> None:
-        progress = self._folder.read_progress()
-        if progress is None or progress == self._progress:
+    def _read_snapshot(self) -> None:
+        snapshot = self._folder.read_snapshot()
+        if snapshot is None or snapshot == self._snapshot:
             return
-        known = self._progress.samples if self._progress is not None else ()
-        self._progress = progress
-        for event in progress.samples:
+        known = self._snapshot.samples if self._snapshot is not None else ()
+        self._snapshot = snapshot
+        for event in snapshot.samples:
             if event not in known:
                 self.emit(event)
-        self.update(progress.readings)
+        self.update(snapshot.readings)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class JobFollower(JobState):
             ended: its last event; None where it was killed before.
         """
         self._read_logs_to_end()
-        self._read_progress()
+        self._read_snapshot()
         end = self._folder.read_end()
         if end is not None:
             outcome = _outcome_of(self._folder, end)
@@ -184,7 +184,7 @@ class JobFollower(JobState):
         else:
             text, headline = self._describe_loss()
             outcome = JobOutcome("lost", JobLost(text), headline=headline)
-            time_s = self._progress.time_s if self._progress is not None else time.time()
+            time_s = self._snapshot.time_s if self._snapshot is not None else time.time()
             ended = JobEnded(-1, time_s, "failed", message=outcome.message)
         self._conclude(outcome, ended)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nblaunch.detached.folder import End, JobFolder, Progress
+from nblaunch.detached.folder import End, JobFolder, Snapshot
 from nblaunch.diagnosis.rendering import RemoteRendering
 from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, StatusLine
 from nblaunch.host import descriptors, disk
@@ -29,7 +29,7 @@ _SAMPLES = (DeviceUse, HostMemory)
 
 
 class Recorder:
-    """Writes the events, the progress and the outcome of a job. What the disk has no room for is left out.
+    """Writes the events, snapshots of the ranks and the outcome of a job. What the disk has no room for is left out.
 
     Args:
         folder: of the job.
@@ -53,7 +53,7 @@ class Recorder:
         if isinstance(event, _SAMPLES):
             self._samples[type(event), event.rank] = event
         elif isinstance(event, JobEnded):
-            self._write_progress()
+            self._write_snapshot()
             if unsaved := self._save_end():
                 self._append(Note.of_job(unsaved, "warning"))
             self._append(event)
@@ -65,7 +65,7 @@ class Recorder:
         self._readings = readings
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _PROGRESS_S
-            self._write_progress()
+            self._write_snapshot()
 
     def close(self) -> None:
         """Do nothing: the end is written with its event."""
@@ -77,9 +77,9 @@ class Recorder:
         except OSError:  # the disk is full: without this event, those that follow can be read
             os.ftruncate(self._sender.fd, end)
 
-    def _write_progress(self) -> None:
+    def _write_snapshot(self) -> None:
         try:
-            self._folder.write(Progress(time.time(), self._readings, list(self._samples.values())))
+            self._folder.write(Snapshot(time.time(), self._readings, list(self._samples.values())))
         except OSError:  # the disk is full: the next one may find room
             self._next_s = time.monotonic() + 10 * _PROGRESS_S
 

@@ -33,7 +33,7 @@ that will never end, and no ``finally`` of theirs is running."""
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedSignal:
     """At ``at_s`` after the escalation began, send ``signum``."""
 
     at_s: float
@@ -51,8 +51,8 @@ class Escalation:
     """
 
     began_s: float
-    steps: tuple[Step, ...]
-    unresponsive_steps: tuple[Step, ...]
+    steps: tuple[TimedSignal, ...]
+    unresponsive_steps: tuple[TimedSignal, ...]
     _taken: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -73,7 +73,7 @@ class Escalation:
     @classmethod
     def kill(cls, now_s: float) -> Escalation:
         """Return one that sends SIGKILL at once."""
-        steps = (Step(0.0, signal.SIGKILL),)
+        steps = (TimedSignal(0.0, signal.SIGKILL),)
         return cls(now_s, steps, steps)
 
     def due(
@@ -99,15 +99,15 @@ class Escalation:
                 times.append(self.began_s + steps[taken].at_s)
         return min(times, default=None)
 
-    def _steps(self, rank: int, noticed: Callable[[int], bool]) -> tuple[Step, ...]:
+    def _steps(self, rank: int, noticed: Callable[[int], bool]) -> tuple[TimedSignal, ...]:
         return self.steps if noticed(rank) else self.unresponsive_steps
 
 
-def _from_interrupt(first_s: float, grace_s: float) -> tuple[Step, ...]:
+def _from_interrupt(first_s: float, grace_s: float) -> tuple[TimedSignal, ...]:
     return (
-        Step(first_s, signal.SIGINT),
-        Step(first_s + grace_s, signal.SIGTERM),
-        Step(first_s + grace_s + TERM_GRACE_S, signal.SIGKILL),
+        TimedSignal(first_s, signal.SIGINT),
+        TimedSignal(first_s + grace_s, signal.SIGTERM),
+        TimedSignal(first_s + grace_s + TERM_GRACE_S, signal.SIGKILL),
     )
 
 

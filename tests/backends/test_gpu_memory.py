@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nblaunch.backends.cuda import CudaBackend
-from nblaunch.backends.gpu_errors import NO_STEP, Step, explain, is_out_of_memory, shapes_of
+from nblaunch.backends.gpu_errors import NO_STEP, LastStep, explain, is_out_of_memory, shapes_of
 
 GIB = 1 << 30
 OF_TORCH_2_13 = (
@@ -104,7 +104,7 @@ def test_what_others_have_taken(gpu: SimpleNamespace) -> None:
 
 
 def test_an_evaluation_needs_no_gradients(gpu: SimpleNamespace) -> None:
-    assert "torch.no_grad()" in explain(torch.OutOfMemoryError(), Step("evaluating", ((8, 3),)))[-1]
+    assert "torch.no_grad()" in explain(torch.OutOfMemoryError(), LastStep("evaluating", ((8, 3),)))[-1]
 
 
 def test_a_gpu_that_is_full_before_cuda_starts() -> None:
@@ -122,7 +122,7 @@ def test_a_gpu_too_full_to_answer(gpu: SimpleNamespace, monkeypatch: pytest.Monk
         raise torch.AcceleratorError(FULL_AT_THE_START)
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
-    memory, batch, _ = explain(torch.OutOfMemoryError(OF_TORCH_2_13), Step("training", ((8, 3),)))
+    memory, batch, _ = explain(torch.OutOfMemoryError(OF_TORCH_2_13), LastStep("training", ((8, 3),)))
     assert memory.startswith("GPU memory ran out")
     assert batch == "It happened in training, on a batch of 8: tensors 8x3."
 

@@ -13,7 +13,7 @@ import pytest
 
 from nblaunch import cli
 from nblaunch.cli import estimate, memory_needs
-from nblaunch.cli.memory_needs import ModelSize, Setting, training_need
+from nblaunch.cli.memory_needs import JobSettings, ModelSize, training_need
 from tests.cli import measured_training
 
 MODELS = """
@@ -73,7 +73,7 @@ def test_it_agrees_with_what_training_takes() -> None:
     assert [tuple(one["case"]) for one in measured] == list(measured_training.CASES)
     for one in measured:
         num_processes, precision, strategy, optimizer = one["case"]
-        setting = Setting(
+        setting = JobSettings(
             num_processes, num_processes, precision, memory_needs.OPTIMIZER_STATES[optimizer], device="cpu"
         )
         need = training_need(strategy, size, setting)
@@ -94,7 +94,7 @@ def test_it_agrees_with_the_figures_of_the_zero_paper(
     strategy: str, num_devices: int, expected: float
 ) -> None:
     size = ModelSize(parameters=7_500_000_000, trainable=7_500_000_000)
-    need = training_need(strategy, size, Setting(num_devices, 8, "bf16", 2))
+    need = training_need(strategy, size, JobSettings(num_devices, 8, "bf16", 2))
     assert (need.parameters + need.gradients + need.optimizer) / 1e9 == pytest.approx(expected, abs=0.06)
 
 

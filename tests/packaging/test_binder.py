@@ -53,10 +53,14 @@ def copy_of_repository(target: Path) -> Path:
 
 
 def make_environment(folder: Path) -> dict[str, str]:
-    """A bare virtual environment; returns the variables with which its commands are found first."""
+    """A bare virtual environment; returns the variables with which its commands are found first.
+
+    pip compiles nothing there: postBuild and the notebook do, of what they import, and it is a tenth.
+    """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     variables = {name: value for name, value in os.environ.items() if name not in VARIABLES_OF_TESTS}
-    return variables | {"PATH": f"{folder / 'bin'}{os.pathsep}{variables['PATH']}", "PIP_NO_INPUT": "1"}
+    path = f"{folder / 'bin'}{os.pathsep}{variables['PATH']}"
+    return variables | {"PATH": path, "PIP_NO_INPUT": "1", "PIP_NO_COMPILE": "1"}
 
 
 def run(folder: Path, environment: dict[str, str], *command: str) -> str:

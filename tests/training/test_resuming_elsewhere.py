@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from nblaunch import Accelerator
 from nblaunch.errors import CheckpointError
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.position import Position
+from nblaunch.training.data.position import EpochPosition
 from nblaunch.training.options import DataLoaderConfiguration
 from tests.training import ranks
 
@@ -141,13 +141,13 @@ def test_each_sample_is_seen_once(tmp_path: Path, sizes: tuple[int, ...]) -> Non
 
 def test_positions_count_what_all_ranks_have_read() -> None:
     _, loader = _prepared("shuffled", 4)
-    assert loader.position == Position()
+    assert loader.position == EpochPosition()
     for step, _ in enumerate(loader, 1):
-        assert loader.position == Position(4 * step, step)
-    rest = loader.beginning_at(Position(8, 2))
+        assert loader.position == EpochPosition(4 * step, step)
+    rest = loader.beginning_at(EpochPosition(8, 2))
     assert len(rest) == -(-(ROWS - 8) // 4)
     for step, _ in enumerate(rest, 1):
-        assert rest.position == Position(8 + 4 * step, 2 + step)
+        assert rest.position == EpochPosition(8 + 4 * step, 2 + step)
     assert len(list(rest)) == len(loader), "its later epochs are whole"
 
 

@@ -32,7 +32,7 @@ from nblaunch.training.data.adapter import (
     inherited_options,
     order_options,
 )
-from nblaunch.training.data.position import Position, rest_of_order, rest_of_stream
+from nblaunch.training.data.position import EpochPosition, rest_of_order, rest_of_stream
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,
     innermost,
@@ -106,9 +106,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.epoch_start: list[torch.Tensor] = []
         self._resumed_start: list[torch.Tensor] = []
         self._loop: Loop | None = None
-        self._begins_at = Position()
-        self._resume_at: Position | None = None
-        self.saved_position: Position | None = None
+        self._begins_at = EpochPosition()
+        self._resume_at: EpochPosition | None = None
+        self.saved_position: EpochPosition | None = None
 
     def own_options(self) -> dict[str, Any]:
         """Return the arguments that make another loader hand out its batches as this one does."""
@@ -147,7 +147,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             raise
         finally:
             self._loop = None
-            self._begins_at = Position()  # later epochs are whole
+            self._begins_at = EpochPosition()  # later epochs are whole
             self.end()
             shared.losses.flush()
             shared.busy_time.pause()
@@ -265,10 +265,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # --- saving where it is, and going on there ------------------------------------------------------------------
 
     @property
-    def position(self) -> Position:
+    def position(self) -> EpochPosition:
         """What all ranks have read of the epoch, with the batch in hand; of none where no epoch is read."""
         begun, step = self._begins_at, 0 if self._loop is None else self._loop.step - self._rounds_behind
-        return Position(
+        return EpochPosition(
             begun.samples + step * self._round.samples, begun.batches + step * self._round.batches
         )
 
@@ -281,17 +281,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.num_workers == 0 and (is_shared_here or self.split_batches)
 
     @property
-    def _round(self) -> Position:
+    def _round(self) -> EpochPosition:
         """What all ranks read where this one gets a batch."""
         batches = 1 if self.split_batches else self.num_processes
-        return Position(self.total_batch_size or batches, batches)
+        return EpochPosition(self.total_batch_size or batches, batches)
 
     @property
     def _rounds_behind(self) -> int:
         """Batches of this rank, as it has them now, that make up what is read already where the epoch begins."""
         return self._begins_at.samples // self._round.samples
 
-    def beginning_at(self, position: Position) -> PreparedLoader:
+    def beginning_at(self, position: EpochPosition) -> PreparedLoader:
         """Return a loader of the rest of the epoch; later epochs may be read from either, whole."""
         options = {**inherited_options(self), **self.own_options()}
         dataset: Any = self.dataset
@@ -305,11 +305,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         rest.follow(self)
         return rest
 
-    def resume_at(self, position: Position | None) -> None:
+    def resume_at(self, position: EpochPosition | None) -> None:
         """Begin the next epoch that is read behind what was read of it; None: whole."""
         self._resume_at = position
 
-    def _read_rest(self, position: Position) -> Iterator[Any]:
+    def _read_rest(self, position: EpochPosition) -> Iterator[Any]:
         """Read the rest of an epoch, of which another number of ranks has read the first part."""
         rest = self.beginning_at(position)
         rest._resumed_start, self._resumed_start = self._resumed_start, []
@@ -334,7 +334,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = state.get("iteration", 0)
         self._resumed_start = state.get("generators", [])
         position = state.get("position")
-        self.resume_at(None if position is None else Position(**position))
+        self.resume_at(None if position is None else EpochPosition(**position))
 
     # --- for users -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetSh
 
 
 @dataclass(frozen=True)
-class Position:
+class EpochPosition:
     """What all ranks together have read of an epoch.
 
     Args:
@@ -31,7 +31,7 @@ class Position:
     batches: int = 0
 
 
-def rest_of_order(order: Any, position: Position) -> Any:
+def rest_of_order(order: Any, position: EpochPosition) -> Any:
     """Return ``order``, a sampler or batch sampler or a rank's share of one, without what was read; once."""
     if isinstance(order, BatchSamplerShard):
         shard = copy.copy(order)
@@ -43,7 +43,7 @@ def rest_of_order(order: Any, position: Position) -> Any:
     return SkipBatchSampler(order, position.batches)
 
 
-def rest_of_stream(dataset: Any, has_batches: bool, position: Position) -> Any:
+def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> Any:
     """Return ``dataset``, a stream or a rank's share of one, without what was read; once."""
     if isinstance(dataset, IterableDatasetShard):
         shard = copy.copy(dataset)

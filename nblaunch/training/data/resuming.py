@@ -2,7 +2,7 @@
 
 A checkpoint taken in the middle of an epoch has the generators as they were at its *start*, because that is where the
 order is drawn: reading the epoch again and skipping what was seen gives exactly what is left. What was seen is kept as
-a :class:`Position`, from which any number of ranks can go on.
+a :class:`EpochPosition`, from which any number of ranks can go on.
 
 Not kept: what a dataset draws from the process's global generators while it is read; one batch is read ahead, so these
 are one batch ahead of the training loop.
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.position import Position
+from nblaunch.training.data.position import EpochPosition
 from nblaunch.training.data.samplers import SeedableRandomSampler
 from nblaunch.training.shared_state import SharedState
 
@@ -62,7 +62,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     if state["is_mid_epoch"]:
         shared.is_resuming = True
         if can_continue(loader, state):
-            loader.saved_position = Position(**state["position"])
+            loader.saved_position = EpochPosition(**state["position"])
 
 
 def _being_read(loader: PreparedLoader, shared: SharedState) -> PreparedLoader:
