@@ -54,6 +54,8 @@ _KEPT = (
     "after 30 minutes"
 )
 
+_LATE_INTERRUPT = "every rank had returned: weights are loaded, and last_job().result() returns the value"
+
 _NO_THREAD = (
     "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "
     "pids limit of the container), use fewer processes, or end others."
@@ -125,14 +127,14 @@ class JobRunner(JobState):
         """Run the job to its end in this thread. What goes wrong is in :attr:`outcome`, and not raised.
 
         Raises:
-            KeyboardInterrupt: an interrupt came when the workers had done all and only their results were loaded: the
-                job is done, and what follows in the cell must not run.
+            KeyboardInterrupt: an interrupt came when the workers had done all, while exit handlers ran or results were
+                loaded: the job is done, and what follows in the cell must not run.
         """
         with nullcontext() if self._is_inline else interrupts_as_requests(self.requests.interrupt):
             self._start()
             self._finish()
         if self.status == "done" and self.requests.interrupts:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(_LATE_INTERRUPT)
 
     def run_in_background(self) -> None:
         """Start the workers and go on in a thread; return when they run, or when they could not be started.
@@ -256,7 +258,8 @@ class JobRunner(JobState):
 
     def was_stopped(self, report: AttemptReport) -> bool:
         """Return whether an interrupt, cancel or SIGTERM ended the attempt: no other may follow."""
-        return report.interrupted or report.cancelled or self.requests.terminations > 0
+        requests = self.requests
+        return report.cancelled or requests.interrupts > 0 or requests.terminations > 0
 
     def next_attempt(self) -> None:
         """Number the next attempt."""

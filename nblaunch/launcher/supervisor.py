@@ -321,7 +321,7 @@ class Supervisor:
             self._escalation = Escalation.kill(time.monotonic())
         if requests.interrupts > self._interrupts_seen:
             self._interrupts_seen = requests.interrupts
-            self._report.interrupted = True
+            self._report.interrupted = self._report.interrupted or not self._is_decided()
             now = time.monotonic()
             is_second = requests.interrupts > 1  # also where both came before this look
             self._escalation = (
@@ -341,6 +341,15 @@ class Supervisor:
                 requests.answer(query, "")
             else:
                 self._dump_stacks(partial(self._answer, query))
+
+    def _is_decided(self) -> bool:
+        """Return whether the outcome stands while processes still run: a rank has failed, or all have delivered.
+
+        An interrupt then only ends them sooner. With other machines it is that of the job, which they may restart.
+        """
+        report = self._report
+        has_failed = report.failed or report.exits.keys() - report.returned.keys()
+        return self._peers is None and bool(has_failed or report.delivered.issuperset(self._attempt.ranks))
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s

@@ -170,6 +170,63 @@ job = notebook_launcher(
 
 
 @pytest.mark.timeout(60)
+def test_what_was_delivered_before_an_interrupt_is_kept(shared: Kernel) -> None:
+    cell = shared.submit(
+        """
+import atexit
+
+def upload():
+    print("uplo" + "ading")
+    time.sleep(3600)
+
+def train(model):
+    atexit.register(upload)
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    return rank() + 10
+
+model = torch.nn.Linear(1, 1)
+notebook_launcher(train, (model,), num_processes=2, return_all=True)
+"""
+    )
+    for rank in (0, 1):
+        cell.wait_for_text(f"[{rank}] uploading", timeout_s=30)
+    shared.interrupt()
+    cell.wait(30)
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt", cell.describe()
+    shared.run("job = nblaunch.last_job()")
+    assert value_of(shared, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_an_interrupt_after_a_failure_leaves_the_failure(shared: Kernel, max_restarts: int) -> None:
+    cell = shared.submit(
+        f"""
+def train():
+    if rank() == 0:
+        raise ValueError("bad shape")
+    try:
+        time.sleep(3600)
+    finally:
+        print("in fin" + "ally")
+        time.sleep(3600)
+
+notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S}, max_restarts={max_restarts})
+"""
+    )
+    cell.wait_for_text("[1] in finally", timeout_s=30)
+    shared.interrupt()
+    cell.wait(30)
+    assert cell.error is not None
+    assert (cell.error.name, cell.error.value) == ("ValueError", "bad shape"), cell.describe()
+    assert value_of(shared, "nblaunch.last_job().status") == "failed"
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", START_METHODS)
 def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.submit(
