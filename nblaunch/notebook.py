@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import dashboard as dashboards
 from nblaunch import debugging, env
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
+from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.job_state import Listener
@@ -298,7 +299,11 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     listeners = dashboards.choose(dashboard, background=background)
     if spec.is_detached:
         return _run_detached(spec, plan, listeners)
-    runner = make_runner(spec, plan, listeners)
+    try:
+        runner = make_runner(spec, plan, listeners)
+    except BaseException as error:
+        dashboards.close_refused(listeners, error)
+        raise
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
     job = Job(runner)
     job.show_with(dashboards.connect(listeners, job if background else None))
@@ -315,7 +320,11 @@ def _run_detached(spec: LaunchSpec, plan: LaunchPlan, listeners: "list[Dashboard
     __tracebackhide__ = True
     from nblaunch.detached.start import start
 
-    follower = start(spec, plan, listeners)
+    try:
+        follower = start(spec, plan, listeners)
+    except (LaunchError, OSError) as error:  # before there was anything to follow
+        dashboards.close_refused(listeners, error)
+        raise
     del spec, plan
     job = Job(follower)
     job.show_with(dashboards.connect(listeners, job))

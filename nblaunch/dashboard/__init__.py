@@ -31,6 +31,7 @@ lines.py           what workers print
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -41,6 +42,7 @@ from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
 from nblaunch.dashboard.terminal import TextDashboard, open_live
 from nblaunch.dashboard.widgets import WidgetsDashboard
+from nblaunch.events import JobEnded
 from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
 
@@ -122,6 +124,14 @@ def connect(dashboards: Sequence[Dashboard], controls: Controls | None) -> Calla
         for dashboard in dashboards:
             dashboard.control(controls)
     return lambda: any(dashboard.show_again() for dashboard in dashboards)
+
+
+def close_refused(dashboards: Sequence[Dashboard], error: BaseException) -> None:
+    """Show that a launch was refused for ``error``: no job will report an end to these dashboards."""
+    message = f"{type(error).__name__}: {error}"
+    for dashboard in dashboards:
+        dashboard.on_event(JobEnded(-1, time.time(), outcome="failed", message=message))
+        dashboard.close()
 
 
 def is_interactive() -> bool:

@@ -379,6 +379,21 @@ def test_a_failed_job_raises_where_it_is_awaited(shared: Kernel) -> None:
     assert "gone" in error.value
 
 
+@pytest.mark.parametrize(
+    ("call", "raises"),
+    [
+        ("background=True, log_dir='taken'", "LaunchError"),
+        ("background=True, detach=True", "PayloadError"),
+    ],
+)
+def test_a_refused_launch_does_not_look_as_if_it_started(
+    shared: Kernel, tmp_path: Path, call: str, raises: str
+) -> None:
+    shared.run(f"import os, threading, nblaunch\nos.chdir({str(tmp_path)!r})\nopen('taken', 'w').close()")
+    cell = shared.run(f"nblaunch.notebook_launcher(print, (threading.Lock(),), 1, {call})", raises=raises)
+    assert [display.data["text/plain"].splitlines()[0] for display in cell.displays] == ["not started"]
+
+
 # --- notebooks that are executed without a user ---------------------------------------------------------------------
 
 
