@@ -32,7 +32,8 @@ class WorkerContext:
         topology: ranks and sizes.
         backend: device family.
         slot: of the progress board.
-        emit: sends an event to the launcher; never raises, never blocks for long.
+        emit: sends an event to the launcher; waits while the pipe is full. Raises RuntimeError if code in this process
+            has closed the pipe.
         count_events: returns how many events this process has sent.
         locks: between the workers of this machine.
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, as

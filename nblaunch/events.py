@@ -1,8 +1,8 @@
 """Events of a job, as plain data.
 
 Workers send the first group to the launcher through a channel (``wire/channel.py``). The launcher adds the second group
-and passes all events to its listeners: dashboards, logs, tests. Steps are not events: each rank writes them to its slot
-of the shared board (``wire/board.py``), which the launcher samples.
+and passes all events to its listeners: dashboards, the recorder of a detached job, those of commands. Steps are not
+events: each rank writes them to its slot of the shared board (``wire/board.py``), which the launcher samples.
 
 ``time_s`` is the wall clock of the worker (``time.time()``).
 """

@@ -283,7 +283,7 @@ def launch(
 def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
     """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
 
-    An interrupt before that ends the job, and only then is raised.
+    An interrupt before the workers run ends the job; KeyboardInterrupt is raised when it has ended.
 
     Raises:
         BaseException: as :func:`notebook_launcher` describes.

@@ -124,8 +124,8 @@ def check_rdzv_conf(rdzv_conf: Any) -> None:
             raise ValueError(f"rdzv_conf[{name!r}]={value!r} must be a positive number")
 
 
-class EndedFunction:
-    """Placeholder for the function of a job that has ended; keeps only its name."""
+class FunctionPlaceholder:
+    """Stands for the function in a spec that does not keep it; has only its name."""
 
     def __init__(self, name: str) -> None:
         self.__qualname__ = name
@@ -136,7 +136,9 @@ class EndedFunction:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"the job that ran {self.__qualname__} has ended, and does not keep the function")
+        raise RuntimeError(
+            f"{self.__qualname__} can't be called: the spec of a started job keeps only its name"
+        )
 
 
 def name_of(function: Any) -> str:
@@ -313,9 +315,9 @@ class LaunchSpec:
         return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
-        """Return a copy for a job that has ended, without references to the function and its arguments."""
+        """Return a copy without references to the function and its arguments: the job has ended, or gets them apart."""
         spec = copy.copy(self)
-        object.__setattr__(spec, "function", EndedFunction(self.function_name))
+        object.__setattr__(spec, "function", FunctionPlaceholder(self.function_name))
         object.__setattr__(spec, "args", ())
         return spec
 

@@ -340,7 +340,7 @@ class JobView:
         reason: for the start method.
         fallback: a sentence why the usual start method was not possible; empty otherwise.
         is_spmd: one worker drives all devices.
-        mixed_precision: ``"fp16"`` or ``"bf16"``; empty if unknown or full precision.
+        mixed_precision: ``"fp16"``, ``"bf16"`` or ``"fp8"``; empty if unknown or full precision.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
         log_dir: folder of complete logs.
         hang_timeout_s: seconds without progress that are a hang; None = never.

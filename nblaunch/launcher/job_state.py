@@ -27,7 +27,7 @@ _LOOK_S = 0.5
 
 
 class Listener(Protocol):
-    """What receives the events of a job: dashboards, tests. Must not raise, nor block for long."""
+    """What receives the events of a job, as a dashboard. Must not raise, nor block for long."""
 
     def on_event(self, event: Event) -> None:
         """Handle an event; those of a rank arrive in the order in which they happened."""
@@ -36,7 +36,7 @@ class Listener(Protocol):
         """Handle the state of every rank, several times a second."""
 
     def close(self) -> None:
-        """Handle the end of the job: nothing follows."""
+        """Handle the end of the job, after ``JobEnded``: nothing follows. Dashboards draw the final table."""
 
 
 class Requests(Protocol):

@@ -187,7 +187,10 @@ class JobRunner(JobState):
         self._end(outcome)
 
     def _finish_in_thread(self) -> None:
-        """Do what :meth:`_finish` does, and stay while workers are kept: those that it has started end with it."""
+        """Do what :meth:`_finish` does, and stay while workers are kept.
+
+        The system kills processes that this thread has started when the thread ends (``PR_SET_PDEATHSIG``).
+        """
         self._finish()
         if self.kept is not None:
             self.kept.wait()

@@ -35,11 +35,14 @@ The way of objects through ``prepare``:
     prepare.py: Preparer     loaders and models first, then optimizers, then schedulers
       loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
       models                 models.py (without_parallel_wrappers, stays_in_place)
-                             ──> precision.py (layers and forward)
+                             ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:
+                                 casts_models)
                              ──> strategies/ (before_move: a look at it on the host)
                              ──> models.py (to the device; FSDP2 and DeepSpeed move it themselves: moves_models),
-                                 host_memory.py (a note of what that takes)
+                                 host_memory.py (on XLA devices, a note of what that takes)
                              ──> strategies/ (setup_module: rank 0's weights; wrap or shard) ──> models.py (compile)
-      optimizers             strategies/ ──> optimizer.py: steps only where ``accumulation`` ends a window
+      optimizers             strategies/ ──> models.py (Replacements.hand_to: the parameters that prepare has put in
+                                 the place of others; Accelerate's fsdp2_switch_optimizer_parameters)
+                             ──> optimizer.py: steps only where ``accumulation`` ends a window
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 """

@@ -10,7 +10,8 @@ What takes wrappers off:
     bare_module                   all: the user's own module, whose names are on disk
 
 Where a device's tensors are of another kind than the CPU's, a module that moves gets new parameters: those it shared
-between layers are tied again, and optimizers that were built before get the new ones.
+between layers are tied again, and optimizers that were built before get the new ones (:class:`Replacements`, which
+also has those that ``fully_shard`` and fp8 replace).
 
 Models that were cut by a device map or quantised stay where they are.
 """
@@ -104,7 +105,7 @@ def _inside(model: Any) -> Any:
 
 
 class Replacements:
-    """The new parameters of modules that have moved. Old ones are not kept alive for this."""
+    """Parameters that ``prepare`` has replaced: by a move, ``fully_shard``, fp8. Old ones are not kept alive."""
 
     def __init__(self) -> None:
         self._new: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] = {}

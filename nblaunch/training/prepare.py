@@ -151,7 +151,7 @@ class Preparer:
         self._hand_over()
 
     def _report_host_memory(self, inner: torch.nn.Module) -> None:
-        """Show what the job takes of the host's memory. A collective where the device's memory is not the host's."""
+        """Show what the job takes of the host's memory. A collective on XLA devices, nothing elsewhere."""
         usage = gather_host_memory(inner, self.shared.process)
         if usage is not None:
             context.current().emit(Note.of_job(describe_host_memory(usage)))

@@ -3,8 +3,10 @@
     worker      ── EventSender ──┐
     its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
-Workers only send; the launcher answers them with signals alone. With the agent of its node it talks both ways, through
-a pipe each (``nodes/messages.py``). The receiving end never blocks, so that one silent worker can't hold up the others.
+Workers only send here. The launcher reaches them otherwise: by signals, by proposals on the board
+(``stop_agreement.py``), and in sessions and for the debugger by sockets (``command_connection.py``). With the agent of
+its node it talks both ways, through a pipe each (``nodes/messages.py``). The receiving end never blocks, so that one
+silent worker can't hold up the others; a sender waits while the pipe is full.
 
 The events of a detached job are kept in a file in the same form (``detached/``).
 

@@ -32,7 +32,6 @@ def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
         kernel_streams: its ``sys.stdout`` and ``sys.stderr``, which the worker's own have replaced already.
     """
     atexit._clear()  # there is no public way to undo what others have registered
-    _become_main_thread()
     _leave_interactive_mode()
     _refuse_input()
     _redirect_kernel_streams(kernel_streams)
@@ -43,14 +42,6 @@ def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
     accelerate_states.reset_in_worker()
     libraries.renew_trainers()
     process_group.forget_inherited()
-
-
-def _become_main_thread() -> None:
-    """Make this thread no daemon: a worker of a background job was forked from one, and threads inherit that.
-
-    In a daemon, nothing would wait for a thread of the function that still writes a file when the function returns.
-    """
-    threading.main_thread()._daemonic = False  # type: ignore[attr-defined]
 
 
 def _leave_interactive_mode() -> None:

@@ -5,6 +5,7 @@ and what the user prepares in one call. ``prepare`` calls in this order:
 
     on_prepare         with all arguments of the call
     for each model:
+                       (its layers and its forward get the precision; not the forward where ``casts_models``)
       before_move      while it is still on the host
                        (it goes to its device, unless the strategy ``moves_models``)
       setup_module     wraps or shards it
@@ -153,7 +154,10 @@ class Strategy(ABC):
     """Whether :meth:`setup_module` brings a model to its device by itself, shard by shard."""
 
     casts_models = False
-    """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast."""
+    """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast.
+
+    FSDP2's do, by torch's ``MixedPrecisionPolicy``.
+    """
 
     holds_shards = False
     """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
@@ -197,9 +201,10 @@ class Strategy(ABC):
         return None
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """Return the prepared optimizer that stands for ``optimizer``; None: it is prepared as it is, as most are.
+        """Return the prepared optimizer that stands for ``optimizer``; None: ``prepare`` wraps it, as most.
 
-        Models are prepared before.
+        Models are prepared before. An optimizer that ``prepare`` wraps gets the parameters that have replaced its own,
+        by :meth:`Replacements.hand_to <nblaunch.training.models.Replacements.hand_to>`.
         """
         return None
 

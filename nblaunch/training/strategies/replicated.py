@@ -136,12 +136,11 @@ class DdpStrategy(Strategy):
                 "device_map={'': accelerator.device} instead of 'auto'"
             )
         if self.options.sync_batchnorm:
-            model = _with_common_statistics(model, process.device)
+            model = _with_sync_batchnorm(model, process.device)
         devices = None if process.device.type == "cpu" else [process.device]
-        with Waiting(process.slot), warnings.catch_warnings(), _leaving_out(model, _common_frozen(model)):
-            # It compares and copies weights over ranks.
-            # torch 2.13 deprecates the name of an option that users are to go on using, until all of what it
-            # does has a new name.
+        # DDP's constructor is a collective: it compares and copies weights over ranks.
+        with Waiting(process.slot), warnings.catch_warnings(), _ignored_by_ddp(model, _common_frozen(model)):
+            # torch 2.13 deprecates broadcast_buffers, whose new names do not cover all that it does yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())
         _register_comm_hook(ddp, self.options)
@@ -231,8 +230,8 @@ def _common_frozen(model: torch.nn.Module) -> list[str]:
 
 
 @contextmanager
-def _leaving_out(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Have DDP leave weights alone that it is given in the block; later ones are not concerned."""
+def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Set ``_ddp_params_and_buffers_to_ignore`` of ``model`` while a DDP is constructed around it."""
     before = model.__dict__.get("_ddp_params_and_buffers_to_ignore")
     # Where DDP looks for them; its function for that marks the parameters as well, for good.
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*(before or ()), *names]
@@ -244,7 +243,7 @@ def _leaving_out(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]
             model.__dict__["_ddp_params_and_buffers_to_ignore"] = before
 
 
-def _with_common_statistics(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def _with_sync_batchnorm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Return ``model`` with its batch normalisation over all ranks; its parameters stay the same objects.
 
     Raises:

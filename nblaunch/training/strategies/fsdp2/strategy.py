@@ -37,7 +37,7 @@ from nblaunch.wire import quantised
 
 
 class Fsdp2Strategy(DTensorStrategy):
-    """Apply torch's ``fully_shard`` over all ranks, or inside each machine. A lone process keeps the model as it is.
+    """Apply torch's ``fully_shard`` over all ranks, or inside each machine. A lone process shards none.
 
     Args:
         process: ranks and device of this process.
@@ -83,7 +83,7 @@ class Fsdp2Strategy(DTensorStrategy):
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
         if is_fsdp_module(inner):
-            return model  # by the user
+            return model  # sharded already: by the user, or when it was prepared before
         units = fsdp2_units.choose(
             inner,
             self._settings.auto_wrap_policy,
