@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nblaunch import context
 from nblaunch.training.collectives import dtensor
@@ -105,26 +106,28 @@ def _inside(model: Any) -> Any:
 
 
 class Replacements:
-    """Parameters that ``prepare`` has replaced: by a move, ``fully_shard``, fp8. Old ones are not kept alive."""
+    """Parameters that ``prepare`` has replaced: by a move, ``fully_shard``, fp8. None of them is kept alive.
+
+    Parameters that have replaced each other share one reference to the last of them: those between may be gone.
+    """
 
     def __init__(self) -> None:
-        self._new: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] = {}
+        self._newest = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Replacements, ()  # what is pickled with it has the new parameters already
 
     def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
         """Record that ``new`` has replaced ``old``."""
-        self._new[id(old)] = (weakref.ref(old), new)
+        newest = self._newest.get(old) or _Newest()
+        newest.reference = weakref.ref(new)
+        self._newest[old] = self._newest[new] = newest
 
     def get(self, parameter: Any) -> Any:
         """Return the parameter that has replaced ``parameter``, the last of several; itself where none has."""
-        for _ in range(len(self._new)):
-            reference, new = self._new.get(id(parameter), (None, parameter))
-            if reference is None or reference() is not parameter:
-                break
-            parameter = new
-        return parameter
+        newest = self._newest.get(parameter)
+        found = None if newest is None else newest.reference()
+        return parameter if found is None else found
 
     @contextmanager
     def noted(self, model: torch.nn.Module) -> Iterator[None]:
@@ -158,6 +161,10 @@ class Replacements:
                         key: _beside(new, value) if isinstance(value, torch.Tensor) and value.ndim else value
                         for key, value in state.items()
                     }
+
+
+class _Newest:
+    reference: weakref.ref[torch.nn.Parameter]
 
 
 def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from nblaunch import Accelerator, context
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.arguments import REFUSED_ARGUMENTS
 from nblaunch.training.data.samplers import SeedableRandomSampler
+from nblaunch.training.models import Replacements
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -679,3 +680,15 @@ def test_nothing_is_written_to_the_environment() -> None:
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
     accelerator.prepare(*_parts())
     assert dict(os.environ) == before
+
+
+def test_a_parameter_that_was_replaced_twice_leads_to_the_last_one_while_that_lives() -> None:
+    replacements = Replacements()
+    old, last = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    between = nn.Parameter(torch.zeros(1))
+    replacements.add(old, between)
+    replacements.add(between, last)
+    del between
+    assert replacements.get(old) is last
+    del last
+    assert replacements.get(old) is old

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -530,6 +531,44 @@ def _stepped_before(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
 def test_an_optimizer_keeps_the_state_that_it_had_before() -> None:
     (alone,) = ranks.run(_stepped_before, 1, None)
     torch.testing.assert_close(ranks.run(_stepped_before, 2, {})[0], alone, rtol=1e-3, atol=1e-3)
+
+
+def _freed_models() -> list[bool]:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    shards = []
+    for _ in range(3):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(data().tensors[0]).pow(2).mean())
+        optimizer.step()
+        shards.append(weakref.ref(model.exit.weight))
+        del model, optimizer
+        accelerator.free_memory()
+    return [shard() is None for shard in shards]
+
+
+def test_free_memory_lets_go_of_all_shards() -> None:
+    assert ranks.run(_freed_models, 2) == [[True] * 3] * 2
+
+
+def _stepped_after_free_memory(settings: dict[str, Any] | None) -> Any:
+    accelerator = Accelerator(
+        fsdp_plugin=None if settings is None else FullyShardedDataParallelPlugin(**settings)
+    )
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model = accelerator.prepare(model)
+    accelerator.free_memory()
+    optimizer = accelerator.prepare(optimizer)
+    accelerator.backward(model(data().tensors[0]).pow(2).mean())
+    optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+def test_an_optimizer_is_given_the_shards_of_its_parameters_after_free_memory_too() -> None:
+    (alone,) = ranks.run(_stepped_after_free_memory, 1, None)
+    torch.testing.assert_close(ranks.run(_stepped_after_free_memory, 2, {})[0], alone, rtol=1e-3, atol=1e-3)
 
 
 def _norms(norm_type: float, ignored: str | None) -> float:
