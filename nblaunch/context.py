@@ -24,6 +24,10 @@ def _discard(event: Event) -> None:
     """Drop an event: there is no launcher."""
 
 
+def _show_nothing() -> None:
+    """Leave the board as it is: nothing is held back."""
+
+
 @dataclass
 class WorkerContext:
     """The context of a worker in its job.
@@ -50,6 +54,8 @@ class WorkerContext:
             object itself (``training/per_process.py``).
         collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
             among them; set by strategies that shard weights. None = every rank has the whole weights.
+        show_pending: shows on the board what is held back because reading it waits for the device, as the last losses;
+            set by training, called when the function has returned.
     """
 
     topology: Topology
@@ -71,6 +77,7 @@ class WorkerContext:
         default_factory=dict, compare=False, repr=False
     )
     collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
+    show_pending: Callable[[], None] = field(default=_show_nothing, compare=False, repr=False)
 
 
 _current: WorkerContext | None = None

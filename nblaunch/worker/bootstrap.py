@@ -134,6 +134,7 @@ class _Worker:
         if exit_code != 0:
             return value, exit_code
         output.show_pending_figures()
+        context.current().show_pending()
         self.slot.set_state(WorkerState.FINISHING)
         delivery.deliver(value, left_by_exit=value is _EXITED)
         return value, 0

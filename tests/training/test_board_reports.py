@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from nblaunch import Accelerator
 from nblaunch.backends.cpu import BACKEND, CpuBackend
+from nblaunch.events import Event
+from nblaunch.launcher.job import Job
+from nblaunch.launcher.plan import plan_launch
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.spec import LaunchSpec
 from nblaunch.training.board_reports import BusyTime, DeviceMemoryReport, LossReport
-from nblaunch.wire.board import MAX_BINS, LossCurve, Slot, private_slot
+from nblaunch.wire.board import MAX_BINS, LossCurve, Slot, SlotReading, private_slot
 
 
 class Device(CpuBackend):
@@ -140,3 +148,40 @@ def test_the_mean_of_an_epoch_after_one_that_was_not_finite_is_unknown_or_finite
         report.flush()
         means.append(report.take_mean())
     assert str(means) in ("[nan, None, 1.0]", "[nan, 1.0, 1.0]")
+
+
+class LastReadings:
+    """A listener that keeps what the ranks show last."""
+
+    def __init__(self) -> None:
+        self.readings: list[SlotReading] = []
+
+    def on_event(self, event: Event) -> None:
+        pass
+
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        self.readings = list(readings)
+
+    def close(self) -> None:
+        pass
+
+
+def train_by_steps() -> float:
+    """Ten steps in a loop that nobody counts; returns the last loss."""
+    accelerator = Accelerator()
+    linear = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+    for step in range(10):
+        loss = (model(torch.zeros(1)) * 0 + step).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+    return loss.item()
+
+
+def test_the_last_loss_is_shown_though_no_loop_ended(nothing_left_behind: None) -> None:
+    listener = LastReadings()
+    spec = LaunchSpec(train_by_steps, (), 2, backend="cpu")
+    runner = JobRunner(spec, plan_launch(spec), [listener])
+    runner.run()
+    assert Job(runner).result() == 9.0
+    assert [(one.loss, one.losses.num_steps) for one in listener.readings] == [(9.0, 10), (9.0, 10)]
