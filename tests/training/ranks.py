@@ -33,13 +33,15 @@ class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def rank_server() -> Iterator[None]:
-    """The process that ranks are forked from, which never touches a device, until all tests are done.
+@pytest.fixture(scope="module", autouse=True)
+def rank_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The process that the ranks of a module's tests are forked from, which never touches a device.
 
-    A test module, or a folder's conftest, takes it by importing it.
+    A test module, or a folder's conftest, takes it by importing it. Every rank imports the module, whose functions it
+    calls, and with it half a second of others: where no device is looked for, the server has done so.
     """
-    start_server()
+    has_devices = request.node.get_closest_marker("cuda") is not None
+    start_server(*[] if has_devices else [request.module.__name__])
     yield
     stop_server()
 

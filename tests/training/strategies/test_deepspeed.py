@@ -115,10 +115,8 @@ def server_with_deepspeed(rank_server: None) -> Iterator[None]:
     """Ranks are forked from a process that has imported DeepSpeed, as from a notebook that has."""
     ranks.stop_server()
     with env.patched({"DS_ACCELERATOR": "cpu"}):
-        ranks.start_server("deepspeed")
+        ranks.start_server("deepspeed", __name__)
         yield
-        ranks.stop_server()
-    ranks.start_server()
 
 
 # --- as one process ---------------------------------------------------------------------------------------------------
