@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,47 @@ def test_the_writer_of_an_accelerator_is_the_first_rank_of_its_group(
     monkeypatch.setattr(shared, "process", dataclasses.replace(shared.process, topology=topology))
     accelerator.save({"weight": torch.ones(1)}, tmp_path / "weights.bin")
     assert not (tmp_path / "weights.bin").exists()
+
+
+WITHOUT_SAFETENSORS = """
+import sys
+from pathlib import Path
+
+sys.modules["safetensors"] = None
+import torch
+from nblaunch import Accelerator, CheckpointError
+
+folder = Path(sys.argv[1])
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(2, 1))
+accelerator.backward(model(torch.ones(1, 2)).sum())
+weight = model.weight.detach().clone()
+accelerator.save_state(folder / "torch", safe_serialization=False)
+with torch.no_grad():
+    model.weight.zero_()
+accelerator.load_state(folder / "torch")
+assert torch.equal(model.weight, weight)
+accelerator.save_model(model, folder / "model", safe_serialization=False)
+for attempt in (
+    lambda: accelerator.save_state(folder / "safe"),
+    lambda: accelerator.save_model(model, folder / "safe model"),
+    lambda: accelerator.load_state(folder / "before"),
+):
+    try:
+        attempt()
+    except CheckpointError as error:
+        print("refused", "safe_serialization=False" in str(error), "damaged" in str(error))
+    else:
+        print("no error")
+print(sorted(path.name for path in folder.iterdir()))
+"""
+
+
+def test_without_safetensors_all_but_its_files_works(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save_state(tmp_path / "before")
+    script = [sys.executable, "-c", WITHOUT_SAFETENSORS, str(tmp_path)]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["refused True False"] * 3 + ["['before', 'model', 'torch']"]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from nblaunch.errors import CheckpointError
@@ -157,9 +156,10 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
 
 def _saved_shapes(path: Path) -> dict[str, tuple[int, ...] | None]:
     """Return the shapes in a file by name; None where a value is no tensor. Nothing is read of what is damaged."""
+    library = files.safetensors() if path.suffix == ".safetensors" else None
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
+        if library is not None:
+            with library.safe_open(path, framework="pt") as file:
                 shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
                 aliases = file.metadata() or {}
             return {**shapes, **{alias: shapes[name] for alias, name in aliases.items() if name in shapes}}

@@ -19,6 +19,7 @@ library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import zlib
@@ -274,6 +275,23 @@ def weights_file(folder: Path, index: int) -> Path:
     raise CheckpointError(
         f"checkpoint {folder} has no weights for model {index}: there is no {' and no '.join(candidates)}"
     )
+
+
+def safetensors() -> Any:
+    """Return the library that reads and writes such files, imported here: training does without it.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise CheckpointError(
+            "files in safetensors' format need safetensors, which is not installed: pip install safetensors (a Python "
+            "without the GIL gets no wheel of it, so that a Rust compiler is needed). safe_serialization=False saves "
+            "in torch's format, without it"
+        ) from error
 
 
 def write_object(state: Any, path: Path) -> None:

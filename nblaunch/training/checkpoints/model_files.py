@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError
@@ -25,6 +23,7 @@ from nblaunch.training.checkpoints.files import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
+    safetensors,
 )
 from nblaunch.training.checkpoints.loading import WeightLoading, view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
@@ -80,14 +79,14 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
     """Write a state dict to one file, in safetensors' format or in torch's.
 
     Raises:
-        CheckpointError: safetensors was asked for, but an entry is no tensor.
+        CheckpointError: safetensors was asked for, but an entry is no tensor, or the library is not installed.
     """
     if not safe_serialization:
         with path.open("wb") as file:
             torch.save(dict(weights), file)
         return
     tensors, aliases = _separate(weights, path.name)
-    save_file(tensors, path, metadata={**aliases, "format": "pt"})
+    safetensors().torch.save_file(tensors, path, metadata={**aliases, "format": "pt"})
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -218,21 +217,35 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
     On the CPU, tensors lie on the pages of the file, which are read when they are used and copied when written to.
 
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: the file is missing or damaged, or in safetensors' format without that library.
     """
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path, device)
     try:
-        if path.suffix != ".safetensors":
-            is_zip = zipfile.is_zipfile(path)  # torch's older format can't be mapped
-            return dict(torch.load(path, map_location=device, weights_only=True, mmap=is_zip))
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        is_zip = zipfile.is_zipfile(path)  # torch's older format can't be mapped
+        return dict(torch.load(path, map_location=device, weights_only=True, mmap=is_zip))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
+    library = safetensors()
+    try:
+        with library.safe_open(path, framework="pt", device=str(device)) as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read; is it damaged? ({error})") from error
+    except (library.SafetensorError, RuntimeError, OSError) as error:
+        raise _damaged(path, error) from error
     weights.update({alias: weights[name] for alias, name in metadata.items() if name in weights})
     return weights
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} can't be read; is it damaged? ({error})")
 
 
 def load_weights(
