@@ -44,7 +44,7 @@ class WorkerContext:
             ``{"mixed_precision": "bf16"}``.
         parent_pid: process that started this worker; 0 if there is none.
         attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
-        connection: on which the kernel sends commands; None where it sends none.
+        command_connection: on which the kernel sends commands; None where it sends none.
         debug_connection: on which the kernel asks the debugger in this process; None where there is none.
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
@@ -67,7 +67,7 @@ class WorkerContext:
     accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0
-    connection: CommandConnection | None = field(default=None, compare=False, repr=False)
+    command_connection: CommandConnection | None = field(default=None, compare=False, repr=False)
     debug_connection: CommandConnection | None = field(default=None, compare=False, repr=False)
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False

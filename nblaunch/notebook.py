@@ -8,6 +8,7 @@ Annotations are not postponed here: ``help(notebook_launcher)`` would show each 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import dashboard as dashboards
@@ -306,7 +307,9 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
         raise
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
     job = Job(runner)
-    job.show_with(dashboards.connect(listeners, job if background else None))
+    job.show_with(partial(dashboards.show_again, listeners))
+    if background:
+        dashboards.connect(listeners, job)
     remember(job)
     if background:
         runner.run_in_background()
@@ -327,7 +330,8 @@ def _run_detached(spec: LaunchSpec, plan: LaunchPlan, listeners: "list[Dashboard
         raise
     del spec, plan
     job = Job(follower)
-    job.show_with(dashboards.connect(listeners, job))
+    job.show_with(partial(dashboards.show_again, listeners))
+    dashboards.connect(listeners, job)
     remember(job)
     follower.raise_if_not_started()
     return job

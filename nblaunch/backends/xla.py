@@ -375,12 +375,10 @@ class XlaBackend(Backend):
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
         process_group.average(parameters)
 
-    def reading_loader(self, loader: Any) -> Any:
+    def unwrap_device_loader(self, obj: Any) -> Any:
         # Found by its module: a function that does not use it need not have it imported.
         loaders = sys.modules.get(_LOADERS)
-        return (
-            loader._loader if loaders is not None and isinstance(loader, loaders.MpDeviceLoader) else loader
-        )
+        return obj._loader if loaders is not None and isinstance(obj, loaders.MpDeviceLoader) else obj
 
     def begin_step(self, phase: str, batch: Any) -> None:
         if self._device is not None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -48,7 +48,7 @@ from nblaunch.packages import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 
-__all__ = ["KINDS", "Dashboard", "choose", "connect", "kernel_shell", "lines_printer"]
+__all__ = ["KINDS", "Dashboard", "choose", "connect", "kernel_shell", "lines_printer", "show_again"]
 
 # The table is published at the first tick after 0.25 s. Lines follow a little later, so that they appear below it.
 _FIRST_LINES_S = 0.3
@@ -110,20 +110,20 @@ def lines_printer(**options: Any) -> Dashboard:
     return GuardedDashboard(LinesPrinter(publish=publish, merges_equal=True, **options))
 
 
-def connect(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callable[[], bool]:
-    """Connect dashboards with their job.
+def connect(dashboards: Sequence[Dashboard], controls: Controls) -> None:
+    """Connect the buttons of dashboards with their job, which is in the background.
 
     Args:
         dashboards: from :func:`choose`.
-        controls: of a job in the background; None if a cell waits for the job.
-
-    Returns:
-        A function that shows the job in the running cell as well; it returns False if there is nothing to show.
+        controls: of the job.
     """
-    if controls is not None:
-        for dashboard in dashboards:
-            dashboard.control(controls)
-    return lambda: any(dashboard.show_again() for dashboard in dashboards)
+    for dashboard in dashboards:
+        dashboard.control(controls)
+
+
+def show_again(dashboards: Sequence[Dashboard]) -> bool:
+    """Show the job of ``dashboards`` in the running cell as well; return False if there is nothing to show."""
+    return any(dashboard.show_again() for dashboard in dashboards)
 
 
 def close_refused(dashboards: Sequence[Dashboard], error: BaseException) -> None:

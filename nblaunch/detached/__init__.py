@@ -20,6 +20,8 @@ workers end with it, and the job is listed as lost.
 
 from __future__ import annotations
 
+from functools import partial
+
 from nblaunch import dashboard as dashboards
 from nblaunch.detached.folder import JobSummary, find, list_jobs
 from nblaunch.detached.follower import JobFollower
@@ -65,6 +67,7 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         listeners = dashboards.choose(dashboard, background=True)
         follower = JobFollower(folder, listeners)
     job = Job(follower)
-    job.show_with(dashboards.connect(listeners, job))
+    job.show_with(partial(dashboards.show_again, listeners))
+    dashboards.connect(listeners, job)
     follower.follow()
     return job

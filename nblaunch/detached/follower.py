@@ -163,7 +163,7 @@ class JobFollower(JobState):
         for event in snapshot.samples:
             if event not in known:
                 self.emit(event)
-        self.update(snapshot.readings)
+        self.emit_readings(snapshot.readings)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -293,6 +293,6 @@ def _load(path: Path) -> Any:
     except FileNotFoundError:
         return {}
     try:
-        return payload.load(fd)
+        return payload.load_mapped(fd)
     finally:
         os.close(fd)

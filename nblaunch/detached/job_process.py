@@ -113,7 +113,7 @@ class _DetachedJob:
         if task.call.has_shell:
             output.ensure_shell()
         backends.find(task.backend, task.registered_backend)
-        call: FunctionCall = payload.load(task.call.fd)
+        call: FunctionCall = payload.load_mapped(task.call.fd)
         os.close(task.call.fd)
         restore_random_states(pickle.loads(task.call.random_states))
         function, args = call

@@ -42,12 +42,12 @@ class Progress:
     Args:
         signs: changes with every step, collective and advance of a bar.
         has_stepped: the rank has taken steps.
-        num_outputs: number of lines and displays, which are not progress.
+        num_messages: number of lines, and of events other than metrics: none of them is progress.
     """
 
     signs: tuple[object, ...]
     has_stepped: bool = False
-    num_outputs: int = 0
+    num_messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ class _Rank:
     moved_s: float
     # Start of the current series of checks: the last progress, or the last judgement.
     checks_from_s: float
-    num_outputs: int  # by then
+    num_messages: int  # by then
     num_started: int = 0
     checks: list[tuple[float, Check]] = field(default_factory=list)
     was_reported: bool = False
     was_suspected: bool = False
 
-    def restart_checks(self, now_s: float, num_outputs: int) -> None:
+    def restart_checks(self, now_s: float, num_messages: int) -> None:
         self.checks_from_s = now_s
-        self.num_outputs = num_outputs
+        self.num_messages = num_messages
         self.num_started = 0
         del self.checks[:-1]
 
@@ -123,7 +123,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._ranks: dict[int, _Rank] = {}
         self._running: Sequence[int] = ()
-        self._num_outputs: dict[int, int] = {}
+        self._num_messages: dict[int, int] = {}
         self._is_checking = False
 
     def observe(self, now_s: float, progress: Mapping[int, Progress], running: Sequence[int]) -> bool:
@@ -139,8 +139,8 @@ class Watchdog:
         for rank, shown in progress.items():
             known = self._ranks.get(rank)
             if known is None or known.progress.signs != shown.signs:
-                self._ranks[rank] = _Rank(shown, now_s, now_s, shown.num_outputs)
-        self._num_outputs = {rank: shown.num_outputs for rank, shown in progress.items()}
+                self._ranks[rank] = _Rank(shown, now_s, now_s, shown.num_messages)
+        self._num_messages = {rank: shown.num_messages for rank, shown in progress.items()}
         self._running = running
         if self._is_checking:
             return False
@@ -172,7 +172,7 @@ class Watchdog:
             is_alone = moved_s - known.moved_s >= self.timeout_s
             if now_s - moved_s < self.timeout_s and (not is_alone or known.position.waits_for_ranks):
                 known.restart_checks(
-                    moved_s, self._num_outputs.get(rank, 0)
+                    moved_s, self._num_messages.get(rank, 0)
                 )  # other ranks make progress, or did until a moment ago
                 continue
             is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, known)
@@ -193,7 +193,7 @@ class Watchdog:
             known = self._ranks[rank]
             known.was_reported |= rank in hung
             known.was_suspected = True
-            known.restart_checks(now_s, self._num_outputs.get(rank, 0))
+            known.restart_checks(now_s, self._num_messages.get(rank, 0))
         return Finding(tuple(sorted(hung)), tuple(sorted(suspected)), busy) if is_new else None
 
     def _running_ranks(self) -> list[_Rank]:
@@ -207,8 +207,8 @@ class Watchdog:
             return True
         if known.position.waits_for_ranks:
             return known.is_idle(alone=True)
-        has_output = self._num_outputs.get(rank, 0) != known.num_outputs
-        return known.is_idle(alone=False) and not has_output
+        has_sent = self._num_messages.get(rank, 0) != known.num_messages
+        return known.is_idle(alone=False) and not has_sent
 
     def _is_due(self, known: _Rank, now_s: float) -> bool:
         if known.num_started == len(_CHECKS_AT):
@@ -233,7 +233,7 @@ class Inspector:
         pids: Mapping[int, int],
         readings: Sequence[SlotReading],
         num_metrics: Mapping[int, int],
-        num_outputs: Mapping[int, int],
+        num_messages: Mapping[int, int],
     ) -> bool:
         """Record the progress of all ranks; return whether :meth:`judge` needs their stacks.
 
@@ -242,13 +242,13 @@ class Inspector:
             pids: rank -> process, of the ranks of this machine.
             readings: of the board.
             num_metrics: rank -> number of logged values.
-            num_outputs: rank -> number of printed lines and displays.
+            num_messages: rank -> number of lines, and of events other than metrics.
         """
         if self._watchdog is None:
             return False
         progress = {
             reading.rank: _progress(
-                now_s, reading, num_metrics.get(reading.rank, 0), num_outputs.get(reading.rank, 0)
+                now_s, reading, num_metrics.get(reading.rank, 0), num_messages.get(reading.rank, 0)
             )
             for reading in readings
         }
@@ -274,7 +274,7 @@ class Inspector:
         return self._watchdog.judge(now_s, checks)
 
 
-def _progress(now_s: float, reading: SlotReading, num_metrics: int, num_outputs: int) -> Progress:
+def _progress(now_s: float, reading: SlotReading, num_metrics: int, num_messages: int) -> Progress:
     working_s = now_s if reading.state in _WORKING else 0.0
     steps = (reading.step, reading.samples, reading.epoch, reading.num_updates)
     others = (
@@ -285,7 +285,7 @@ def _progress(now_s: float, reading: SlotReading, num_metrics: int, num_outputs:
         num_metrics,
         working_s,
     )
-    return Progress((*steps, *others), has_stepped=any(steps), num_outputs=num_outputs)
+    return Progress((*steps, *others), has_stepped=any(steps), num_messages=num_messages)
 
 
 def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:

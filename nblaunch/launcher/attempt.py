@@ -136,12 +136,12 @@ class Links:
 
     Args:
         receivers: where events arrive.
-        connections: for commands; empty where none are sent.
+        command_connections: for commands; empty where none are sent.
         debug_connections: with the debugger; empty where there is none.
     """
 
     receivers: dict[int, EventReceiver] = field(default_factory=dict)
-    connections: dict[int, CommandConnection] = field(default_factory=dict)
+    command_connections: dict[int, CommandConnection] = field(default_factory=dict)
     debug_connections: dict[int, CommandConnection] = field(default_factory=dict)
 
 
@@ -321,7 +321,7 @@ def assign(
                 outbox_fd=_open_outbox(rank, stack)
                 if returns_value or plan.modules or plan.optimizers
                 else -1,
-                command_fd=_connect(rank, links.connections, worker_ends) if spec.is_session else -1,
+                command_fd=_connect(rank, links.command_connections, worker_ends) if spec.is_session else -1,
                 debug_fd=_connect(rank, links.debug_connections, worker_ends) if spec.has_debugger else -1,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=spec.has_breakpoints,

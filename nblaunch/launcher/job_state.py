@@ -1,5 +1,6 @@
-"""JobState: the state of a job, which the :class:`nblaunch.launcher.job.Job` that a caller holds reads.
+"""JobState: keeps the state of a job, and sends its events and readings of the board to listeners.
 
+The :class:`nblaunch.launcher.job.Job` that a caller holds reads the state.
 ``JobRunner`` (``runner.py``) keeps it for a job that it runs in this process, ``JobFollower`` (``detached/``) for one
 that another process runs.
 """
@@ -63,7 +64,7 @@ class Requests(Protocol):
 
 
 class JobState:
-    """What is known of one job.
+    """The state of one job, made of its events; :meth:`emit` and :meth:`emit_readings` send these to the listeners.
 
     Args:
         spec: what is to be run.
@@ -166,8 +167,8 @@ class JobState:
         for listener in self._listeners:
             listener.on_event(event)
 
-    def update(self, readings: Sequence[SlotReading]) -> None:
-        """Send the state of every rank to the listeners."""
+    def emit_readings(self, readings: Sequence[SlotReading]) -> None:
+        """Send readings of the board, one per rank, to the listeners."""
         for listener in self._listeners:
             listener.on_readings(readings)
 

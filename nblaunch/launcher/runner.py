@@ -90,7 +90,7 @@ class JobRunner(JobState):
     Attributes:
         spec: as given; of a job that has ended, without the function and its arguments.
         plan: how its workers start now; of a job that has ended, without the modules in the arguments.
-        connections: rank -> connection for commands, of the ranks of the present attempt, where commands are sent.
+        command_connections: rank -> connection for commands, in the present attempt; empty where none are sent.
         announced_stops: breakpoints that were reported.
         past_failures: one line for each attempt that failed.
 
@@ -111,7 +111,7 @@ class JobRunner(JobState):
         self.log: JobLog
         self.requests: JobRequests
         super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
-        self.connections: Mapping[int, CommandConnection] = {}
+        self.command_connections: Mapping[int, CommandConnection] = {}
         self.announced_stops: set[tuple[str, int, int]] = set()
         self.past_failures: list[str] = []
         self._node_attempts = make_attempts(self) if make_attempts is not None else None
@@ -236,7 +236,7 @@ class JobRunner(JobState):
             _clear_variables(self.outcome.error)
         self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={}, optimizers={})
         self.requests.close()
-        self.connections = {}
+        self.command_connections = {}
         self.log.end()
         self._set_ended()
 
@@ -339,11 +339,11 @@ class JobRunner(JobState):
     def _start_attempt(self) -> None:
         running = start_attempt(self._make_attempt())
         links = running.links
-        self.connections = links.connections
+        self.command_connections = links.command_connections
         self.debugger = DebugClient(links.debug_connections) if links.debug_connections else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
-            running, self.requests, self.emit, self.update, self.debugger, on_prompts
+            running, self.requests, self.emit, self.emit_readings, self.debugger, on_prompts
         )
 
     def supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:

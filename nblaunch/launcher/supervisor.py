@@ -76,7 +76,7 @@ class Supervisor:
         running: the workers; closed at the end.
         requests: requests to the job.
         emit: receives every event.
-        update: receives the state of every rank, 10 times a second.
+        emit_readings: receives readings of the board, one per rank, 10 times a second.
         debugger: client of the debugger in the workers; None where there is none.
         on_prompts: called while ranks wait for a line for pdb.
     """
@@ -86,7 +86,7 @@ class Supervisor:
         running: RunningAttempt,
         requests: JobRequests,
         emit: Callable[[Event], None],
-        update: Callable[[Sequence[SlotReading]], None],
+        emit_readings: Callable[[Sequence[SlotReading]], None],
         debugger: DebugClient | None = None,
         on_prompts: Callable[[], None] | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class Supervisor:
         self._selector = running.selector
         self._requests = requests
         self._emit = emit
-        self._update = update
+        self._emit_readings = emit_readings
         self._debugger = debugger
         self._on_prompts = on_prompts or _nothing
         self._failed_s: float | None = None
@@ -117,7 +117,7 @@ class Supervisor:
         self._lingering_since: float | None = None
         self._started: set[int] = set()
         self._alive = set(attempt.ranks)
-        self._num_outputs = dict.fromkeys(attempt.ranks, 0)
+        self._num_messages = dict.fromkeys(attempt.ranks, 0)
         self._num_metrics = dict.fromkeys(attempt.ranks, 0)
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
@@ -274,7 +274,7 @@ class Supervisor:
                     self._failed_s = self._failed_s or time.monotonic()
                 else:
                     self._begin_stop_after_failure()
-            counts = self._num_metrics if isinstance(event, Metric) else self._num_outputs
+            counts = self._num_metrics if isinstance(event, Metric) else self._num_messages
             counts[rank] += 1
             self._emit(event)
         return is_closed
@@ -490,7 +490,7 @@ class Supervisor:
             self._do_deferred()
         self._read_logs()
         readings = self._read_board()
-        self._update(readings)
+        self._emit_readings(readings)
         for event in self._running.monitor.sample(self._active_pids()):
             if isinstance(event, HostMemory):
                 self._report.host_memory[event.rank] = event
@@ -501,7 +501,7 @@ class Supervisor:
     def _read_logs(self) -> None:
         for rank, tail in self._running.tails.items():
             events = tail.read()
-            self._num_outputs[rank] += len(events)
+            self._num_messages[rank] += len(events)
             for event in events:
                 self._emit(event)
 
@@ -516,7 +516,7 @@ class Supervisor:
             return
         pids = self._active_pids()
         self._running.memory.add(pids)
-        if self._inspector.inspect(now, pids, readings, self._num_metrics, self._num_outputs):
+        if self._inspector.inspect(now, pids, readings, self._num_metrics, self._num_messages):
             self._dump_stacks(self._judge)
 
     def _read_board(self) -> list[SlotReading]:
@@ -552,7 +552,7 @@ class Supervisor:
             for event in tail.read_rest():
                 self._emit(event)
         self._report.last_readings = self._read_board()
-        self._update(self._report.last_readings)
+        self._emit_readings(self._report.last_readings)
 
     def _collect(self) -> dict[int, RankResult]:
         """Read the outboxes of the ranks that finished."""

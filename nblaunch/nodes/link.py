@@ -61,7 +61,7 @@ class NodeLink:
         log_path: file for the output of the agent.
         requests: to the job.
         emit: passes an event to the listeners.
-        update: passes readings to the listeners; also called while there are no workers, so that listeners publish.
+        emit_readings: passes readings to the listeners; also while there are no workers, so that listeners publish.
 
     Raises:
         LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown.
@@ -74,12 +74,12 @@ class NodeLink:
         log_path: str,
         requests: JobRequests,
         emit: Callable[[Event], None],
-        update: Callable[[Sequence[SlotReading]], None],
+        emit_readings: Callable[[Sequence[SlotReading]], None],
     ) -> None:
         self._requests = requests
         self._is_session = spec.is_session
         self._emit = emit
-        self._update = update
+        self._emit_readings = emit_readings
         self._agent = AgentClient(spec, num_workers, log_path)
         self._wait = RendezvousWait(spec, self._agent, requests, self._note)
         self._readings: list[SlotReading] = []
@@ -121,7 +121,7 @@ class NodeLink:
 
     def _receive_and_show(self) -> bool:
         self.receive()
-        self._update(self._peers.merged(self._readings))
+        self._emit_readings(self._peers.merged(self._readings))
         return self._peers.is_any_expected
 
     def _enter(self, world: WorldFormed) -> None:
@@ -253,7 +253,7 @@ class NodeLink:
             for text in peers.check(time.monotonic()):
                 self._note(text)
             peers.blame_silent(time.monotonic())
-            self._update(peers.merged(self._readings))
+            self._emit_readings(peers.merged(self._readings))
 
     def _summary(self, readings: Sequence[SlotReading], report: AttemptReport) -> Summary:
         remote = report.remote.labels
@@ -308,7 +308,7 @@ class LinkedAttempts:
         log_path = str(runner.log.new_file("agent.log"))
         num_workers = runner.plan.num_processes
         self._link = link = NodeLink(
-            runner.spec, num_workers, log_path, runner.requests, runner.emit, runner.update
+            runner.spec, num_workers, log_path, runner.requests, runner.emit, runner.emit_readings
         )
         runner.notify_waiting()
         self._start(link, link.first_world())

@@ -61,7 +61,7 @@ class SessionClient:
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
         self._runner = runner
-        self._connections = dict(runner.connections)
+        self._connections = dict(runner.command_connections)
         assert runner.debugger is not None, "a session has a debugger"
         self.debugger = runner.debugger
         self._output = output

@@ -40,13 +40,13 @@ _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 def serve() -> None:
     """Execute the commands of a session on this rank until it is closed, or its kernel has gone."""
     own = context.current()
-    assert own.connection is not None, "the launch of a session gives its workers a connection"
+    assert own.command_connection is not None, "the launch of a session gives its workers a connection"
     assert own.debug_connection is not None, "and one with the debugger"
     debugger = Debugger(own.topology.rank, own.debug_connection)
     debugger.start()
     process_group.extend_collective_timeout()
     own.slot.set_state(WorkerState.DONE)  # between commands there is nothing to watch
-    _Server(own.connection, debugger).run()
+    _Server(own.command_connection, debugger).run()
 
 
 class _Server:
@@ -139,7 +139,7 @@ class _Server:
             process_group.break_off()
             return Reply()
         if isinstance(command, SetVariables):
-            vars(sys.modules["__main__"]).update(payload.load(files[0]))
+            vars(sys.modules["__main__"]).update(payload.load_mapped(files[0]))
             return Reply()
         self._enter_group(command)
         if isinstance(command, Execute):
@@ -155,7 +155,7 @@ class _Server:
         return Reply.of_value(self._topology.rank, value, outbox_fd)
 
     def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
-        function, args = payload.load(call_fd)
+        function, args = payload.load_mapped(call_fd)
         sent: list[Event] = []
         delivery = Delivery(
             self._topology,

@@ -61,7 +61,7 @@ def _run_worker(boot: Boot) -> NoReturn:
     originals = Originals(call_fd)
 
     def load() -> FunctionCall:
-        call, originals.address = payload.load_with_address(call_fd)
+        call, originals.address = payload.load_mapped_with_address(call_fd)
         restore_random_states(pickle.loads(boot.call.random_states))
         return call
 
@@ -83,7 +83,7 @@ def _run_forkserver(boot: Boot) -> NoReturn:
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         process_control.unblock_signals()
         _ensure_shell(boot)
-        call: FunctionCall = payload.load(boot.call.fd)
+        call: FunctionCall = payload.load_mapped(boot.call.fd)
         restore_random_states(pickle.loads(boot.call.random_states))
         with process_control.signals_blocked():
             pids = _start_workers(boot, call)

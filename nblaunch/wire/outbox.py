@@ -105,7 +105,7 @@ def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSen
     for path, event in sent.items():
         if event.at < 0:
             continue
-        state, error = _tried(payload.load, fd, event.at)
+        state, error = _tried(payload.load_mapped, fd, event.at)
         if error:
             state_errors[path] = error
         else:
@@ -123,7 +123,7 @@ def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
     """
     num_bytes = value_location.end - value_location.at
     is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)
-    return _tried(payload.load if is_most else payload.take, fd, value_location.at)
+    return _tried(payload.load_mapped if is_most else payload.load_copied, fd, value_location.at)
 
 
 def _tried(read: Callable[[int, int], Any], fd: int, at: int) -> tuple[Any, str]:

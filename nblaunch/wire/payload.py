@@ -6,7 +6,8 @@
     then       the next value of the file, if there is one: its header, and so on
 
 Nothing passes through a pipe, so that no process waits for another. What is read is either built on the file's pages,
-mapped privately (:func:`load`), or moved into memory of its own (:func:`take`). Tensors arrive on the CPU.
+mapped privately (:func:`load_mapped`), or copied into memory of its own (:func:`load_copied`). Tensors arrive on the
+CPU.
 
 Objects of the notebook itself: to a fresh interpreter, functions and classes of ``__main__`` go by value, since it has
 no such cells; they become members of its own ``__main__``, so that what it pickles by name itself (checkpoints, tasks
@@ -186,7 +187,7 @@ class PayloadWriter:
         main_by_reference: bool = False,
         tests: Mapping[int, Callable[[Any], bool]] | None = None,
     ) -> int:
-        """Write ``value`` and return where it is, for :func:`load`.
+        """Write ``value`` and return where it is, for :func:`load_mapped`.
 
         Args:
             value: what to write.
@@ -225,7 +226,7 @@ def dump(value: Any, fd: int) -> None:
     PayloadWriter(fd).append(value)
 
 
-def load(fd: int, at: int = 0) -> Any:
+def load_mapped(fd: int, at: int = 0) -> Any:
     """Read what was written at ``at``. The tensors in it live on the file's pages, mapped copy-on-write.
 
     As long as one of them lives, so does the whole file, with a descriptor.
@@ -233,13 +234,13 @@ def load(fd: int, at: int = 0) -> Any:
     return _read(_MappedFile(fd), at)
 
 
-def load_with_address(fd: int) -> tuple[Any, int]:
+def load_mapped_with_address(fd: int) -> tuple[Any, int]:
     """Load what was written first; return the memory address of the file's first byte, too."""
     file = _MappedFile(fd)
     return _read(file, 0), ctypes.addressof(ctypes.c_char.from_buffer(file.part(0, 1)))
 
 
-def take(fd: int, at: int = 0) -> Any:
+def load_copied(fd: int, at: int = 0) -> Any:
     """Read what was written at ``at`` into memory of its own, for values that are kept: the file may hold much more."""
     return _read(_CopiedFile(fd), at)
 

@@ -188,7 +188,9 @@ class _Worker:
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
-                connection=CommandConnection(assignment.command_fd) if assignment.command_fd >= 0 else None,
+                command_connection=CommandConnection(assignment.command_fd)
+                if assignment.command_fd >= 0
+                else None,
                 debug_connection=CommandConnection(assignment.debug_fd) if assignment.debug_fd >= 0 else None,
                 key=assignment.key,
                 is_launched=True,

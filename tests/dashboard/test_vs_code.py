@@ -15,7 +15,6 @@ from tests.profiles import PROFILES, python_of
 # A job in the background, which ends when a later cell says so.
 BACKGROUND = """
 d = dashboard.choose({kind!r}, background=True)
-again = dashboard.connect(d, None)
 stop, thread = run_in_background(d)
 """
 
@@ -41,7 +40,7 @@ def shown(kernel: Kernel, *cells: Cell) -> VSCode:
 @pytest.mark.parametrize("kind", ["auto", "html", "text"])
 def test_a_background_job_is_shown_in_every_cell_that_was_asked_for_it(shared: Kernel, kind: str) -> None:
     first = run(shared, BACKGROUND.format(kind=kind))
-    second = run(shared, "_ = again()")
+    second = run(shared, "_ = dashboard.show_again(d)")
     ended = run(shared, "stop.set(); thread.join()")
     front_end = shown(shared, first, second, ended)
     for cell in (first, second):

@@ -204,7 +204,7 @@ finally:
 BACKGROUND = """
 d = dashboard.choose(background=True)
 controls = Controls()
-again = dashboard.connect(d, controls)
+dashboard.connect(d, controls)
 stop, thread = run_in_background(d)
 """
 
@@ -273,12 +273,14 @@ def test_nothing_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
 
 def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shared: Kernel) -> None:
     launching = run(shared, BACKGROUND)
-    assert run(shared, "again(), again()").result == "(True, False)"  # a cell needs it once only
-    other = run(shared, "print(again()); stop.set(); thread.join()")
+    assert (
+        run(shared, "dashboard.show_again(d), dashboard.show_again(d)").result == "(True, False)"
+    )  # a cell needs it once only
+    other = run(shared, "print(dashboard.show_again(d)); stop.set(); thread.join()")
     for cell in (launching, other):
         (table,) = replace(cell, messages=cell.messages + other.messages).displays[:1]
         assert "train: done in" in table.data["text/plain"]
-    after = run(shared, "again()")
+    after = run(shared, "dashboard.show_again(d)")
     assert "train: done in" in after.displays[0].data["text/plain"]
 
 

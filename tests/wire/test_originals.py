@@ -117,7 +117,7 @@ def sent(module: nn.Module, originals: Originals) -> set[str]:
     state = module.state_dict()
     fd = create_memory_file("test")
     at, _, lost = outbox.Outbox(fd).put_state(0, state, originals.equality_tests(0, state))
-    arrived = payload.load(fd, at)
+    arrived = payload.load_mapped(fd, at)
     os.close(fd)
     assert not lost
     assert arrived.keys() == state.keys()
@@ -165,7 +165,7 @@ def test_a_forked_worker_finds_what_it_has_changed(change: Callable[[Net], None]
 def test_a_fresh_worker_finds_what_it_has_changed(change: Callable[[Net], None], names: set[str]) -> None:
     fd = create_memory_file("test")
     payload.dump(("something before", Net()), fd)
-    (_, net), address = payload.load_with_address(fd)
+    (_, net), address = payload.load_mapped_with_address(fd)
     originals = Originals(fd, address)
     originals.remember({0: net})
     change(net)

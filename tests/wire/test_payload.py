@@ -35,7 +35,7 @@ def there_and_back(value: Any) -> Any:
     fd = create_memory_file("test")
     try:
         payload.dump(value, fd)
-        return payload.load(fd)
+        return payload.load_mapped(fd)
     finally:
         os.close(fd)
 
@@ -81,7 +81,7 @@ def test_a_tensor_in_two_values_of_a_file_is_written_once(file: int) -> None:
     places = [writer.append({"step": step, "big": big}) for step in range(3)]
     assert os.fstat(file).st_size < 8 * MB + 10_000
     for step, place in enumerate(places):
-        loaded = payload.load(file, place)
+        loaded = payload.load_mapped(file, place)
         assert loaded["step"] == step
         assert torch.equal(loaded["big"], big)
 
@@ -92,8 +92,8 @@ def test_a_failed_value_does_not_harm_the_next(file: int) -> None:
     with pytest.raises(TypeError, match="lock"):
         writer.append({"big": torch.ones(MB), "lock": threading.Lock()})
     second = writer.append([torch.full((MB,), 2.0), np.arange(5000)])
-    assert payload.load(file, first) == "first"
-    tensor, array = payload.load(file, second)
+    assert payload.load_mapped(file, first) == "first"
+    tensor, array = payload.load_mapped(file, second)
     assert tensor.sum() == 2 * MB
     assert array.sum() == np.arange(5000).sum()
 
@@ -111,8 +111,8 @@ def test_temporary_tensors_are_not_taken_for_each_other(file: int) -> None:
     writer = payload.PayloadWriter(file)
     place = writer.append([Lazy(number) for number in range(50)])
     other = writer.append([Lazy(number) for number in range(50, 60)])
-    assert [item[0][0].item() for item in payload.load(file, place)] == list(range(50))
-    assert [item[0][0].item() for item in payload.load(file, other)] == list(range(50, 60))
+    assert [item[0][0].item() for item in payload.load_mapped(file, place)] == list(range(50))
+    assert [item[0][0].item() for item in payload.load_mapped(file, other)] == list(range(50, 60))
 
 
 def test_what_is_loaded_outlives_the_file_and_can_be_changed() -> None:
@@ -129,7 +129,7 @@ def test_what_is_taken_keeps_nothing_of_the_file(file: int) -> None:
         {"small": small, "array": array, "large": large, "tied": large[:]}
     )
     before = set(os.listdir("/proc/self/fd"))
-    taken = payload.take(file, at)
+    taken = payload.load_copied(file, at)
     assert set(os.listdir("/proc/self/fd")) == before
     assert (
         os.readlink(f"/proc/self/fd/{file}").removesuffix(" (deleted)")
@@ -148,7 +148,7 @@ def test_what_is_taken_is_not_shared_with_children() -> None:
     """As any other tensor of the kernel: a worker that is forked later has its own."""
     fd = create_memory_file("test")
     payload.dump(torch.zeros(MB), fd)
-    tensor = payload.take(fd)
+    tensor = payload.load_copied(fd)
     os.close(fd)
     child = os.fork()
     if child == 0:

@@ -37,7 +37,7 @@ from nblaunch.wire import quantised
 
 
 class Fsdp2Strategy(DTensorStrategy):
-    """Apply torch's ``fully_shard`` over all ranks, or inside each machine. A lone process shards none.
+    """Apply torch's ``fully_shard`` over all ranks, or inside each machine. With one rank nothing is sharded.
 
     Args:
         process: ranks and device of this process.
