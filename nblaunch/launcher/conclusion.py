@@ -82,9 +82,9 @@ def _load_weights(
     back = weights.merge_ranks([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
     if attempt.spec.is_detached:
-        whole = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
+        full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
         lost = {**rank_results[first_rank].state_errors, **unsent}
-        return whole, weights.notes_of_detached(modules, whole, lost)
+        return full, weights.notes_of_detached(modules, full, lost)
     loaded = weights.load_back(modules, back, rank_results[first_rank].state_errors)
     notes = [Note.of_job(line) for line in loaded.lines]
     notes += [

@@ -44,14 +44,14 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
 
 
 def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """Return ``state`` with whole tensors; those that were not sent are copied from the kernel's ``module``."""
+    """Return ``state`` with full tensors; those that were not sent are copied from the kernel's ``module``."""
     own = module.state_dict() if any(isinstance(value, Unchanged) for value in state.values()) else {}
-    whole = {}
+    full = {}
     for name, value in state.items():
         if isinstance(value, ShardedTensor):
             value = value.assembled()
-        whole[name] = own[name].detach().clone() if isinstance(value, Unchanged) else value
-    return whole
+        full[name] = own[name].detach().clone() if isinstance(value, Unchanged) else value
+    return full
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def load_back(
         lost: argument path -> what of the state dict did not come through, or why none of it did.
     """
     warnings: list[str] = []
-    whole: dict[ArgPath, int] = {}
+    full: dict[ArgPath, int] = {}
     unchanged: list[ArgPath] = []
     loaded = set()
     for path, module in modules.items():
@@ -92,32 +92,32 @@ def load_back(
         if loading.text:
             warnings.append(loading.text)
         elif _is_sent(weights[path]):
-            whole[path] = _num_bytes(weights[path])
+            full[path] = _num_bytes(weights[path])
         else:
             unchanged.append(path)
-    lines = [*_back(modules, whole)]
+    lines = [*_back(modules, full)]
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
     return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
 
 
 def notes_of_detached(
-    modules: Mapping[ArgPath, Any], whole: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
+    modules: Mapping[ArgPath, Any], full: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
 ) -> list[Note]:
     """Return notes about the weights of a detached job, which are kept for those that attach to it.
 
     Args:
         modules: that were trained, by their argument paths.
-        whole: argument path -> state dict.
+        full: argument path -> state dict.
         lost: argument path -> why weights, or parts of them, are missing.
     """
     notes = (
         [
             Note.of_job(
-                f"kept the trained weights of {_listed(modules, list(whole))}: job.load_weights(model) loads them"
+                f"kept the trained weights of {_listed(modules, list(full))}: job.load_weights(model) loads them"
             )
         ]
-        if whole
+        if full
         else []
     )
     for path, reason in lost.items():
@@ -127,7 +127,7 @@ def notes_of_detached(
     return notes
 
 
-def load_whole(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
+def load_full(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
     """Load a state dict into ``module``.
 
     Raises:
@@ -137,12 +137,12 @@ def load_whole(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
 
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"{type(module).__name__} is no torch.nn.Module, into which weights could be loaded")
-    misfit = _misfit(module, state, is_whole=True)
+    misfit = _misfit(module, state, is_full=True)
     if misfit:
         raise ValueError(
             f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit[:300]}"
         )
-    _load(module, state, is_whole=True)
+    _load(module, state, is_full=True)
 
 
 def unsent_lines(modules: Mapping[ArgPath, Any], reasons: Mapping[ArgPath, str]) -> list[str]:
@@ -202,11 +202,11 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     name = _name(module, path)
     if state is None:
         return _Loading(False, f"the trained weights of {name} can't be loaded in the kernel: {lost}")
-    is_whole = not lost and not any(map(quantised.is_quantised, module.parameters()))
-    misfit = _misfit(module, state, is_whole)
+    is_full = not lost and not any(map(quantised.is_quantised, module.parameters()))
+    misfit = _misfit(module, state, is_full)
     if not misfit:
         try:
-            _load(module, state, is_whole)
+            _load(module, state, is_full)
         except Exception as error:  # the module's own code refuses
             misfit = " ".join(f"{type(error).__name__}: {error}".split())
     if misfit:
@@ -224,8 +224,8 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     )
 
 
-def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
-    """Put ``state`` into ``module``; shards of tensors are copied one by one, without a whole copy of them.
+def _load(module: Any, state: Mapping[str, Any], is_full: bool) -> None:
+    """Put ``state`` into ``module``; shards of tensors are copied one by one, without a full copy of them.
 
     What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
     """
@@ -240,7 +240,7 @@ def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
                 value.put_into(own[name])
     handled = {name for name, value in state.items() if isinstance(value, (ShardedTensor, Unchanged))} | bare
     plain = {name: value for name, value in state.items() if name not in handled}
-    module.load_state_dict(plain, strict=is_whole and not handled)
+    module.load_state_dict(plain, strict=is_full and not handled)
     if bare:
         module.load_state_dict(_made(module, state, bare), strict=False, assign=True)
 
@@ -266,14 +266,14 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
     return tensors
 
 
-def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
+def _misfit(module: Any, state: Mapping[str, Any], is_full: bool) -> str:
     """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
     Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
     """
     own = module.state_dict()
     reasons = [f"{name} is in the worker only" for name in state if name not in own]
-    reasons += [f"{name} is in the kernel only" for name in own if name not in state and is_whole]
+    reasons += [f"{name} is in the kernel only" for name in own if name not in state and is_full]
     reasons += [
         f"{value.num_missing:,} elements of {name} are on other machines"
         for name, value in state.items()

@@ -763,7 +763,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
     # --- weights and single objects ----------------------------------------------------------------------------------
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole weights of a prepared model.
+        """Return the full weights of a prepared model.
 
         Where every rank holds a shard of them, all ranks must call it; the main process of every machine gets them, in
         CPU memory, the others an empty dict.

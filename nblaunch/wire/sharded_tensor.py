@@ -17,7 +17,7 @@ class TensorShard:
     """A rank's shard of a tensor: a rectangular block of it, or a stretch of its elements in order.
 
     Args:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         offset: where the shard begins, one number per dimension.
         data: the elements of the shard, on the CPU; may be empty.
         is_flat: ``offset`` and ``data`` are of the tensor as one row of elements.
@@ -31,7 +31,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """The shards of one tensor, which don't overlap. Has the shape and size of the whole, but not its values.
+    """The shards of one tensor, which don't overlap. Has the shape and size of the full tensor, but not its values.
 
     Args:
         shards: at least one.
@@ -41,11 +41,11 @@ class ShardedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
+        """Return the shape of the full tensor."""
         return self.shards[0].shape
 
     def numel(self) -> int:
-        """Return the number of elements of the whole tensor."""
+        """Return the number of elements of the full tensor."""
         count = 1
         for size in self.shape:
             count *= size
@@ -60,19 +60,19 @@ class ShardedTensor:
         """Return how many elements are in none of the shards."""
         return self.numel() - sum(int(shard.data.numel()) for shard in self.shards)
 
-    def put_into(self, whole: Any) -> None:
-        """Copy every shard into ``whole``, a tensor of this shape."""
-        if any(shard.is_flat for shard in self.shards) and not whole.is_contiguous():
-            whole.copy_(self.assembled())
+    def put_into(self, full: Any) -> None:
+        """Copy every shard into ``full``, a tensor of this shape."""
+        if any(shard.is_flat for shard in self.shards) and not full.is_contiguous():
+            full.copy_(self.assembled())
             return
         for shard in self.shards:
-            target = whole.view(-1) if shard.is_flat else whole
+            target = full.view(-1) if shard.is_flat else full
             for dim, (start, length) in enumerate(zip(shard.offset, shard.data.shape, strict=True)):
                 target = target.narrow(dim, start, length)
             target.copy_(shard.data)
 
     def assembled(self) -> Any:
-        """Return the whole tensor, in memory of its own."""
-        whole = self.shards[0].data.new_empty(self.shape)
-        self.put_into(whole)
-        return whole
+        """Return the full tensor, in memory of its own."""
+        full = self.shards[0].data.new_empty(self.shape)
+        self.put_into(full)
+        return full

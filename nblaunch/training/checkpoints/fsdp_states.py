@@ -1,6 +1,6 @@
 """Sharded states outside of ``save_state``: for trainers that write models and optimizers one by one, and merging them.
 
-With the plugin's ``state_dict_type`` ``"FULL_STATE_DICT"`` the main process writes one file of whole tensors, otherwise
+With the plugin's ``state_dict_type`` ``"FULL_STATE_DICT"`` the main process writes one file of full tensors, otherwise
 each rank its shards into a folder; names as in Hugging Face Accelerate.
 """
 
@@ -124,7 +124,7 @@ def merge_fsdp_weights(
         checkpoint_dir: the folder with ``.metadata`` and the files of the ranks, as ``pytorch_model_fsdp_0``.
         output_path: the folder for ``model.safetensors``, or for its shards and their index; made where it is missing.
         safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
-        remove_checkpoint_dir: remove the shards once the whole is written.
+        remove_checkpoint_dir: remove the shards once the full model is written.
 
     Raises:
         CheckpointError: the folder holds no shards, or damaged ones.
@@ -172,9 +172,9 @@ def _save(
 ) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     if _is_full(plugin):
-        (whole,) = state.values()
+        (full,) = state.values()
         if accelerator.is_main_process:
-            torch.save(whole, _file(output_dir, name, index))
+            torch.save(full, _file(output_dir, name, index))
         accelerator.wait_for_everyone()
     else:
         distributed_checkpoint.write(

@@ -61,7 +61,7 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
     if count:
         raise CheckpointError(
             f"save was given {formatting.count(count, 'tensor')} of which each rank holds but a shard, and would write "
-            "that of the main process. Save whole weights with accelerator.save_model(model, folder), or with "
+            "that of the main process. Save full weights with accelerator.save_model(model, folder), or with "
             "accelerator.save(accelerator.get_state_dict(model), path), called on all ranks; accelerator.save_state "
             "saves optimizers, too"
         )

@@ -211,7 +211,7 @@ class _Held:
     """Models and optimizers as this rank saves them: whole, or in shards that are written already or will be.
 
     Args:
-        weights: whole state dicts of models that are to be written.
+        weights: full state dicts of models that are to be written.
         optimizers: the same of optimizers.
         is_sharded: every rank writes its shards instead.
         shards: that writes them later; None: they are written.
@@ -284,7 +284,7 @@ def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
 
 
 def _weights(state: CheckpointSources, module: torch.nn.Module) -> dict[str, Any]:
-    """Return whole weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
+    """Return full weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     weights = state.strategy.state_dict(module)
     for name in quantised.entries_in(module, weights):
         if hasattr(weights[name], "__tensor_flatten__"):

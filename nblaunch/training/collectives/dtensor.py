@@ -1,4 +1,4 @@
-"""Sharded tensors (:class:`torch.distributed.tensor.DTensor`): whole tensors to shards, and shards to whole tensors.
+"""Sharded tensors (:class:`torch.distributed.tensor.DTensor`): full tensors to shards, and shards to full tensors.
 
 Every function takes plain tensors, too, and returns them as they are, so that callers need no branch. What is sharded,
 and how, is decided by the strategy.
@@ -27,11 +27,11 @@ def is_sharded(value: Any) -> bool:
 
 
 def num_sharded(state: Any) -> int:
-    """Return how many tensors in a nested state this rank does not hold whole."""
-    return sum(is_sharded(leaf) and not _is_whole(leaf) for leaf in nested.leaves(state))
+    """Return how many tensors in a nested state this rank does not hold in full."""
+    return sum(is_sharded(leaf) and not _is_full(leaf) for leaf in nested.leaves(state))
 
 
-def _is_whole(shard: Any) -> bool:
+def _is_full(shard: Any) -> bool:
     sizes = shard.device_mesh.shape
     return all(size == 1 or place.is_replicate() for size, place in zip(sizes, shard.placements, strict=True))
 
@@ -42,7 +42,7 @@ def local(value: T) -> T:
 
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a shard lies in the whole: its offset and its shape, one number per dimension each. By
+    """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. By
     torch's own arithmetic, which also knows shards of shards: of FSDP2 over tensor parallelism.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
@@ -51,23 +51,23 @@ def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def slice_for(shard: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Return the view of ``whole`` that is this rank's ``shard`` of it; no copy."""
+def slice_for(shard: Any, full: torch.Tensor) -> torch.Tensor:
+    """Return the view of ``full`` that is this rank's ``shard`` of it; no copy."""
     offset, shape = extent(shard)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
+        full = full.narrow(dim, start, length)
+    return full
 
 
-def shard_like(whole: Any, like: Any) -> Any:
-    """Return this rank's shard of ``whole``, placed as ``like``; ``whole`` itself where ``like`` is no such shard."""
-    if not is_sharded(like) or is_sharded(whole) or whole.shape != like.shape:
-        return whole
-    return with_local(like, slice_for(like, whole).to(device=like.to_local().device, copy=True))
+def shard_like(full: Any, like: Any) -> Any:
+    """Return this rank's shard of ``full``, placed as ``like``; ``full`` itself where ``like`` is no such shard."""
+    if not is_sharded(like) or is_sharded(full) or full.shape != like.shape:
+        return full
+    return with_local(like, slice_for(like, full).to(device=like.to_local().device, copy=True))
 
 
 def with_local(like: Any, held: torch.Tensor) -> Any:
-    """Return a shard that lies in the whole as ``like`` does, with the elements ``held``."""
+    """Return a shard that lies in the full tensor as ``like`` does, with the elements ``held``."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -83,24 +83,24 @@ def on_host(like: Any, held: torch.Tensor) -> Any:
     return DTensor(held, like._spec, requires_grad=False)
 
 
-def shard_state_dict(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Apply :func:`shard_like` to every tensor of a state dict, by its name."""
     return {
         name: shard_like(value, like.get(name)) if isinstance(value, torch.Tensor) else value
-        for name, value in whole.items()
+        for name, value in full.items()
     }
 
 
 def gather(state: Any, keep: bool) -> Any:
-    """Return a nested state with whole tensors, on the CPU. All ranks call it with states of the same form.
+    """Return a nested state with full tensors, on the CPU. All ranks call it with states of the same form.
 
     Args:
         state: dicts, lists and tuples of tensors and anything else.
         keep: False: this rank only contributes, and gets None for each sharded tensor.
     """
     if is_sharded(state):
-        whole = _on_its_mesh(state.detach()).full_tensor()
-        return whole.cpu() if keep else None
+        full = _on_its_mesh(state.detach()).full_tensor()
+        return full.cpu() if keep else None
     if isinstance(state, torch.Tensor):
         return state.detach()
     if isinstance(state, Mapping):
@@ -117,20 +117,20 @@ def _on_its_mesh(shard: Any) -> Any:
 
 
 def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
-    """Return a module's whole weights, as :func:`gather` does. Tied ones are one tensor under all their names."""
+    """Return a module's full weights, as :func:`gather` does. Tied ones are one tensor under all their names."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     twins = {name: first.setdefault(id(parameter), name) for name, parameter in named}
     state = module.state_dict()
-    whole = gather({name: value for name, value in state.items() if twins.get(name, name) == name}, keep)
-    return {name: whole[twins.get(name, name)] for name in state}
+    full = gather({name: value for name, value in state.items() if twins.get(name, name) == name}, keep)
+    return {name: full[twins.get(name, name)] for name in state}
 
 
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm of all tensors as one vector. A collective over ranks with shards of the same tensors.
 
     Args:
-        tensors: shards and whole tensors.
+        tensors: shards and full tensors.
         norm_type: the p of the norm; infinity for the largest element.
         device: where ranks can exchange numbers.
     """
@@ -177,7 +177,7 @@ def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_ty
 
 
 def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
-    """Return what this rank sends of a state dict: its shards; the main rank also what is whole.
+    """Return what this rank sends of a state dict: its shards; the main rank also what is not sharded.
 
     No rank waits for another. A shard that several ranks hold is sent by one of them.
     """

@@ -272,22 +272,22 @@ class Strategy(ABC):
     # --- states; where the strategy holds shards, every rank calls these -----------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the whole weights of a user's own module.
+        """Return the full weights of a user's own module.
 
         Where the strategy holds shards: in CPU memory, on the main process of every machine; nothing on the others.
         """
         return module.state_dict()
 
     def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state of a prepared optimizer, as torch's do. Of shards: see :meth:`state_dict`."""
+        """Return the full state of a prepared optimizer, as torch's do. Of shards: see :meth:`state_dict`."""
         return dict(optimizer.state_dict())
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load a whole state that :meth:`optimizer_state_dict` returned."""
+        """Load a full state that :meth:`optimizer_state_dict` returned."""
         optimizer.load_state_dict(state)
 
     def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Write this rank's shards of all models and optimizers to ``folder``; False: save them whole."""
+        """Write this rank's shards of all models and optimizers to ``folder``; False: save full ones."""
         return False
 
     def shard_writer(
@@ -307,5 +307,5 @@ class Strategy(ABC):
         return ()
 
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Load what :meth:`save_shards` wrote, over any number of ranks; False: ``folder`` has whole states."""
+        """Load what :meth:`save_shards` wrote, over any number of ranks; False: ``folder`` has full states."""
         return False

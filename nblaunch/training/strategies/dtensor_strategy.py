@@ -1,6 +1,6 @@
 """What strategies have in common whose ranks hold shards of weights, as DTensors of any mesh.
 
-The norm of all shards, whole states from them and back, and their files through torch.distributed.checkpoint.
+The norm of all shards, full states from them and back, and their files through torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DTensorStrategy(Strategy):
 
     @property
     def saves_shards(self) -> bool:
-        """Whether checkpoints have each rank's shards; otherwise the main process writes whole states."""
+        """Whether checkpoints have each rank's shards; otherwise the main process writes full states."""
         return True
 
     # --- gradients -----------------------------------------------------------------------------------------------
@@ -56,16 +56,16 @@ class DTensorStrategy(Strategy):
     # --- states --------------------------------------------------------------------------------------------------
 
     @property
-    def _keeps_whole(self) -> bool:
+    def _keeps_full(self) -> bool:
         return self._process.topology.local_rank == 0
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        whole = dtensor.gather_weights(module, self._keeps_whole)
-        return whole if self._keeps_whole else {}
+        full = dtensor.gather_weights(module, self._keeps_full)
+        return full if self._keeps_full else {}
 
     def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        whole = dtensor.gather(optimizer.state_dict(), self._keeps_whole)
-        return whole if self._keeps_whole else {}
+        full = dtensor.gather(optimizer.state_dict(), self._keeps_full)
+        return full if self._keeps_full else {}
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

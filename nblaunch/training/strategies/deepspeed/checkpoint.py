@@ -106,7 +106,7 @@ def _load_as_it_is(engine: Any, folder: Path, tag: str) -> None:
 
 
 def _check_stage(engine: Any, folder: Path) -> None:
-    """Raise CheckpointError where a checkpoint has sharded weights and the engine whole ones, or vice versa."""
+    """Raise CheckpointError where a checkpoint has sharded weights and the engine full ones, or vice versa."""
     if not any(folder.glob("*_optim_states.pt")):
         saved = "0"
     else:
@@ -165,10 +165,10 @@ def _convert(source: Path, target: Path) -> str | None:
     return None
 
 
-# --- whole weights ----------------------------------------------------------------------------------------------------
+# --- full weights -----------------------------------------------------------------------------------------------------
 
 
-def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
+def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     """Return the state dict of a module, in memory of its own on the CPU. All ranks must call it.
 
     Args:
@@ -219,7 +219,7 @@ def _warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: st
     if num_empty and not _is_asked_by_deepspeed():
         warn(
             f"state_dict() has nothing in {formatting.count(num_empty, 'tensor')} of {len(state)}: ZeRO 3 keeps each "
-            "rank's shard of them elsewhere. Take whole weights from accelerator.get_state_dict(model), called on all "
+            "rank's shard of them elsewhere. Take full weights from accelerator.get_state_dict(model), called on all "
             "ranks, or save them with accelerator.save_model(model, folder)"
         )
 

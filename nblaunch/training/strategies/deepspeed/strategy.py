@@ -136,7 +136,7 @@ class DeepSpeedStrategy(Strategy):
             )
         library = deepspeed_library.load(process)
         config = deepspeed_config.complete(settings.deepspeed_config, self._describe(model, process))
-        _keep_whole(library, model, settings.transformer_moe_cls_names)
+        _gather_as_one(library, model, settings.transformer_moe_cls_names)
         with Waiting(process.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._engine_arguments())
         if deepspeed_library.sharded_parameters(model):
@@ -297,7 +297,7 @@ class DeepSpeedStrategy(Strategy):
     # --- states --------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        return checkpoint.whole(module, keep=self._setup.process.topology.local_rank == 0)
+        return checkpoint.full_state_dict(module, keep=self._setup.process.topology.local_rank == 0)
 
     def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         checkpoint.save(folder, models, self._setup.process)
@@ -352,7 +352,7 @@ def _batch_size(loader: DataLoader) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _keep_whole(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
+def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
     """Have stage 3 gather some layers as a whole, as those whose submodules are used by turns."""
     if not class_names:
         return

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# What a unit does with other ranks, in the words of the users who read profiles.
-_EXCHANGES = {
+# The collectives of a unit, as profiles name them.
+_COLLECTIVES = {
     "unshard": "all_gather",
     "wait_for_unshard": "all_gather",
     "post_backward": "reduce_scatter",
@@ -46,23 +46,23 @@ def is_reducing(module: nn.Module) -> bool:
 
 
 def unsharded_gradients(module: nn.Module) -> Iterator[Any]:
-    """Yield gradients that a unit has accumulated unreduced: of whole parameters, on this rank alone."""
+    """Yield gradients that a unit has accumulated unreduced: of unsharded parameters, on this rank alone."""
     for group in _groups(module):
         for parameter in group.fsdp_params:
             if parameter.unsharded_accumulated_grad is not None:
                 yield parameter.unsharded_accumulated_grad
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None and whole.grad is not None:
-                yield whole.grad
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None and unsharded.grad is not None:
+                yield unsharded.grad
 
 
 def name_in_errors(name: str, module: nn.Module) -> None:
-    """Have errors of a unit's exchanges say which unit it was, and which exchange."""
+    """Have errors of a unit's collectives say which unit it was, and which collective."""
     kind = type(module).__mro__[2].__name__ if len(type(module).__mro__) > 2 else type(module).__name__
     unit = f"{name} ({kind})" if name else f"the model itself ({kind})"
     for group in _groups(module):
-        for method, exchange in _EXCHANGES.items():
-            setattr(group, method, _named(getattr(group, method), f"in {exchange} of {unit}"))
+        for method, collective in _COLLECTIVES.items():
+            setattr(group, method, _named(getattr(group, method), f"in {collective} of {unit}"))
 
 
 def _ordinary_tensors() -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 There are no ranks to exchange anything: a tensor has its global shape here, and an annotation says along which
 dimension the devices shard it. From those of weights, gradients and optimizer state the compiler derives where weights
-are gathered and gradients reduced. So states are read and written whole, as without sharding.
+are gathered and gradients reduced. So states are read and written in full, as without sharding.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class DeviceShardsStrategy(Strategy):
         inner = bare_module(model)
         ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
         names = {id(one) for one in ignored}
-        kept_whole = {name for name, one in inner.named_parameters() if id(one) in names}
+        unsharded = {name for name, one in inner.named_parameters() if id(one) in names}
         # Inner modules first, each sharded before the next is moved: the host never holds much of the model twice.
         for prefix, module in reversed(list(inner.named_modules())):
             module.to(process.device)
             for name, parameter in module.named_parameters(prefix, recurse=False):
-                if name not in kept_whole:
+                if name not in unsharded:
                     self._shard(parameter)
             module.register_load_state_dict_pre_hook(self._send_parts)
             module.register_forward_hook(self._cut_output)

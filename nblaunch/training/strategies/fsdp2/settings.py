@@ -36,8 +36,8 @@ _SHARDING_NUMBERS = {
 _WITHOUT_EFFECT = {
     "backward_prefetch": "version 2 always gathers the next layer while the one before computes its gradients",
     "forward_prefetch": "version 2 always gathers the next layer on a stream of its own while one computes",
-    "state_dict_config": "whole states go to the main process's CPU memory, shards stay where they are",
-    "optim_state_dict_config": "whole states go to the main process's CPU memory, shards stay where they are",
+    "state_dict_config": "full states go to the main process's CPU memory, shards stay where they are",
+    "optim_state_dict_config": "full states go to the main process's CPU memory, shards stay where they are",
     "use_orig_params": "version 2 always keeps the original parameters",
     "sync_module_states": "ranks compare their weights, and those of rank 0 are sent where they differ",
 }
@@ -59,7 +59,7 @@ class ShardingSettings:
     checkpoints are as without sharding. Of the fields below, ``ignored_modules`` has a meaning there; those that ask
     for what the compiler can't do are refused.
 
-    A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save whole weights with
+    A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save full weights with
     ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save what
     the main process gets; ``accelerator.save`` refuses shards.
 

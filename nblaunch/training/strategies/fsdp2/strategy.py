@@ -31,7 +31,7 @@ from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.units import checkpoint_activations, return_no_views
-from nblaunch.training.strategies.fsdp2.weights import WholeWeights
+from nblaunch.training.strategies.fsdp2.weights import FullWeights
 from nblaunch.training.strategies.tensor_parallel import is_sharded_model, share_weights, warn_of_unsharded
 from nblaunch.wire import quantised
 
@@ -113,7 +113,7 @@ class Fsdp2Strategy(DTensorStrategy):
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
         # What computes in fewer bits is trained in fp32, however the model was loaded: small steps would be lost.
         master = torch.float32 if self._dtype is not None else None
-        weights = WholeWeights(model, ignored, device, may_be_sent, master)
+        weights = FullWeights(model, ignored, device, may_be_sent, master)
         weights.move_to_meta()
         self._apply_fully_shard([module for _, module in units], ignored)
         weights.materialize_shards(torch.device("cpu") if self._settings.cpu_offload else device)
@@ -177,7 +177,7 @@ class Fsdp2Strategy(DTensorStrategy):
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         world: Any = dist.group.WORLD
         if self._settings.cpu_offload and dist.get_backend() == "nccl":
-            # Shards lie in host memory, where NCCL can't exchange what is computed on them: norms, whole tensors.
+            # Shards lie in host memory, where NCCL can't exchange what is computed on them: norms, full tensors.
             world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
 

@@ -1,6 +1,6 @@
 """Where the weights of a sharded model come from: each rank's own copy, rank 0, or nowhere yet (the meta device).
 
-    before    every rank has the whole model: the kernel's very pages after a fork, a copy, or nothing but shapes
+    before    every rank has the full model: the kernel's very pages after a fork, a copy, or nothing but shapes
     shapes    its parameters are on the meta device; ``fully_shard`` is applied to that, which costs no memory
     after     every rank has its shards, filled from what it had before, copying only the shard's bytes
 
@@ -27,12 +27,12 @@ _META = "meta"
 _UNKNOWN = "unknown"
 
 
-class WholeWeights:
-    """The whole weights of a model while it is sharded, from which its shards are filled. Copies none of them whole.
+class FullWeights:
+    """The full weights of a model while it is sharded, from which its shards are filled. Makes no full copy.
 
     Args:
         model: as the user built it.
-        ignored: parameters that stay whole; those that get their memory anew are exchanged in it.
+        ignored: parameters that are not sharded; those that are replaced by others are replaced in it, too.
         device: where shards go.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.
         master: dtype of the shards of what is trained; None: as the model has it.
@@ -67,7 +67,10 @@ class WholeWeights:
         return sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
 
     def move_to_meta(self) -> None:
-        """Put parameters on the meta device into the model, tied as before, and move all else to the device."""
+        """Replace the parameters that are to be sharded by some on the meta device, tied as before.
+
+        Buffers and ignored parameters, which every rank holds in full, go to the device here.
+        """
         empty: dict[int, nn.Parameter] = {}
         for name, old in self._parameters.items():
             if id(old) not in empty:
@@ -80,13 +83,13 @@ class WholeWeights:
             _owner(self._model, name)[_own_name(name)] = empty[id(old)]
         for name, tensor in self._others.items():
             if self._origins[name] != "nowhere":
-                self._place_whole(name, tensor)
+                self._place_full(name, tensor)
 
-    def _place_whole(self, name: str, tensor: torch.Tensor) -> None:
-        """Move a tensor that every rank holds whole to the device, and make it equal to that of rank 0."""
+    def _place_full(self, name: str, tensor: torch.Tensor) -> None:
+        """Move a tensor that every rank holds in full to the device, and make it equal to that of rank 0."""
         if isinstance(tensor, nn.Parameter) and quantised.is_quantised(tensor):
             if tensor.device != self._device:  # by its own method, which takes along what it keeps beside
-                self._exchange(tensor, tensor.to(self._device))  # type: ignore[arg-type]
+                self._replace(tensor, tensor.to(self._device))  # type: ignore[arg-type]
             return
         # Where only rank 0 has it, the others make room for what it sends.
         moved = tensor.detach().to(self._device) if not tensor.is_meta else _room_for(tensor, self._device)
@@ -95,11 +98,11 @@ class WholeWeights:
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = moved
         elif isinstance(tensor, nn.Parameter):  # which can't be given memory: another one takes its place
-            self._exchange(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad))
+            self._replace(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad))
         else:
             self._put(tensor, moved)
 
-    def _exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Put ``new`` in the place of an ignored parameter."""
         self._put(old, new)
         self._ignored.remove(old)
@@ -158,21 +161,21 @@ class WholeWeights:
             if name in self._views:
                 continue
             with torch.no_grad():
-                dtensor.local(shard).copy_(dtensor.slice_for(shard, self._whole(name, source)))
+                dtensor.local(shard).copy_(dtensor.slice_for(shard, self._full(name, source)))
         if "nowhere" in self._origins.values():
             self._initialise(initialise)
 
-    def _whole(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor: this rank's own, or that of rank 0, one at a time."""
+    def _full(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor: this rank's own, or that of rank 0, one at a time."""
         if self._origins[name] == "own":
             return source.detach()
         is_sender = dist.get_rank() == 0
-        whole = (
+        full = (
             source.detach().to(self._device) if is_sender else torch.empty_like(source, device=self._device)
         )
         with waiting():
-            dist.broadcast(whole, src=0)
-        return whole
+            dist.broadcast(full, src=0)
+        return full
 
     def _initialise(self, initialise: Callable[[nn.Module], Any] | None) -> None:
         """Make weights module by module, the same on all ranks, so that no rank ever holds more than one as a whole."""
@@ -191,14 +194,14 @@ class WholeWeights:
     ) -> None:
         held: dict[str, Any] = {name: module._parameters[name] for name in names}
         for name, shard in held.items():
-            whole = torch.empty(shard.shape, dtype=shard.dtype)
-            module._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
+            full = torch.empty(shard.shape, dtype=shard.dtype)
+            module._parameters[name] = nn.Parameter(full, requires_grad=shard.requires_grad)
         for name in buffers:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
         make(module)
         for name, shard in held.items():
             made: Any = module._parameters[name]
-            if not dtensor.is_sharded(shard):  # ignored: every rank holds the whole
+            if not dtensor.is_sharded(shard):  # ignored: every rank holds all of it
                 made.data = made.data.to(self._device)
                 continue
             module._parameters[name] = shard
