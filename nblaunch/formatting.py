@@ -61,7 +61,7 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers with ranges folded: ``3``, ``0, 2, 5-63``."""
+    """Return numbers, runs of them as ranges: ``3``, ``0, 2, 5-63``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:

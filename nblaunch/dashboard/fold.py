@@ -43,10 +43,10 @@ def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) 
         if 0 <= reading.rank < len(ranks) and reading != ranks[reading.rank].reading
     ]
     if changed:
-        moved = list(ranks)
+        updated = list(ranks)
         for reading in changed:
-            moved[reading.rank] = _read(moved[reading.rank], reading, now_s)
-        ranks = tuple(moved)
+            updated[reading.rank] = _read(updated[reading.rank], reading, now_s)
+        ranks = tuple(updated)
     if any(_has_lost_line(rank, now_s) for rank in ranks):
         ranks = tuple(rank.without_line() if _has_lost_line(rank, now_s) else rank for rank in ranks)
     return replace(view, ranks=ranks, now_s=view.now_s if view.is_over else max(now_s, view.now_s))
@@ -77,7 +77,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         busy_step_s=_busy_step_s(points, rank),
         loss=reading.loss,
         stepped_s=now_s if moved else rank.stepped_s,
-        moved_s=now_s,
+        changed_s=now_s,
         stall=None if replace(reading, interrupts=last.interrupts) != last else rank.stall,
         state_s=now_s if has_new_state else rank.state_s,
         waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
@@ -320,7 +320,7 @@ def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView
             rank,
             last_line=single_line(event.lines[-1]),
             num_lines=rank.num_lines + num_lines[event.rank],
-            moved_s=max(rank.moved_s, event.time_s),
+            changed_s=max(rank.changed_s, event.time_s),
         )
     tail: list[tuple[int, str]] = []
     for event in printed[-TAIL_LENGTH:]:
@@ -405,7 +405,7 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
     line = single_line(event.text).strip()
-    rank = replace(rank, moved_s=max(rank.moved_s, event.time_s))
+    rank = replace(rank, changed_s=max(rank.changed_s, event.time_s))
     if not line and (rank.bar is not None or rank.is_redrawn):
         return replace(rank, line_gone_s=rank.line_gone_s or event.time_s)
     is_redrawn = rank.status_line != "" and line != ""

@@ -6,7 +6,7 @@
     [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch/train-3
     [1] last line
 
-``LinesPrinter`` labels lines, merges equal lines of several ranks and folds long output. Lines of one tick are one
+``LinesPrinter`` labels lines, merges equal lines of several ranks and shortens long output. Lines of one tick are one
 write, so that the number of messages to the front end does not grow with the output. Lines of a rank keep their order.
 """
 
@@ -185,7 +185,7 @@ class LinesPrinter(Dashboard):
         self._pending: list[str | MergedLines | Displayed] = []
         self._num_lines: dict[int, int] = {}
         self._tails: dict[int, deque[str]] = {}
-        self._num_folded: dict[int, int] = {}
+        self._num_hidden: dict[int, int] = {}
         self._num_displays: dict[int, int] = {}
         self._ranks_without_displays: set[int] = set()
         self._display_ids = set() if display_ids is None else display_ids
@@ -220,13 +220,13 @@ class LinesPrinter(Dashboard):
     def close(self) -> None:
         for rank in sorted(self._tails):
             self._end(rank)
-        if self._num_folded:
+        if self._num_hidden:
             logs = f"; complete logs: {self._log_dir}" if self._log_dir else ""
-            hidden = formatting.count(sum(self._num_folded.values()), "line")
+            hidden = formatting.count(sum(self._num_hidden.values()), "line")
             self._pending.append(
-                f"[{formatting.spans(sorted(self._num_folded))}] ... {hidden} not shown{logs}\n"
+                f"[{formatting.spans(sorted(self._num_hidden))}] ... {hidden} not shown{logs}\n"
             )
-        self._tails, self._num_folded = {}, {}
+        self._tails, self._num_hidden = {}, {}
         if self._pending:
             self._flush()
 
@@ -250,7 +250,7 @@ class LinesPrinter(Dashboard):
             return
         if rank not in self._tails:
             if len(self._tails) == _MAX_TAILS:
-                self._num_folded[rank] = self._num_folded.get(rank, 0) + len(hidden)
+                self._num_hidden[rank] = self._num_hidden.get(rank, 0) + len(hidden)
                 return
             self._tails[rank] = deque(maxlen=self._num_tail)
             self._pending.append(f"{label}... prints a lot; its last lines follow at the end\n")
@@ -276,7 +276,7 @@ class LinesPrinter(Dashboard):
 
     def _room(self, rank: int) -> int:
         """Return how many more lines of ``rank`` may be printed: 0 once lines have been left out."""
-        if rank in self._tails or rank in self._num_folded:
+        if rank in self._tails or rank in self._num_hidden:
             return 0
         shown = self._num_shown.get(rank, 0)
         share = self._num_head_of_all // self._num_processes

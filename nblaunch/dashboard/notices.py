@@ -214,7 +214,7 @@ def _stalled(view: JobView) -> list[Notice]:
         return []
     waiting = [rank for rank in without_progress if _is_waiting(rank)]
     stalled = [rank for rank in without_progress if not _is_waiting(rank)]
-    for_s = whole_duration(view.now_s - max(rank.moved_s for rank in stalled or waiting))
+    for_s = whole_duration(view.now_s - max(rank.changed_s for rank in stalled or waiting))
     if not stalled and len(waiting) < len(live):
         return []  # they wait for ranks that make progress
     text = _where_stalled(live, stalled, waiting, for_s)
@@ -316,14 +316,14 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
         return False
     if rank.stall is not None and rank.stall.is_certain:
         return True
-    if rank.state in _QUIET or not rank.moved_s:
+    if rank.state in _QUIET or not rank.changed_s:
         return False
     limit_s = max(STALLED_S, _STALLED_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
     if rank.state is WorkerState.RUNNING:
         limit_s *= _OUTSIDE_FACTOR
     elif view.hang_timeout_s is not None:
         limit_s = min(limit_s, view.hang_timeout_s)
-    return view.now_s - rank.moved_s >= limit_s
+    return view.now_s - rank.changed_s >= limit_s
 
 
 def stall_text(view: JobView, rank: RankView) -> str:
@@ -333,7 +333,7 @@ def stall_text(view: JobView, rank: RankView) -> str:
         return f"waiting in {stall.waiting_in} ({stall.where})"
     if not is_stalled(view, rank) or rank.state is WorkerState.WAITING:
         return ""
-    since_s = rank.moved_s if stall is None else stall.time_s - stall.for_s
+    since_s = rank.changed_s if stall is None else stall.time_s - stall.for_s
     where = f" ({stall.where})" if stall is not None else ""
     return f"no progress for {whole_duration(view.now_s - since_s)}{where}"
 

@@ -219,7 +219,7 @@ class RankView:
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
-        moved_s: time of the last change of step or state, or of the last output; 0.0 before.
+        changed_s: time of the last change of the reading, whatever of it, or of the last output; 0.0 before.
         stall: what the launcher knows of a rank without progress; None where it moves.
         state_s: ``now_s`` of the first reading with the current state.
         waited_s: seconds of completed waits for other ranks.
@@ -263,7 +263,7 @@ class RankView:
     is_consequence: bool = False
     has_returned: bool = False
     stepped_s: float = 0.0
-    moved_s: float = 0.0
+    changed_s: float = 0.0
     stall: Stalled | None = None
     state_s: float = 0.0
     waited_s: float = 0.0

@@ -25,7 +25,7 @@ _MAX_PARTS = 20  # of an exception group
 _MAX_FORMATTED_FRAMES = 2000
 """Beyond, only the last of a traceback are formatted: Python takes seconds for those of a runaway recursion."""
 
-_FOLDED_CHARACTERS = 8000  # of a message that is longer than that
+_KEPT_CHARACTERS = 8000  # of a message that is longer than that
 
 _PATIENCE_S = 5.0
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -59,7 +59,9 @@ def send_failure(
     Of an exception that takes for ever to be pickled, only the text is sent: its own code may wait for a lock that
     will never be released, and the other ranks would wait for this one.
     """
-    event = _folded(_described(rank, error, evidence), error, Path(log_path).with_suffix(".message"))
+    event = _with_short_message(
+        _described(rank, error, evidence), error, Path(log_path).with_suffix(".message")
+    )
     timer = threading.Timer(_PATIENCE_S, send, (event,))
     timer.daemon = True
     with suppress(RuntimeError):  # no thread can be had, for want of memory maybe: then without that patience
@@ -81,16 +83,16 @@ def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Fa
     )
 
 
-def _folded(event: Failed, error: BaseException, path: Path) -> Failed:
-    """Return ``event``, of whose message, if it is too long, only the ends are left, and where the whole of it is."""
+def _with_short_message(event: Failed, error: BaseException, path: Path) -> Failed:
+    """Return ``event``; of a message that is too long, its two ends and the path of a file with all of it."""
     with suppress(BaseException):  # its own code; then there is no message
         message = str(error)
         if len(message) > MAX_CHARACTERS:
             where = _written(message, path)
             info = replace(
                 event.info,
-                message=f"{shortened(message, _FOLDED_CHARACTERS)}\n{where}",
-                text=f"{shortened(event.info.text, _FOLDED_CHARACTERS)}\n{where}\n",
+                message=f"{shortened(message, _KEPT_CHARACTERS)}\n{where}",
+                text=f"{shortened(event.info.text, _KEPT_CHARACTERS)}\n{where}\n",
             )
             return replace(event, info=info)
     return event

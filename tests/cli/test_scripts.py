@@ -168,7 +168,7 @@ num_processes: 2
 
 
 def test_all_output_is_shown_in_whole_lines() -> None:
-    """Unlike in a notebook nothing is folded: programs may read it."""
+    """Unlike in a notebook nothing is left out: programs may read it."""
     name = script("""
         import sys
         print("x" * 9000)

@@ -358,7 +358,7 @@ def test_writes_are_paced() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 500, 501, 10_000])
-def test_endless_output_is_folded(chunk: int) -> None:
+def test_endless_output_is_shortened(chunk: int) -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, num_head=500, num_tail=20)
     feed(printer, started(2))
@@ -440,7 +440,7 @@ def test_ranks_that_use_the_same_display_id_do_not_overwrite_each_other() -> Non
     ]
 
 
-def test_endless_displays_are_folded() -> None:
+def test_endless_displays_are_left_out() -> None:
     stream, shown = Writes(), []
     printer = LinesPrinter(stream=stream, publish=shown.append)
     feed(printer, [*started(2), *(figure(0) for _ in range(300))])

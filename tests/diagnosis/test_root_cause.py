@@ -148,7 +148,7 @@ def test_every_death_has_a_next_step(code: int) -> None:
     assert steps, meaning
 
 
-def test_the_others_are_folded_into_one_line() -> None:
+def test_the_others_share_one_line() -> None:
     long = Failed(5, 4.0, info=ExceptionInfo("OSError", "x" * 200))
     made = report(
         returned={4: 1.0},
@@ -164,8 +164,8 @@ def test_the_others_are_folded_into_one_line() -> None:
     )
     line = others_in_one_line(made, RootCause(1))
     assert line.splitlines() == [line]
-    folded, rest = line.split("; rank 3, 6: ") if "; rank 3, 6: " in line else line.split("; ranks 3, 6: ")
-    assert folded == "ranks 0, 2: lost the connection to it"
+    others, rest = line.split("; rank 3, 6: ") if "; rank 3, 6: " in line else line.split("; ranks 3, 6: ")
+    assert others == "ranks 0, 2: lost the connection to it"
     assert rest.startswith("stopped by the launcher; rank 4: finished; rank 5: OSError: xxx")
     assert rest.endswith("...; rank 7: killed by SIGSEGV")
     assert others_in_one_line(report(errors=(failed(1, 2.0),)), RootCause(1)) == ""

@@ -14,7 +14,7 @@ from tests.kernels import Cell, Kernel
 POSSIBLE = [case for case in CASES if case.is_possible]
 
 MAX_LINES = 25
-FOLDED = re.compile(r"^ranks? [\d, ]+: (?!.*complete log)")
+OTHERS = re.compile(r"^ranks? [\d, ]+: (?!.*complete log)")
 
 INSPECT = """
 error = sys.last_value
@@ -83,7 +83,7 @@ def _check_evidence(kernel: Kernel, cell: Cell, case: Case) -> None:
     assert host == socket.gethostname()
     assert path.endswith(f"rank_{shown_rank}.log")
     assert value_of(kernel, f"os.path.exists({path!r})")
-    others = [line for line in text.splitlines() if FOLDED.match(line)]
+    others = [line for line in text.splitlines() if OTHERS.match(line)]
     assert len(others) == 1, text
     # On a busy machine the launcher may have to stop a rank before it notices that its partner is gone.
     fates = dict(re.findall(r"ranks? ([\d, ]+): ([^;]+)", others[0]))

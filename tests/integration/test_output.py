@@ -47,7 +47,7 @@ notebook_launcher(train, num_processes=4)
     assert iopub_messages(cell) < 60
 
 
-def test_endless_output_is_folded_and_kept_on_disk(shared: Kernel) -> None:
+def test_endless_output_is_shortened_and_kept_on_disk(shared: Kernel) -> None:
     cell = shared.run(
         """
 def train():
