@@ -28,6 +28,8 @@ from nblaunch.wire.board import MAX_BINS, LossBins, Slot
 class Loop:
     """One loop over a loader or another iterable, from its first batch to its last: an epoch, where it trains.
 
+    ``before`` is what was shown when it began, if it trains.
+
     Args:
         total: batches; -1 where unknown.
         epoch: number of the epoch, from 1; 0 where the loop trains nothing.
@@ -38,6 +40,7 @@ class Loop:
     """
 
     __slots__ = (
+        "before",
         "began_s",
         "epoch",
         "is_over_epochs",
@@ -60,6 +63,7 @@ class Loop:
         self.number = number
         self.is_over_epochs = is_over_epochs
         self.num_epochs = 0
+        self.before: Any = None
         self.began_s = monotonic()
 
 
@@ -89,6 +93,7 @@ class LoopStack:
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
         if state is WorkerState.TRAINING:
+            begun.before = self._slot.loop, self.epoch, self._num_epochs
             self.epoch, self._num_epochs = epoch, self._planned_epochs(epoch)
             begun.num_epochs = self._num_epochs
         self._stack.append(begun)
@@ -106,13 +111,22 @@ class LoopStack:
             if not loop.is_over_epochs:
                 self._slot.count_step()
 
-    def end(self, loop: Loop) -> None:
-        """Forget ``loop``, which is over or was abandoned."""
+    def end(self, loop: Loop, is_epoch: bool = True) -> None:
+        """Forget ``loop``, which is over or was abandoned.
+
+        Args:
+            is_epoch: False for a look at some batches of a training loader: the board shows again what it has shown
+                before.
+        """
         if loop in self._stack:
             self._stack.remove(loop)
-        if loop.state is WorkerState.TRAINING:
+        is_shown = self._shown is loop
+        if loop.state is WorkerState.TRAINING and is_epoch:
             self._slot.end_training(loop.step, loop.total, loop.epoch)
-        if self._shown is loop:
+        elif loop.state is WorkerState.TRAINING and is_shown:
+            shown, self.epoch, self._num_epochs = loop.before
+            self._slot.start_loop(*shown)
+        if is_shown:
             self._shown = None
             # The finished bar stays on the board until something else moves; only what the worker does changes.
             self._slot.set_state(self._stack[-1].state if self._stack else self._outside)
@@ -204,6 +218,7 @@ class LossReport:
         self._latest: torch.Tensor | None = None
         self._bins = LossBins()
         self._unread: list[tuple[torch.Tensor, int]] = []
+        self._num_noted = 0
         self._num_updates = 0
         self._num_steps = 0  # begun
         self._num_closed, self._steps_per_bin = 0, 1  # as in the bins, once all is read
@@ -221,6 +236,7 @@ class LossReport:
             loss: a tensor of one element.
             is_there: False where it has no value before the step ends: then :meth:`show_due` shows it.
         """
+        self._num_noted += 1
         if loss.numel() != 1:
             return
         # The graph behind it goes as soon as the caller drops it. The sum is a copy: the value itself may be changed.
@@ -233,6 +249,11 @@ class LossReport:
         self._count += 1
         if is_there:
             self.show_due()
+
+    @property
+    def num_trained(self) -> int:
+        """Number of losses and of steps of optimizers: where it has grown, there was training."""
+        return self._num_noted + self._slot.num_updates
 
     def show_due(self) -> None:
         """Show the losses, unless that was done a moment ago."""

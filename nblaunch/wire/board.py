@@ -204,6 +204,19 @@ class Slot:
         """Return the number of the current or last epoch, from 1; 0 before the first."""
         return self._ints[_EPOCH]
 
+    @property
+    def loop(self) -> tuple[int, int, WorkerState, int, int, int]:
+        """Return the loop that is shown, as :meth:`start_loop` takes it."""
+        ints = self._ints
+        return (
+            ints[_TOTAL],
+            ints[_EPOCH],
+            WorkerState(ints[_STATE]),
+            ints[_STEP],
+            ints[_LOOP],
+            ints[_NUM_EPOCHS],
+        )
+
     def clear_progress(self) -> None:
         """Forget loops and losses, for another command of a session. What is compared with before goes on."""
         self.start_loop(-1, 0, self.state)

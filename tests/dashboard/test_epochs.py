@@ -121,6 +121,8 @@ def train():
             accelerator.backward(model(x).sum() * 0 + level)
             optimizer.step()
             optimizer.zero_grad()
+            if epoch != 2 and step == 5:
+                break
         accelerator.log({"accuracy": epoch / 4}, step=10 * epoch)
 """
 

@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections import UserDict, namedtuple
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch.utils.data import (
 )
 
 from nblaunch import Accelerator, context, set_seed
-from nblaunch.events import WorkerState
+from nblaunch.events import EpochEnded, WorkerState
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
@@ -306,6 +307,118 @@ def test_epochs_are_counted_from_the_first_and_by_the_loop_over_them() -> None:
         for _ in train:
             pass
         assert _board().num_epochs == 0
+
+
+def _prepared_for_epochs(**settings: Any) -> tuple[Accelerator, Any, PreparedLoader, list[EpochEnded]]:
+    """An Accelerator, a step of training at a given loss, a loader of four batches, and the epochs as they end."""
+    ended: list[EpochEnded] = []
+    context.current().emit = lambda event: ended.append(event) if isinstance(event, EpochEnded) else None
+    accelerator = Accelerator(**settings)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.0), DataLoader(_rows(4))
+    )
+
+    def train(loss: float) -> None:
+        accelerator.backward(model(torch.ones(1)).sum() * 0 + loss)
+        optimizer.step()
+
+    return accelerator, train, loader, ended
+
+
+def test_epochs_that_are_left_early_count_on_the_dashboard_and_shuffle_as_before() -> None:
+    _, train, loader, ended = _prepared_for_epochs()
+    for loss in (4.0, 3.0, 2.0, 1.0):
+        for step, _ in enumerate(loader):
+            train(loss)
+            assert _board().epoch == 5 - loss
+            if step == 1 and loss != 2.0:
+                break
+    assert [(one.epoch, one.loss) for one in ended] == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]
+    assert _board().trained == (2, 4, 4)
+    assert loader.iteration == 1, "one was read to its end"
+    loader.set_epoch(7)
+    for _ in loader:
+        assert _board().epoch == 8
+    assert (ended[-1].epoch, loader.iteration) == (8, 8)
+
+
+def test_an_epoch_counts_that_an_error_has_ended_and_a_step_without_a_known_loss() -> None:
+    _, train, loader, ended = _prepared_for_epochs()
+    with pytest.raises(ZeroDivisionError):
+        _raise_in(loader, train)
+    for _ in loader:
+        context.current().slot.count_update()  # as the hook of a worker does
+        break
+    assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, None)]
+
+
+def _raise_in(loader: PreparedLoader, train: Any) -> None:
+    for _ in loader:
+        train(1.0)
+        raise ZeroDivisionError
+
+
+def test_a_look_at_batches_is_no_epoch() -> None:
+    _, train, loader, ended = _prepared_for_epochs()
+    next(iter(loader))
+    assert (_board().epoch, _board().step, _board().total) == (0, 0, -1)
+    for _ in loader:
+        train(1.0)
+    shown = (_board().epoch, _board().step, _board().total, _board().loop, _board().state)
+    next(iter(loader))
+    for step, _ in enumerate(loader):
+        assert _board().epoch == 2
+        if step == 2:
+            break
+    assert (_board().epoch, _board().step, _board().total, _board().loop, _board().state) == shown
+    assert _board().trained == (4, 4, 1)
+    with torch.no_grad():
+        for _ in loader:
+            assert _board().epoch == 1
+            break
+    for _ in loader:
+        train(2.0)
+    assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, 2.0)]
+
+
+def test_epochs_that_were_left_early_are_counted_on_from_a_checkpoint(tmp_path: Path) -> None:
+    accelerator, train, loader, _ = _prepared_for_epochs()
+    for epoch in (1, 2, 3):
+        for step, _ in enumerate(loader):
+            train(1.0)
+            if (epoch, step) == (3, 1):
+                accelerator.save_state(str(tmp_path))
+            if step == 1:
+                break
+    accelerator, train, loader, ended = _prepared_for_epochs()
+    accelerator.load_state(str(tmp_path))
+    for _ in accelerator.skip_first_batches(loader, 2):
+        train(3.0)
+        assert (_board().epoch, _board().step) == (3, 3)
+        break
+    for _ in loader:
+        train(4.0)
+    assert [(one.epoch, one.loss) for one in ended] == [(3, 3.0), (4, 4.0)]
+    assert loader.iteration == 1
+
+
+def test_epochs_that_were_left_early_are_counted_on_from_a_loaders_state() -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    _, train, loader, _ = _prepared_for_epochs(dataloader_config=config)
+    state = None
+    for _ in range(3):
+        for step, _ in enumerate(loader):
+            train(1.0)
+            if step == 1:
+                state = loader.state_dict()
+                break
+    _, train, loader, ended = _prepared_for_epochs(dataloader_config=config)
+    loader.load_state_dict(state)
+    for loss in (3.0, 4.0):
+        for _ in loader:
+            train(loss)
+    assert [(one.epoch, one.loss) for one in ended] == [(3, 3.0), (4, 4.0)]
 
 
 def test_a_loop_of_a_model_that_was_not_prepared_trains_unless_gradients_are_off() -> None:

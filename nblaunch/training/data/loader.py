@@ -61,9 +61,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: the epoch that is read first.
         num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
 
-    ``iteration`` is the number of completed epochs; ``epoch_start`` has the states, at the start of the epoch, of the
-    generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one;
-    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read.
+    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``num_partial_epochs`` counts those
+    that have trained and were left before their end, as with ``break``; ``epoch_start`` has the states, at the start
+    of the epoch, of the generators that decide its order; ``shard`` is the rank's share of an order or a stream,
+    where it reads one; ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is
+    read.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
         self.iteration = iteration
+        self.num_partial_epochs = 0
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
@@ -136,12 +139,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._start_epoch()
         shared.process.backend.mark_step("another loop")  # the step of an outer loop that this one is in
         self._loop = loop = self._begin_loop(shared)
+        num_trained, is_complete = shared.losses.num_trained, False
         try:
             yield from self._hand_out(shared, loop)
             shared.process.backend.end_loop()
+            is_complete = True
             self.iteration += 1
-            if self._follower is not None:
-                self._follower.iteration = self.iteration
+            for loader in self.followed():
+                loader.iteration = self.iteration
         except GeneratorExit:
             shared.process.backend.leave_loop()
             raise
@@ -151,8 +156,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
             shared.losses.flush()
             shared.busy_time.pause()
-            shared.loops.end(loop)
-            if loop.state is WorkerState.TRAINING:
+            # What is left and has trained nothing, as next(iter(loader)), is a look at the data.
+            has_trained = is_complete or shared.losses.num_trained > num_trained
+            is_epoch = has_trained and loop.state is WorkerState.TRAINING
+            if is_epoch and not is_complete:
+                self.num_partial_epochs += 1
+                for loader in self.followed():
+                    loader.num_partial_epochs = self.num_partial_epochs
+            shared.loops.end(loop, is_epoch)
+            if is_epoch:
                 shared.report_epoch(loop)
 
     @abstractmethod
@@ -205,7 +217,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _begin_loop(self, shared: SharedState) -> Loop:
         is_training = shared.is_training
-        epoch = self.iteration + 1 if is_training else 0
+        epoch = self.iteration + self.num_partial_epochs + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         behind, skipped = self._rounds_behind, self.skip_batches
         length = self._length_or_unknown()
@@ -324,14 +336,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return order if self.end_of_dataloader else {**order, "position": vars(self.position)}
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
-        """Return the epoch and its generators; empty in a first epoch that draws nothing, where it lacks nothing."""
+        """Return epochs and generators; empty in a first epoch that draws nothing, where torchdata's lacks nothing."""
         is_inside = self.epoch_start and not is_end
         generators = self.epoch_start if is_inside else [one.get_state() for one in self._generators()]
         iteration = self.iteration + is_end
-        return {"iteration": iteration, "generators": generators} if iteration or generators else {}
+        order: dict[str, Any] = {}
+        if iteration or generators:
+            order = {"iteration": iteration, "generators": generators}
+        if self.num_partial_epochs:
+            order["num_partial_epochs"] = self.num_partial_epochs
+        return order
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:
         self.iteration = state.get("iteration", 0)
+        self.num_partial_epochs = state.get("num_partial_epochs", 0)
         self._resumed_start = state.get("generators", [])
         position = state.get("position")
         self.resume_at(None if position is None else EpochPosition(**position))
@@ -359,6 +377,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of ``epoch``, counted from 0."""
         self.iteration = epoch
+        self.num_partial_epochs = 0
         self._hand_epoch(epoch)
 
     def _hand_epoch(self, epoch: int) -> None:
@@ -370,6 +389,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def follow(self, loader: Any) -> None:
         """Go on in the epoch that ``loader`` is in, and let it know of the epochs that are completed here."""
         self.iteration = loader.iteration
+        self.num_partial_epochs = loader.num_partial_epochs
         self._follower = loader
 
     def followed(self) -> list[PreparedLoader]:

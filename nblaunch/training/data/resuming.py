@@ -29,6 +29,7 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     generators = reading.epoch_start if is_mid_epoch else [one.get_state() for one in reading._generators()]
     state = {
         "iteration": reading.iteration + (1 if is_done else 0),
+        "num_partial_epochs": reading.num_partial_epochs,
         "generators": generators,
         "is_mid_epoch": is_mid_epoch,
         "position": asdict(reading.position) if is_mid_epoch and reading.has_portable_position else None,
@@ -52,6 +53,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     The first part of the epoch is left out by :func:`skip_first_batches`, or by a loader that resumes by itself.
     """
     loader.set_epoch(state["iteration"])
+    loader.num_partial_epochs = state.get("num_partial_epochs", 0)  # checkpoints of older versions have none
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
         generator.set_state(saved.cpu())
     sampler = loader.get_sampler()
