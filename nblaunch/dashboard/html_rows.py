@@ -26,6 +26,7 @@ _STYLES = {
     "whole": f"{_ROW};font-weight:600",
     "left": f"{_CELL};text-align:left",
     "right": f"{_CELL};text-align:right",
+    "wrapped": "display:inline-block;width:0;min-width:100%;white-space:normal",
     "muted": MUTED,
     "detail": f"{MONO};{MUTED};max-width:36em;overflow:hidden;text-overflow:ellipsis;white-space:pre",
     "track": "width:80px;background:rgba(128,128,128,.25)",
@@ -78,7 +79,7 @@ STYLE_SHEET = (
 
 # Columns are as wide as their usual texts from the first, in widths of a digit, so that numbers do not move others.
 _WIDTHS = {
-    "state": 18, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
+    "state": 20, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
 }  # fmt: skip
 
 
@@ -135,7 +136,9 @@ def _state(row: Row, markup: Markup) -> str:
     differs = row.is_marked and row.rank is not None
     glyph = _glyph(*shape_of(row.state, is_marked=differs), markup)
     text = escape(row.detail if row.is_stalled else row.state_text)
-    return f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
+    shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
+    # A text that is too long has two lines: the columns beside it keep their places.
+    return f"<div {markup.of('wrapped')}>{shown}</div>"
 
 
 def _glyph(shape: str, colour: str, markup: Markup) -> str:

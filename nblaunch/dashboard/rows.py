@@ -35,6 +35,10 @@ MAX_DIFFERING_ROWS = 12
 HEAD_LINES = 500
 """Number of lines of a rank that a cell prints at once; further lines are folded, see ``lines.py``."""
 
+STATE_LENGTH = 19
+"""Largest number of characters in the state column of the whole job, so that no state moves the columns beside it."""
+
+_NO_PROGRESS = "no progress"
 _TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
 _MEMORY_COLUMNS = ("peak memory", "peak device")
 _COLUMNS = (*_TRAINING_COLUMNS, *_MEMORY_COLUMNS)
@@ -187,7 +191,7 @@ def _status_of(view: JobView, rank: RankView, *, settles: bool) -> _RankStatus:
     stalled = stall_text(view, rank)
     if stalled:
         waits = rank.stall is not None and bool(rank.stall.waiting_in)
-        return _RankStatus(WorkerState.WAITING, "waiting" if waits else "no progress", stalled)
+        return _RankStatus(WorkerState.WAITING, "waiting" if waits else _NO_PROGRESS, stalled)
     state = settled_state(view, rank) if settles else rank.state
     return _RankStatus(state, "killed" if rank.is_killed else state.name.lower(), "")
 
@@ -308,16 +312,25 @@ def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int) -> R
 
 
 def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
-    """Return ``training``, ``3 training, 1 waiting``, ``training, 1 differs``; failures first."""
+    """Return ``training``, ``3 waiting, 1 other``, ``training, 1 differs``; failures and stalls first.
+
+    The text has at most :data:`STATE_LENGTH` characters: in a hang it is ``1 no progress``.
+    """
     words = Counter(status.word for status in statuses)
     if len(words) == 1:
-        differing = f", {num_marked} {'differs' if num_marked == 1 else 'differ'}" if num_marked else ""
-        return f"{statuses[0].word}{differing}"
-    first = [status.word for status in statuses if status.state is WorkerState.FAILED]
-    ordered = list(dict.fromkeys([*first, *(word for word, _ in words.most_common())]))
-    parts = [f"{words[word]} {word}" for word in ordered[:2]]
-    rest = sum(words[word] for word in ordered[2:])
-    return ", ".join(parts) + (f", {rest} other" if rest else "")
+        word, differing = statuses[0].word, f"{num_marked} {'differs' if num_marked == 1 else 'differ'}"
+        return _fitting([f"{word}, {differing}", differing] if num_marked else [word])
+    failed = [status.word for status in statuses if status.state is WorkerState.FAILED]
+    stalled = [_NO_PROGRESS] * (_NO_PROGRESS in words)
+    first, *others = dict.fromkeys([*failed, *stalled, *(word for word, _ in words.most_common())])
+    text, num_others = f"{words[first]} {first}", len(statuses) - words[first]
+    named = others[0] if len(others) == 1 else "other"
+    return _fitting([f"{text}, {num_others} {named}", f"{text}, {num_others} other", text])
+
+
+def _fitting(forms: Sequence[str]) -> str:
+    """Return the first form that fits the state column, or the last one."""
+    return next((form for form in forms if len(form) <= STATE_LENGTH), forms[-1])
 
 
 def furthest_behind(view: JobView) -> RankView:

@@ -38,6 +38,7 @@ from nblaunch.dashboard.widget_throttle import MESSAGE_BYTES, Throttle
 
 _SURE_S = 5.0
 _DOUBLE_CLICK_S = 0.5
+_BUTTON_HEIGHT = "26px"
 STOP_REQUESTED = (
     "stop requested: loops that check accelerator.should_stop end at the same step on every rank. "
     "Interrupt ends any other function as well"
@@ -65,7 +66,7 @@ class Buttons:
         self._kill_clicked_s = float("-inf")
         self.message = ""
         self.stacks = ""
-        self._shown = widgets.Layout(width="auto", height="26px", margin="0 0 0 6px")
+        self._shown = widgets.Layout(width="auto", height=_BUTTON_HEIGHT, margin="0 0 0 6px")
         self._hidden = widgets.Layout(display="none")
         self._stacks = self._button("Stacks", "show the Python stack of every rank", self._on_stacks)
         self._stop = self._button("Stop", "end training at the same step on every rank", self._on_stop)
@@ -164,11 +165,16 @@ _REMARK_PX = 23  # a line of the remarks
 KEPT_S = 5.0
 """Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
 
-_FIRST_CHART_S = 3.0  # seconds before the first chart
+_CHARTS_PX = 164  # height of a chart with its texts
+_GATHERED_S = 2.0
+"""Seconds for which blocks that are new wait for others, so that the panel grows once where ranks begin to train."""
 
 
 class ChartRow:
     """The charts side by side. Each is a widget of its own, so that only those with new points are sent.
+
+    The row has its height before the first chart, and charts that have no room beside the others are scrolled to: how
+    many there will be is not known.
 
     Args:
         throttle: sends changes to the front end.
@@ -181,7 +187,10 @@ class ChartRow:
         self._next_s = 0.0
         self._drawn: list[str] = []
         self._layout = widgets.Layout(margin="0", flex="0 0 auto")
-        self.widget = widgets.HBox([], layout=widgets.Layout(margin="0", flex_flow="row wrap", width="100%"))
+        row = widgets.Layout(
+            margin="0", flex_flow="row nowrap", width="100%", min_height=f"{_CHARTS_PX}px", overflow="auto hidden"
+        )
+        self.widget = widgets.HBox([], layout=row)
 
     @property
     def unused(self) -> list[Any]:
@@ -190,7 +199,7 @@ class ChartRow:
 
     def show(self, view: JobView) -> None:
         """Update the charts; sent at the throttle's next flushes."""
-        if view.elapsed_s < _FIRST_CHART_S or self._clock() < self._next_s:
+        if self._clock() < self._next_s:
             return
         before, self._drawn = self._drawn, charts(view)
         new = [widgets.HTML("", layout=self._layout) for _ in self._drawn[len(self.widget.children) :]]
@@ -233,6 +242,7 @@ class Panel:
 
     def __init__(self, last_lines: LastLines, clock: Callable[[], float] = monotonic) -> None:
         self._last_lines = last_lines
+        self._clock = clock
         self._throttle = Throttle(clock=clock)
         self._shown = widgets.Layout(margin="2px 0", width="100%")
         self._hidden = widgets.Layout(display="none")
@@ -242,20 +252,14 @@ class Panel:
         self._charts = ChartRow(self._throttle, clock)
         self._remarks, self._epochs, self._footer = (self._block() for _ in range(3))
         self._logs: LogPane | None = None
-        top = widgets.HBox(
+        self._top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
         sheet = widgets.HTML(STYLE_SHEET + FOLD_SHEET + TAB_SHEET, layout=self._hidden)
-        self._blocks = [
-            sheet,
-            top,
-            self._rows.widget,
-            self._remarks,
-            self._charts.widget,
-            self._epochs,
-            self._footer,
-        ]
-        self.root = Root(self._blocks, layout=widgets.Layout(width="100%", overflow="hidden"))
+        self._above = [sheet, self._top, self._rows.widget, self._remarks]
+        self.root = Root([*self._above, self._footer], layout=widgets.Layout(width="100%", overflow="hidden"))
+        self._has_figures = False
+        self._new_s: float | None = None  # when there was the first block that is not shown yet
         self._num_remarks = 0
         self._num_state_requests = self.root.num_state_requests
 
@@ -268,27 +272,51 @@ class Panel:
         return {_VIEW_TYPE: spec, "text/plain": f"{about}\n{later}"}
 
     def connect(self, controls: Controls) -> None:
-        """Connect the buttons with a job in the background."""
+        """Connect the buttons with a job in the background; their line is as high before they are visible."""
+        self._top.layout.min_height = _BUTTON_HEIGHT
         self._buttons.connect(controls)
 
     def show(self, view: JobView) -> None:
         """Update the widgets to ``view`` within the throttle's budget."""
         table = tabulate(view)
-        if view.is_started and self._logs is None and not self._last_lines.is_empty:
-            self._logs = LogPane(self._last_lines, view.num_processes, self._throttle)
-            self.root.children = [*self._blocks, self._logs.widget]
+        is_grown = self._grow(view, table)
         title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
         self._throttle.update(self._title, every_s=_TITLE_S, value=title)
         self._buttons.show(is_running=view.is_started and not view.is_over)
         if table.rows:
             self._rows.show(table)
         self._show_block(self._remarks, self._remarks_of(table), is_urgent=True)
-        self._charts.show(view)
-        self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
+        if self._has_figures:
+            self._charts.show(view)
+            self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0, is_urgent=is_grown)
         self._show_block(self._footer, _footer(table) if view.is_started else "", every_s=1.0)
         if self._logs is not None:
             self._logs.show()
         self._throttle.flush()
+        if is_grown:
+            figures = [self._charts.widget, self._epochs] if self._has_figures else []
+            logs = [self._logs.widget] if self._logs is not None else []
+            self.root.children = [*self._above, *figures, self._footer, *logs]
+
+    def _grow(self, view: JobView, table: Table) -> bool:
+        """Add figures and lines where there are some now; return whether the panel has more blocks than before.
+
+        Charts, epochs and the first line come within a short time of each other: all appear at once.
+        """
+        has_points = any(curve.num_seen > 1 for curve in view.curves.values())
+        adds_figures = not self._has_figures and (bool(table.epochs.columns) or has_points)
+        adds_logs = self._logs is None and view.is_started and not self._last_lines.is_empty
+        if not adds_figures and not adds_logs:
+            return False
+        if self._new_s is None:
+            self._new_s = self._clock()
+        if self._clock() - self._new_s < _GATHERED_S:
+            return False
+        self._new_s = None
+        self._has_figures = self._has_figures or adds_figures
+        if adds_logs:
+            self._logs = LogPane(self._last_lines, view.num_processes, self._throttle)
+        return True
 
     def close(self, lasting: str) -> None:
         """Close all widgets, so that nothing of them stays in the kernel or the notebook.
@@ -342,7 +370,7 @@ class Panel:
         """Yield every widget of the panel, outermost first."""
         loose = [self._shown, self._hidden, *self._rows.unused, *self._charts.unused, *self._buttons.unused]
         links = self._logs.links if self._logs is not None else []
-        for part in [*links, self.root, *loose]:
+        for part in [*links, self.root, self._charts.widget, self._epochs, *loose]:
             yield from _with_parts(part)
 
 

@@ -57,6 +57,14 @@ def train():
 """
 
 
+# The heads of the table of a job that runs, or has ended, with their places in pixels.
+HEADS = """
+output => [...output.querySelector(":is(.nbl-job, .jp-RenderedHTMLCommon) table")
+    .querySelectorAll("[role=columnheader]")]
+    .map(head => [head.innerText, Math.round(head.getBoundingClientRect().left)])
+"""
+
+
 def bars(page: Page, cell: int) -> list[float]:
     """How far the progress bars below a cell are, in percent; those of ranks."""
     script = "bars => bars.map(bar => parseFloat(bar.firstChild.style.width) || 0)"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.browser.lab import Browser, Lab, Page, write_notebook
-from tests.browser.panel import HANGS, button, wait_for_table
+from tests.browser.panel import HANGS, HEADS, button, wait_for_table
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -32,6 +32,8 @@ def page(lab: Lab, browser: Browser) -> Iterator[Page]:
 
 def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     page.run(REPORTED)
+    page.wait_until(lambda: re.search(r"^all\t\S training\t", page.text(REPORTED), re.MULTILINE), "a training")
+    places = page.output(REPORTED).evaluate(HEADS)
     page.wait_for_text(REPORTED, "waiting in all_reduce (cell")
     page.wait_for_text(REPORTED, "no progress for")
     page.wait_until(
@@ -41,6 +43,8 @@ def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     rows = page.output(REPORTED).locator("tr")
     waiting = rows.filter(has_text="waiting in all_reduce (cell 1, line 14)")
     page.wait_until(lambda: waiting.count() == 2, "the two ranks that wait")
+    assert "1 no progress" in rows.nth(1).inner_text()
+    assert page.output(REPORTED).evaluate(HEADS) == places  # no column has moved
     # Within sight, not behind the right edge, and without a step now.
     right = page.output(REPORTED).bounding_box()["width"]  # type: ignore[index]
     cell = waiting.first.locator("td").first
@@ -50,6 +54,8 @@ def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     button(page, REPORTED, "Kill").click()
     button(page, REPORTED, "Confirm kill").click(delay=600)  # not a double click
     page.wait_for_text(REPORTED, "cancelled after")
+    wait_for_table(page, REPORTED)
+    assert page.output(REPORTED).evaluate(HEADS)[: len(places)] == places  # then that of exit statuses
 
 
 def test_the_rank_that_others_wait_for_is_the_one_that_failed(page: Page) -> None:
@@ -60,6 +66,7 @@ def test_the_rank_that_others_wait_for_is_the_one_that_failed(page: Page) -> Non
     page.cell(STOPPED).scroll_into_view_if_needed()
     page.screenshot("hang_stopped.png", page.output(STOPPED))
     rows = page.output(STOPPED).locator("tr")
+    assert "1 failed, 2 stopped" in rows.nth(1).inner_text()
     shown = {row[0]: row[1:3] for row in map(str.split, rows.all_inner_texts()) if row}
     assert (shown["0"], shown["1"], shown["2"]) == (["■", "stopped"], ["✗", "failed"], ["■", "stopped"])
     # Once in the table, and once in the exception.

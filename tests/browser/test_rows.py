@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.browser.lab import Browser, Lab, Page, write_notebook
-from tests.browser.panel import wait_for_table
+from tests.browser.panel import HEADS, wait_for_table
 from tests.dashboard.feed import FEED
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -53,13 +53,7 @@ CELLS = (
     f"drive({TWENTY}, 20)",
 )
 
-# All at once: rows are replaced several times a second. Heads with their places in pixels, and whether each text of a
-# cell is within sight.
-HEADS = """
-output => [...output.querySelector(":is(.nbl-job, .jp-RenderedHTMLCommon) table")
-    .querySelectorAll("[role=columnheader]")]
-    .map(head => [head.innerText, Math.round(head.getBoundingClientRect().left)])
-"""
+# All at once: rows are replaced several times a second. Whether each text of a cell is within sight.
 FITS = """
 output => [...output.querySelectorAll("[role=columnheader]")]
     .filter(head => head.checkVisibility())

@@ -22,7 +22,7 @@ from nblaunch.dashboard.palette import (
     outcome_shape,
     shape_of,
 )
-from nblaunch.dashboard.rows import MAX_DIFFERING_ROWS
+from nblaunch.dashboard.rows import MAX_DIFFERING_ROWS, STATE_LENGTH, _counted, _RankStatus
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
@@ -92,6 +92,34 @@ def test_the_row_of_all_is_where_the_last_rank_is() -> None:
     assert cell(tabulate(view), "all", "step") == "40/1,000"
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["training"] * 4, "training"),
+        (["training"] * 3 + ["done"], "3 training, 1 done"),
+        (["waiting"] * 3 + ["training"], "3 waiting, 1 other"),
+        (["waiting"] * 3 + ["no progress"], "1 no progress"),
+        (["waiting"] * 508 + ["no progress"] * 4, "4 no progress"),
+        (["stopped"] * 3 + ["failed"], "1 failed, 3 stopped"),
+        (["stopped"] * 511 + ["failed"], "1 failed, 511 other"),
+        (["waiting", "no progress", "training", "killed"], "1 killed, 3 other"),
+    ],
+)
+def test_the_state_of_the_job_names_the_odd_ranks_and_fits_its_column(words: list[str], expected: str) -> None:
+    failed = ("failed", "killed")
+    states = [WorkerState.FAILED if word in failed else WorkerState.TRAINING for word in words]
+    statuses = [_RankStatus(state, word, "") for state, word in zip(states, words, strict=True)]
+    assert _counted(statuses, 0) == expected
+    assert len(expected) <= STATE_LENGTH
+
+
+@pytest.mark.parametrize(("word", "num"), [("training", 1), ("evaluating", 1), ("training", 128)])
+def test_ranks_that_differ_are_counted_within_the_state_column(word: str, num: int) -> None:
+    text = _counted([_RankStatus(WorkerState.TRAINING, word, "")] * 512, num)
+    assert text.endswith("1 differs" if num == 1 else f"{num} differ")
+    assert len(text) <= STATE_LENGTH
+
+
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +178,7 @@ def test_a_failed_rank_has_a_row_and_the_rest_is_folded() -> None:
     view = view_of([raised(20)], trained(64))
     table = tabulate(view)
     assert labels(table) == ["all", "20"]
-    assert table.rows[0].state_text == "1 failed, 63 training"
+    assert table.rows[0].state_text == "1 failed, 63 other"
     assert table.folded.startswith("ranks 0-19, 21-63 training")
 
 

@@ -248,13 +248,43 @@ def test_charts_of_an_attempt_that_failed_give_way_to_those_of_the_next() -> Non
     for step in range(10):
         view = fold(view, Metric(0, START_S, step, {"accuracy": step / 10}))
     view = fold_readings(view, [sample(rank, 100, losses=curve) for rank in range(2)], START_S + 10)
-    panel.show(view)
-    clock.now_s += 60
+    for _ in range(2):  # the first charts wait for other blocks
+        panel.show(view)
+        clock.now_s += 60
+    assert len(panel._charts.widget.children) == 2
     view = fold(view, AttemptStarted(-1, START_S + 20, "train", 2, "cpu", "fork", attempt=1))
     panel.show(fold_readings(view, [sample(rank, 0) for rank in range(2)], START_S + 30))
     shown = ["<b>loss" in chart.value for chart in panel._charts.widget.children]
     panel.close("")
     assert True not in shown
+
+
+def test_charts_epochs_and_lines_appear_at_once_with_room_for_all_charts() -> None:
+    from nblaunch.dashboard.widget_panel import Panel
+
+    clock, last_lines = Clock(), LastLines()
+    panel = Panel(last_lines, clock)
+    children: list[list[Any]] = [list(panel.root.children)]
+    view = view_of(started(2))
+    for tick in range(50):
+        clock.now_s += 0.2
+        step = max(tick - 10, 0)  # they start for 2 s
+        if step:
+            curve = LossCurve(step, 1, tuple(1 / end for end in range(1, step + 1)))
+            readings = [sample(rank, step, loss=0.5, epoch=1, losses=curve) for rank in range(2)]
+            view = fold_readings(view, readings, START_S + tick / 5)
+        if tick == 15:
+            last_lines.add(LogLines(0, START_S + tick / 5, lines=("epoch 0: loss 0.5",)))
+        if tick in (30, 40):
+            view = fold(view, Metric(0, START_S, step, {"accuracy": tick / 100}))
+        panel.show(view)
+        if list(panel.root.children) != children[-1]:
+            children.append(list(panel.root.children))
+    charts = panel._charts.widget
+    num_charts, layout = len(charts.children), (charts.layout.flex_flow, charts.layout.min_height)
+    panel.close("")
+    assert [len(shown) for shown in children] == [5, 8]
+    assert (num_charts, layout) == (2, ("row nowrap", "164px"))
 
 
 def test_the_number_of_messages_does_not_depend_on_the_number_of_ranks() -> None:
