@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from html import escape
 
 from nblaunch.dashboard.palette import COLOURS, MUTED, STATE_COLOURS, ink, shape_of
-from nblaunch.dashboard.rows import Row, Tile, in_lines, runs
+from nblaunch.dashboard.rows import Row, Tile, full_length, in_lines, runs
 from nblaunch.dashboard.table import Table
 from nblaunch.events import WorkerState
 
-_CELL = "border:0;padding:3px 14px 3px 0;font-weight:inherit;white-space:nowrap"
+_CELL = "border:0;padding:3px 12px 3px 0;font-weight:inherit;white-space:nowrap"
 _ROW = "background:none;border:0;border-bottom:1px solid rgba(128,128,128,.2)"
 MONO = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _STYLES = {
@@ -93,7 +93,7 @@ def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str
     widths = {name: f"min-width:{number}ch" for name, number in _WIDTHS.items()}
     if trains:
         at = table.columns.index("step")
-        widths["step"] = f"min-width:{max(_full_length(row.cells[at]) for row in rows)}ch"
+        widths["step"] = f"min-width:{max(full_length(row.cells[at]) for row in rows)}ch"
     head = "".join(
         f'<td role="columnheader" {markup.of(style, widths.get(name, ""))}>'
         f"<span {markup.of('muted')}>{name}</span></td>"
@@ -105,12 +105,6 @@ def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str
         f'<table aria-label="ranks of {escape(table.name)}" {markup.of("table")}>'
         f"<tr {markup.of('row')}>{head}</tr>{body}</table>"
     )
-
-
-def _full_length(steps: str) -> int:
-    """Return the characters of ``steps`` at the end of the loop: ``7/1,000`` will be ``1,000/1,000``."""
-    _, slash, total = steps.partition("/")
-    return 2 * len(total) + 1 if slash else len(steps)
 
 
 def _row(row: Row, names: Sequence[str], markup: Markup) -> str:

@@ -1,9 +1,9 @@
 """The table of a job at the bottom of a terminal, drawn by rich. Imported only where rich is installed (13 or later).
 
 train running for 12 s on 2 processes (cpu, fork)
-rank  state     progress              epoch  step       steps/s  loss
-   0  training  ━━━━━━━╸━━━━━━━━━━━━  1/4    450/1,000     10.0  0.5321
-   1  waiting   ━━━━━━━╸━━━━━━━━━━━━  1/4    450/1,000     10.0  0.5330
+rank  state       progress          epoch         step  steps/s    loss
+   0  training    ━━━━━━━╸━━━━━━━━    1/4    450/1,000     10.0  0.5321
+   1  waiting     ━━━━━━━╸━━━━━━━━    1/4    450/1,000     10.0  0.5330
 
 A terminal that is too narrow has fewer columns.
 """
@@ -11,11 +11,10 @@ A terminal that is too narrow has fewer columns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO, final
 
-from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -25,15 +24,18 @@ from rich.text import Text
 from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, has_colour, moves_cursor, size_of
 from nblaunch.dashboard.rows import Row
 from nblaunch.dashboard.table import Table, tabulate
-from nblaunch.dashboard.text import folded_lines, is_starting
+from nblaunch.dashboard.text import (
+    BAR_WIDTH,
+    GAP,
+    MIN_OUTPUT_WIDTH,
+    TEXT_COLUMNS,
+    fitting,
+    folded_lines,
+    is_starting,
+    total_width,
+    width_of,
+)
 from nblaunch.dashboard.view import JobView
-
-_BAR_WIDTH = 20
-_GAP = 2  # between two columns
-_FIXED_WIDTHS = {"progress": _BAR_WIDTH, "output": 24}  # the latter is the least
-
-_DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
-"""Columns in the order in which a narrow terminal does without them."""
 
 
 @final
@@ -134,43 +136,25 @@ def _rows(view: JobView, table: Table, width: int) -> tuple[RichTable, bool]:
         columns["progress"] = [_bar(row) for row in table.rows]
     for index, name in enumerate(table.columns):
         columns[name] = [Text(row.cells[index]) for row in table.rows]
+    widths = {
+        name: width_of(name, [cell.plain for cell in cells if isinstance(cell, Text)])
+        for name, cells in columns.items()
+    }
     if any(row.detail for row in table.rows):
-        columns["output"] = []
-    widths = {name: _width(name, cells) for name, cells in columns.items()}
-    drawn = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    shown = _fitting(widths, width)
+        widths["output"] = MIN_OUTPUT_WIDTH
+    drawn = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    shown = fitting(widths, width)
     if "output" in shown:  # takes what is left
-        widths["output"] += width - _total(widths, shown)
+        widths["output"] += width - total_width(widths, shown)
         columns["output"] = [
             Text(row.detail_within(widths["output"]), style="dim", overflow="ellipsis") for row in table.rows
         ]
     for name in shown:
-        is_text = name in ("state", "progress", "output")
-        drawn.add_column(name, justify="left" if is_text else "right", width=widths[name], no_wrap=True)
+        justify = "left" if name in TEXT_COLUMNS else "right"
+        drawn.add_column(name, justify=justify, width=widths[name], no_wrap=True)
     for cells in zip(*(columns[name] for name in shown), strict=True):
         drawn.add_row(*cells)
     return drawn, "output" in shown
-
-
-def _width(name: str, cells: Sequence[RenderableType]) -> int:
-    if name in _FIXED_WIDTHS:
-        return _FIXED_WIDTHS[name]
-    return max(cell_len(name), *(cell.cell_len for cell in cells if isinstance(cell, Text)))
-
-
-def _fitting(widths: Mapping[str, int], width: int) -> list[str]:
-    """Return the names of the columns that fit side by side: a number that is cut would be worse than none."""
-    shown = list(widths)
-    for name in _DISPENSABLE:
-        if _total(widths, shown) <= width:
-            break
-        if name in shown:
-            shown.remove(name)
-    return shown
-
-
-def _total(widths: Mapping[str, int], shown: Sequence[str]) -> int:
-    return sum(widths[name] + _GAP for name in shown) - _GAP
 
 
 def _state(row: Row, instead: str) -> Text:
@@ -182,5 +166,5 @@ def _bar(row: Row) -> RenderableType:
         return ""
     style = STATE_STYLES[row.state]
     return ProgressBar(
-        total=1.0, completed=row.fraction, width=_BAR_WIDTH, complete_style=style, finished_style=style
+        total=1.0, completed=row.fraction, width=BAR_WIDTH, complete_style=style, finished_style=style
     )

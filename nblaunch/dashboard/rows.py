@@ -237,6 +237,12 @@ def _steps(rank: RankView) -> str:
     return f"{rank.step:,}" if rank.step else ""
 
 
+def full_length(steps: str) -> int:
+    """Return the characters of ``steps`` at the end of the loop: ``7/1,000`` will be ``1,000/1,000``."""
+    _, slash, total = steps.partition("/")
+    return 2 * len(total) + 1 if slash else len(steps)
+
+
 def _rate(per_s: float | None) -> str:
     return "" if per_s is None else rate(per_s) if per_s else "0"
 

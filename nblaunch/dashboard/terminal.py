@@ -82,11 +82,7 @@ class LiveLine:
     @property
     def can_draw_blocks(self) -> bool:
         """Return whether the encoding of the stream has block characters for bars."""
-        try:
-            "█▏".encode(getattr(self._to, "encoding", None) or "ascii")
-        except (UnicodeEncodeError, LookupError):
-            return False
-        return True
+        return _has_blocks(self._to)
 
     def draw(self, view: JobView) -> None:
         """Show the progress of a job."""
@@ -134,6 +130,15 @@ _WORDS = re.compile(r"(?P<cyan>[█▏▎▍▌▋▊▉]+)|(?P<yellow>\d* ?wait
 def _painted(text: str) -> str:
     """Return a line with its bar and the states that matter in colours."""
     return _WORDS.sub(lambda found: paint(found[0], found.lastgroup or ""), text)
+
+
+def _has_blocks(stream: TextIO) -> bool:
+    """Return whether the encoding of a stream has the characters of bars."""
+    try:
+        "█▏━╸".encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def columns_of(text: str) -> int:
@@ -205,8 +210,13 @@ class TextDashboard(ViewingDashboard):
             self._live.clear()
         if view.is_started:
             # A hang was reported in lines when it was seen.
-            paint_it = paint if has_colour(self._to) else unpainted
-            self._write(render_text(replace(view, hang=()), paint=paint_it) + "\n")
+            text = render_text(
+                replace(view, hang=()),
+                paint=paint if has_colour(self._to) else unpainted,
+                width=size_of(self._to)[0] if is_terminal(self._to) else None,
+                has_blocks=_has_blocks(self._to),
+            )
+            self._write(f"{text}\n")
 
     @property
     def _to(self) -> TextIO:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nblaunch import formatting
 from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, unpainted
 from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.notices import as_of_now
-from nblaunch.dashboard.rows import Row, Tile, epoch_of, furthest_behind, in_lines
+from nblaunch.dashboard.rows import Tile, epoch_of, full_length, furthest_behind, in_lines
 from nblaunch.dashboard.table import Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState
@@ -92,7 +92,19 @@ def progress_line(view: JobView) -> str:
     return f"{view.function_name or 'job'}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
 
 
-_DETAIL_WIDTH = 60
+BAR_WIDTH = 16
+GAP = 2
+"""Characters between two columns."""
+
+TEXT_COLUMNS = ("state", "progress", "output")
+"""Columns that are aligned to the left."""
+
+_USUAL_WIDTHS = {"state": 10, "progress": BAR_WIDTH, "ETA": 5, "loss": 6}
+_DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
+"""Columns in the order in which a narrow terminal does without them."""
+
+MIN_OUTPUT_WIDTH = 24
+_DETAIL_WIDTH = 60  # where there is no terminal
 _NUM_LIVE_LINES = 8
 _GRID_WIDTH, _GROUP = 64, 8  # letters in a line, and between two spaces
 _LETTERS = {
@@ -114,7 +126,13 @@ Paint = Callable[[str, str], str]
 
 
 def render_text(
-    view: JobView, *, with_output: bool = False, paint: Paint = unpainted, table: Table | None = None
+    view: JobView,
+    *,
+    with_output: bool = False,
+    paint: Paint = unpainted,
+    table: Table | None = None,
+    width: int | None = None,
+    has_blocks: bool = True,
 ) -> str:
     """Return the table as text, without a final line end.
 
@@ -126,9 +144,12 @@ def render_text(
         with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
         paint: colours states, failures and warnings.
         table: of this view, where it is at hand.
+        width: columns of the terminal, where it has fewer columns of the table if it is narrow.
+        has_blocks: draw bars with line characters; else with ``#``.
     """
     table = table or tabulate(view)
-    lines = [*(_table_lines(table, paint) if table.rows else []), *folded_lines(table)]
+    lines = _table_lines(table, paint, width, has_blocks=has_blocks) if table.rows else []
+    lines += folded_lines(table)
     headline = paint(table.headline, OUTCOME_STYLES.get(view.outcome, "yellow"))
     lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
     lines += [table.fallback] if table.fallback else []
@@ -157,24 +178,59 @@ def _tail(view: JobView) -> list[str]:
     return ["last output:", *shown, *[""] * (_NUM_LIVE_LINES - len(shown))]
 
 
-def _table_lines(table: Table, paint: Paint) -> list[str]:
-    has_detail = any(row.detail for row in table.rows)
-    heads = ("rank", "state", *table.columns, "output" if has_detail else "")
-    grid = [heads, *map(_cells, table.rows)]
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+def _table_lines(table: Table, paint: Paint, width: int | None, *, has_blocks: bool) -> list[str]:
+    columns = {"rank": [row.label for row in table.rows], "state": [row.state_text for row in table.rows]}
+    if any(row.fraction is not None for row in table.rows):
+        columns["progress"] = [_track(row.fraction or 0.0, has_blocks=has_blocks) for row in table.rows]
+    columns |= {name: [row.cells[index] for row in table.rows] for index, name in enumerate(table.columns)}
+    widths = {name: width_of(name, cells) for name, cells in columns.items()}
+    if any(row.detail for row in table.rows):
+        widths["output"] = _DETAIL_WIDTH if width is None else MIN_OUTPUT_WIDTH
+    shown = list(widths) if width is None else fitting(widths, width)
+    if "output" in shown:
+        widths["output"] += 0 if width is None else width - total_width(widths, shown)
+        columns["output"] = [row.detail_within(widths["output"]) for row in table.rows]
+    rows = [list(shown), *zip(*(columns[name] for name in shown), strict=True)]
     styles = ["", *(STATE_STYLES[row.state] for row in table.rows)]
-    last = len(widths) - 1
-    # Text is aligned to the left, numbers to the right.
     lines = []
-    for cells, style in zip(grid, styles, strict=True):
-        padded = [
-            cell.ljust(width) if index in (1, last) else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        before, state, after = padded[0], padded[1].rstrip(), "  ".join(["", *padded[2:]])
-        space = " " * (widths[1] - len(state))
-        lines.append(f"{before}  {paint(state, style)}{space}{after}".rstrip())
+    for cells, style in zip(rows, styles, strict=True):
+        padded = []
+        for name, cell in zip(shown, cells, strict=True):
+            space = " " * (widths[name] - len(cell))
+            shade = style if name in ("state", "progress") else ""
+            # Text is aligned to the left, numbers to the right.
+            padded.append(f"{paint(cell, shade)}{space}" if name in TEXT_COLUMNS else f"{space}{cell}")
+        lines.append((" " * GAP).join(padded).rstrip())
     return lines
+
+
+def _track(fraction: float, *, has_blocks: bool) -> str:
+    """Return a bar as rich draws it."""
+    halves = int(fraction * 2 * BAR_WIDTH)
+    return "━" * (halves // 2) + "╸" * (halves % 2) if has_blocks else "#" * (halves // 2)
+
+
+def width_of(name: str, cells: Iterable[str]) -> int:
+    """Return the width of a column, from the first as wide as its usual texts: else columns would come and go."""
+    if name == "step":
+        return max(len(name), *map(full_length, cells))
+    return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))
+
+
+def fitting(widths: Mapping[str, int], width: int) -> list[str]:
+    """Return the names of the columns that fit side by side: a number that is cut would be worse than none."""
+    shown = list(widths)
+    for name in _DISPENSABLE:
+        if total_width(widths, shown) <= width:
+            break
+        if name in shown:
+            shown.remove(name)
+    return shown
+
+
+def total_width(widths: Mapping[str, int], shown: Sequence[str]) -> int:
+    """Return the width of columns side by side."""
+    return sum(widths[name] + GAP for name in shown) - GAP
 
 
 def _epoch_lines(table: EpochTable) -> list[str]:
@@ -203,7 +259,3 @@ def folded_lines(table: Table) -> list[str]:
 
 def _letter(tile: Tile) -> str:
     return "!" if tile.differs else _LETTERS[tile.state]
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (row.label, row.state_text, *row.cells, row.detail_within(_DETAIL_WIDTH))

@@ -188,7 +188,11 @@ class ChartRow:
         self._drawn: list[str] = []
         self._layout = widgets.Layout(margin="0", flex="0 0 auto")
         row = widgets.Layout(
-            margin="0", flex_flow="row nowrap", width="100%", min_height=f"{_CHARTS_PX}px", overflow="auto hidden"
+            margin="0",
+            flex_flow="row nowrap",
+            width="100%",
+            min_height=f"{_CHARTS_PX}px",
+            overflow="auto hidden",
         )
         self.widget = widgets.HBox([], layout=row)
 

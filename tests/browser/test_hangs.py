@@ -32,7 +32,9 @@ def page(lab: Lab, browser: Browser) -> Iterator[Page]:
 
 def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     page.run(REPORTED)
-    page.wait_until(lambda: re.search(r"^all\t\S training\t", page.text(REPORTED), re.MULTILINE), "a training")
+    page.wait_until(
+        lambda: re.search(r"^all\t\S training\t", page.text(REPORTED), re.MULTILINE), "a training"
+    )
     places = page.output(REPORTED).evaluate(HEADS)
     page.wait_for_text(REPORTED, "waiting in all_reduce (cell")
     page.wait_for_text(REPORTED, "no progress for")

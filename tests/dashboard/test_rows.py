@@ -105,7 +105,9 @@ def test_the_row_of_all_is_where_the_last_rank_is() -> None:
         (["waiting", "no progress", "training", "killed"], "1 killed, 3 other"),
     ],
 )
-def test_the_state_of_the_job_names_the_odd_ranks_and_fits_its_column(words: list[str], expected: str) -> None:
+def test_the_state_of_the_job_names_the_odd_ranks_and_fits_its_column(
+    words: list[str], expected: str
+) -> None:
     failed = ("failed", "killed")
     states = [WorkerState.FAILED if word in failed else WorkerState.TRAINING for word in words]
     statuses = [_RankStatus(state, word, "") for state, word in zip(states, words, strict=True)]

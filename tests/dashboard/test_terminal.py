@@ -103,10 +103,10 @@ def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def terminal() -> Iterator[tuple[int, io.TextIOWrapper]]:
+def terminal(columns: int = COLUMNS) -> Iterator[tuple[int, io.TextIOWrapper]]:
     """A pseudo-terminal: the end that a user looks at, and a stream into the other one."""
     user, program = pty.openpty()
-    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
+    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     stream = io.TextIOWrapper(io.FileIO(program, "w"), encoding="utf-8", write_through=True)
     try:
         yield user, stream
@@ -274,6 +274,47 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_cell_is_cut_but_the_start_of
     assert "…" in where
     assert where.endswith("/train.py, line 18)")
     assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_the_last_table_has_the_columns_of_the_live_one(width: int) -> None:
+    memory = [HostMemory(rank, START_S + 10, 812_000_000) for rank in range(2)]
+    view = view_of(memory, trained(2))
+    screen, clock = Screen(), Clock()
+    with terminal(width) as (user, stream):
+        live = LiveTable(stream)
+        live.draw(view)
+        screen.write(read(user))
+        before = screen.text.splitlines()[1]
+        live.clear()
+        board = TextDashboard(stream=stream, live=live, clock=clock)
+        for event in started(2):
+            board.on_event(event)
+        board.on_readings([sample(rank, 100, 1000, loss=0.0099) for rank in range(2)])
+        for event in [*memory, *ended(2)]:
+            board.on_event(event)
+        board.close()
+        screen.write(read(user))
+    lines = screen.text.splitlines()
+    (head,) = (number for number, line in enumerate(lines) if line.startswith("rank"))
+    assert re.split(r"  +", lines[head]) == re.split(r"  +", before)
+    assert max(map(len, lines[head : head + 4])) <= width
+    assert ("progress" in before, "━" in lines[head + 1]) == ((width >= 80,) * 2)
+
+
+def test_bars_of_a_last_table_are_in_the_characters_of_its_file() -> None:
+    for encoding, bar in (("utf-8", "━"), ("ascii", "#")):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        board = TextDashboard(stream=stream)
+        for event in started(1):
+            board.on_event(event)
+        board.on_readings([sample(0, 100, 1000)])
+        for event in ended(1):
+            board.on_event(event)
+        board.close()
+        text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+        assert bar in text
+        assert "?" not in text
 
 
 def test_a_table_that_is_higher_than_the_terminal_is_cut() -> None:
