@@ -130,7 +130,8 @@ def _state(row: Row, markup: Markup) -> str:
     differs = row.is_marked and row.rank is not None
     glyph = _glyph(*shape_of(row.state, is_marked=differs), markup)
     text = escape(row.detail if row.is_stalled else row.state_text)
-    shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
+    # A position in bold type would not fit in a line.
+    shown = f"{glyph} <b>{text}</b>" if differs and not row.is_stalled else f"{glyph} {text}"
     # A text that is too long has two lines: the columns beside it keep their places.
     return f"<div {markup.of('wrapped')}>{shown}</div>"
 

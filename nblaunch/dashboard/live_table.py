@@ -150,8 +150,8 @@ def _rows(view: JobView, table: Table, width: int) -> tuple[RichTable, bool]:
             Text(row.detail_within(widths["output"]), style="dim", overflow="ellipsis") for row in table.rows
         ]
     for name in shown:
-        justify = "left" if name in TEXT_COLUMNS else "right"
-        drawn.add_column(name, justify=justify, width=widths[name], no_wrap=True)
+        is_text = name in TEXT_COLUMNS
+        drawn.add_column(name, justify="left" if is_text else "right", width=widths[name], no_wrap=True)
     for cells in zip(*(columns[name] for name in shown), strict=True):
         drawn.add_row(*cells)
     return drawn, "output" in shown
