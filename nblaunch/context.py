@@ -53,7 +53,7 @@ class WorkerContext:
         object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
             object itself (``training/per_process.py``).
         collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
-            among them; set by strategies that shard weights. None = every rank has the full weights.
+            among them; set by strategies whose shards are no DTensors. None = weights are full, or DTensors.
         show_pending: shows on the board what is held back because reading it waits for the device, as the last losses;
             set by training, called when the function has returned.
     """

@@ -1,4 +1,4 @@
-"""Sharded weights, which travel shard by shard:
+"""Sharded weights, which travel shard by shard, those of :class:`torch.distributed.tensor.DTensor` among them:
 
 rank 0   ── TensorShard ──┐
 rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
@@ -7,7 +7,8 @@ rank 2   ── TensorShard ──┘
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,3 +77,56 @@ class ShardedTensor:
         full = self.shards[0].data.new_empty(self.shape)
         self.put_into(full)
         return full
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether ``value`` is a tensor of which this rank holds a shard."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_sharded_module(module: Any) -> bool:
+    """Return whether this rank holds shards of the weights of ``module``, also while FSDP has them gathered."""
+    if any(map(is_sharded, module.parameters())):
+        return True
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())  # from torch 2.6 on
+    return any(isinstance(part, kind) for part in module.modules())
+
+
+def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. By
+    torch's own arithmetic, which also knows shards of shards: of FSDP2 over tensor parallelism.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
+
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    return tuple(offset), tuple(shape)
+
+
+def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
+    """Return what this rank sends of a state dict: its shards; the main rank also what is not sharded.
+
+    No rank waits for another. A shard that several ranks hold is sent by one of them.
+    """
+    sent: dict[str, Any] = {}
+    for name, value in state.items():
+        if is_sharded(value):
+            offset, _ = extent(value)
+            if _is_first_holder(value):
+                sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
+        elif is_main:
+            sent[name] = value
+    return sent
+
+
+def _is_first_holder(shard: Any) -> bool:
+    """Return whether no rank before this one holds the very same shard.
+
+    Either in the order of its mesh, or in another mesh of the same form: beside tensor parallelism, other
+    tensors are sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
+    """
+    coordinate = shard.device_mesh.get_coordinate()
+    return bool((shard.device_mesh.mesh == 0).any()) and all(
+        coordinate[dim] == 0 for dim, placement in enumerate(shard.placements) if placement.is_replicate()
+    )

@@ -15,7 +15,7 @@ from typing import Any
 from nblaunch import context
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.wire import quantised
+from nblaunch.wire import quantised, sharded_tensor
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
@@ -65,6 +65,8 @@ class Delivery:
         is_wanted = self._returns_value and not left_by_exit and value is not None
         location = outbox.put_value(value) if is_wanted else ValueLocation()
         collect_shards = context.current().collect_sharded_weights
+        if collect_shards is None and self._has_dtensors():
+            collect_shards = self._collect_dtensors
         # Where every rank holds the whole, one of them is enough.
         sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
         if self._is_main:
@@ -91,6 +93,21 @@ class Delivery:
                 text = f"{type(error).__name__}: {error}"
                 sent = StateSent(self._rank, time.time(), path=path, error=text)
             self._send(sent)
+
+    def _has_dtensors(self) -> bool:
+        """Return whether ranks hold shards, by whomever: a strategy, or the user's own ``fully_shard``."""
+        held = (
+            one
+            for made in self._optimizers.values()
+            for group in made.param_groups
+            for one in group["params"]
+        )
+        return any(map(sharded_tensor.is_sharded, held)) or any(
+            map(sharded_tensor.is_sharded_module, self._modules.values())
+        )
+
+    def _collect_dtensors(self, module: Any) -> Mapping[str, Any]:
+        return sharded_tensor.shards_to_send(module.state_dict(), self._is_main)
 
     def _put_weights(
         self, outbox: Outbox, path: ArgPath, collect_shards: Callable[[Any], Mapping[str, Any]] | None

@@ -86,6 +86,46 @@ largest_difference(model, replicated), type(model).__name__, type(model.blocks[0
     assert "copied trained weights into args[0] (Net): " in cell.stdout
 
 
+@pytest.mark.parametrize("accelerator", ["Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())", "None"])
+def test_weights_that_the_function_has_sharded_itself_come_back_whole(
+    sharding: Kernel, accelerator: str
+) -> None:
+    cell = sharding.run(
+        f"""
+def train_sharded(model):
+    from torch.distributed.fsdp import fully_shard
+    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
+    accelerator = {accelerator}
+    if accelerator is None and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        inputs = torch.randn(8, 6, generator=generator).chunk(2)[rank]
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model(inputs)  # gathers the weights, and keeps them for a backward
+    torch.distributed.barrier()
+
+torch.manual_seed(3)
+model = Net()
+notebook_launcher(train_sharded, (model,), 2)
+largest_difference(model, replicated), type(model).__name__
+"""
+    )
+    difference, name = cell.value
+    assert difference < 1e-3
+    assert name == "Net"
+    assert "copied trained weights into args[0] (Net): " in cell.stdout
+
+
 def test_whole_weights_are_loaded_into_parts_of_the_kernels_model(sharding: Kernel, tmp_path: Path) -> None:
     cell = sharding.run(
         f"""

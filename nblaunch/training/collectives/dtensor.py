@@ -6,7 +6,6 @@ and how, is decided by the strategy.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,15 +14,10 @@ import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
 from nblaunch.training.waiting import waiting
-from nblaunch.wire.sharded_tensor import TensorShard
+from nblaunch.wire.sharded_tensor import extent as extent
+from nblaunch.wire.sharded_tensor import is_sharded as is_sharded
 
 T = TypeVar("T")
-
-
-def is_sharded(value: Any) -> bool:
-    """Return whether ``value`` is a tensor of which this rank holds a shard."""
-    module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def num_sharded(state: Any) -> int:
@@ -39,16 +33,6 @@ def _is_full(shard: Any) -> bool:
 def local(value: T) -> T:
     """Return the shard of a tensor that is on this rank."""
     return value.to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
-
-
-def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. By
-    torch's own arithmetic, which also knows shards of shards: of FSDP2 over tensor parallelism.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
-
-    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
-    return tuple(offset), tuple(shape)
 
 
 def slice_for(shard: Any, full: torch.Tensor) -> torch.Tensor:
@@ -174,31 +158,3 @@ def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_ty
             )
         norm = reduced if largest else reduced ** (1.0 / norm_type)
     return norm
-
-
-def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
-    """Return what this rank sends of a state dict: its shards; the main rank also what is not sharded.
-
-    No rank waits for another. A shard that several ranks hold is sent by one of them.
-    """
-    sent: dict[str, Any] = {}
-    for name, value in state.items():
-        if is_sharded(value):
-            offset, _ = extent(value)
-            if _is_first_holder(value):
-                sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
-        elif is_main:
-            sent[name] = value
-    return sent
-
-
-def _is_first_holder(shard: Any) -> bool:
-    """Return whether no rank before this one holds the very same shard.
-
-    Either in the order of its mesh, or in another mesh of the same form: beside tensor parallelism, other
-    tensors are sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
-    """
-    coordinate = shard.device_mesh.get_coordinate()
-    return bool((shard.device_mesh.mesh == 0).any()) and all(
-        coordinate[dim] == 0 for dim, placement in enumerate(shard.placements) if placement.is_replicate()
-    )

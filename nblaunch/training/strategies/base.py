@@ -192,7 +192,7 @@ class Strategy(ABC):
         """Return ``model`` ready for training on this rank, with the weights of rank 0; wrapped or not.
 
         It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
-        device here. A strategy that shards weights also sets ``collect_sharded_weights`` of the current
+        device here. A strategy whose shards are no DTensors also sets ``collect_sharded_weights`` of the current
         :class:`~nblaunch.context.WorkerContext`: how a rank's shards are read, for the way back to the notebook.
         """
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nblaunch import context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.strategies import distributed_checkpoint
@@ -101,8 +100,3 @@ class DTensorStrategy(Strategy):
 
 def _shard_like(value: Any, parameter: torch.Tensor) -> Any:
     return dtensor.shard_like(value, parameter) if isinstance(value, torch.Tensor) else value
-
-
-def shards_to_send(module: nn.Module) -> dict[str, Any]:
-    """Return what this rank sends of a module's weights to the notebook."""
-    return dtensor.shards_to_send(module.state_dict(), is_main=context.current().topology.local_rank == 0)

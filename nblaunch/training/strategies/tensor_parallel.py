@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, shards_to_send
+from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
 from nblaunch.training.waiting import waiting
 
 
@@ -54,7 +53,6 @@ class TensorParallelStrategy(DTensorStrategy):
         if not is_sharded_model(inner):
             warn_of_unsharded(inner)
         share_weights(inner, self._parallelism)
-        context.current().collect_sharded_weights = shards_to_send
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, shards_to_send
+from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
 from nblaunch.training.strategies.fsdp2 import fsdp_internals
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
@@ -99,7 +99,6 @@ class Fsdp2Strategy(DTensorStrategy):
                 self._shard_further(inner, units) if is_sharded_model(inner) else warn_of_unsharded(inner)
             if not is_fsdp_module(inner):
                 self._shard(inner, units)
-            context.current().collect_sharded_weights = shards_to_send
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
