@@ -344,7 +344,7 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
         return view
     rank = view.ranks[event.rank]
     rank = replace(rank, metrics={**rank.metrics, **event.values}, metrics_step=event.step)
-    view = replace(_with_rank(view, rank), curves=_with_points(view.curves, event))
+    view = replace(_with_rank(view, rank), curves=_with_points(view, event))
     if not event.epoch:
         return view
     epoch = _epoch(view, event.epoch)
@@ -372,16 +372,18 @@ def _with_epoch(view: JobView, number: int, epoch: EpochView) -> JobView:
     return replace(view, epochs=epochs)
 
 
-def _with_points(curves: Mapping[str, Curve], event: events.Metric) -> Mapping[str, Curve]:
-    """Return ``curves`` with the finite numbers of ``event``."""
-    extended = dict(curves)
+def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
+    """Return the curves of ``view`` with the finite numbers of ``event``."""
+    extended = dict(view.curves)
     for name, value in event.values.items():
         is_number = (
             isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_DRAWN
         )
         if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
             continue
-        curve = extended.get(name, Curve())
+        curve = extended.get(name, Curve(attempt=view.attempt))
+        if curve.attempt != view.attempt:  # without steps, it isn't known where the attempt goes on
+            curve = curve.resumed_at(event.step or 0, view.attempt)
         step = curve.num_seen if event.step is None else event.step
         extended[name] = curve.extended(float(step), float(value), CHART_LENGTH)
     return extended

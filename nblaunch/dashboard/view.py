@@ -96,12 +96,15 @@ def _name(description: str | None) -> str:
 class Curve:
     """Points of a quantity over the whole job; when there are too many, every second one is dropped.
 
+    An attempt goes on at the step from which it has resumed: what earlier ones had from there on is dropped.
+
     Args:
         xs: steps, rising.
         ys: values, all finite.
         stride: one of ``stride`` points is kept.
         num_seen: number of points added.
         latest: the last point added, kept or not; None before the first.
+        attempt: of the job, which has added it.
     """
 
     xs: tuple[float, ...] = ()
@@ -109,6 +112,20 @@ class Curve:
     stride: int = 1
     num_seen: int = 0
     latest: tuple[float, float] | None = None
+    attempt: int = 0
+
+    def resumed_at(self, x: float, attempt: int) -> Curve:
+        """Return the curve as another attempt finds it that goes on at ``x``: the points before."""
+        kept = [point for point in self.points() if point[0] < x]
+        length = sum(one < x for one in self.xs)
+        return Curve(
+            self.xs[:length],
+            self.ys[:length],
+            self.stride,
+            length * self.stride,
+            kept[-1] if kept else None,
+            attempt,
+        )
 
     def extended(self, x: float, y: float, max_points: int) -> Curve:
         """Return the curve with one more point. If ``x`` does not rise, it is set to the last x plus 1."""
@@ -119,7 +136,7 @@ class Curve:
             if len(xs) >= max_points:
                 xs, ys, stride = xs[::2], ys[::2], stride * 2
             xs, ys = (*xs, x), (*ys, y)
-        return Curve(xs, ys, stride, self.num_seen + 1, (x, y))
+        return Curve(xs, ys, stride, self.num_seen + 1, (x, y), self.attempt)
 
     def points(self) -> list[tuple[float, float]]:
         """Return the kept points and the latest one."""
