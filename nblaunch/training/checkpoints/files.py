@@ -288,9 +288,9 @@ def safetensors() -> Any:
         return importlib.import_module("safetensors")
     except ImportError as error:
         raise CheckpointError(
-            "files in safetensors' format need safetensors, which is not installed: pip install safetensors (a Python "
-            "without the GIL gets no wheel of it, so that a Rust compiler is needed). safe_serialization=False saves "
-            "in torch's format, without it"
+            "files in safetensors' format need safetensors, which is not installed: pip install safetensors "
+            "(safetensors>=0.9.0rc0 for a Python without the GIL). safe_serialization=False saves in torch's format, "
+            "without it"
         ) from error
 
 
