@@ -167,7 +167,7 @@ class LastReadings:
 
 
 def train_by_steps() -> float:
-    """Ten steps in a loop that nobody counts; returns the last loss."""
+    """Ten steps in a loop that is not reported; returns the last loss."""
     accelerator = Accelerator()
     linear = torch.nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
