@@ -6,7 +6,7 @@ base.py            Dashboard: what the launcher calls with events and readings o
 fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
 table.py           all text of the view
-rows.py            rows of ranks: which are shown, which are folded
+rows.py            rows of ranks: which are shown, which are collapsed
 epochs.py          losses and metrics of each epoch
 notices.py         slow and stalled ranks, rates that fall to 0, losses that are not finite
 text.py            the table as text, and the progress in one line

@@ -13,7 +13,7 @@ from html import escape
 
 from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.epochs import EpochTable
-from nblaunch.dashboard.html_rows import INLINE, MONO, folded_html, rows_html, tiles_html
+from nblaunch.dashboard.html_rows import INLINE, MONO, collapsed_html, rows_html, tiles_html
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.palette import BAD, CAUTION, MUTED, ink, outcome_colour, outcome_shape
 from nblaunch.dashboard.table import Table, tabulate
@@ -41,7 +41,7 @@ def render_html(view: JobView, *, with_output: bool = False, table: Table | None
     table = table or tabulate(view)
     parts = [title(view, table)]
     parts += [rows_html(table, table.rows)] if table.rows else []
-    parts += [_folded(view, table)] if table.folded else []
+    parts += [_collapsed(view, table)] if table.collapsed else []
     parts.append(remarks(table))
     parts += [line(table.metrics)] if table.metrics else []
     parts += [f"<div>{''.join(charts(view, has_values=True))}</div>"] if view.is_over else []
@@ -75,11 +75,11 @@ def remarks(table: Table) -> str:
     return "".join([*failures, *map(_notice, table.notices), *warnings])
 
 
-def _folded(view: JobView, table: Table) -> str:
+def _collapsed(view: JobView, table: Table) -> str:
     """Return the ranks in lockstep. While the job runs, each update closes what a user has opened, so it is open."""
     if view.is_over:
-        return folded_html(table)
-    return f"<div>{escape(table.folded)}</div>{tiles_html(table.tiles)}"
+        return collapsed_html(table)
+    return f"<div>{escape(table.collapsed)}</div>{tiles_html(table.tiles)}"
 
 
 def _shape(shape: str, colour: str) -> str:

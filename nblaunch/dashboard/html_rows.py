@@ -1,4 +1,4 @@
-"""The rows of a job as HTML: a table, a folded line, and a grid of tiles.
+"""The rows of a job as HTML: a table, a collapsed line, and a grid of tiles.
 
 The same markup is shown while a job runs and after its end, so that nothing moves when it ends. Tables have a caption
 for screen readers, heads with scopes, and bars with the role of a progress bar.
@@ -84,7 +84,7 @@ _WIDTHS = {
 
 
 def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str:
-    """Return rows of the table, its ``rows`` or ``unfolded``, as HTML."""
+    """Return rows of the table, its ``rows`` or ``expanded``, as HTML."""
     trains = "step" in table.columns
     heads = [("rank", "right"), ("state", "left")]
     heads += [("progress", "left")] if trains or any(row.fraction is not None for row in table.rows) else []
@@ -169,16 +169,16 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}".removesuffix(".0") + "%"
 
 
-# --- folded ranks ----------------------------------------------------------------------------------------------------
+# --- collapsed ranks --------------------------------------------------------------------------------------------------
 
 _TILES_IN_LINE, _TILE_GROUP = 32, 8
 
 
-def folded_html(table: Table) -> str:
+def collapsed_html(table: Table) -> str:
     """Return the ranks in lockstep in one line that opens on a click."""
-    is_open = "" if table.unfolded else " open"
-    inside = rows_html(table, table.unfolded) if table.unfolded else tiles_html(table.tiles)
-    summary = f'<summary style="cursor:pointer">{escape(table.folded)}</summary>'
+    is_open = "" if table.expanded else " open"
+    inside = rows_html(table, table.expanded) if table.expanded else tiles_html(table.tiles)
+    summary = f'<summary style="cursor:pointer">{escape(table.collapsed)}</summary>'
     return f"<details{is_open}>{summary}{inside}</details>"
 
 

@@ -29,8 +29,8 @@ from nblaunch.dashboard.text import (
     GAP,
     MIN_OUTPUT_WIDTH,
     TEXT_COLUMNS,
+    collapsed_lines,
     fitting,
-    folded_lines,
     is_starting,
     total_width,
     width_of,
@@ -115,14 +115,14 @@ def renderable(view: JobView, width: int) -> RenderableType:
     for notice in table.notices:
         remarks += [Text(notice.text, style="yellow"), *(Text(f"    {line}") for line in notice.lines)]
     remarks += [Text(f"warning: {text}", style="yellow") for text in table.warnings]
-    folded = [Text(line, no_wrap=True, overflow="ellipsis") for line in folded_lines(table)]
+    collapsed = [Text(line, no_wrap=True, overflow="ellipsis") for line in collapsed_lines(table)]
     drawn, has_output = _rows(view, table, width)
     stalled = [] if has_output else [row for row in table.rows if row.is_stalled]
     abouts = [f"rank {row.label}: " for row in stalled]
     where = [
         about + row.detail_within(width - len(about)) for about, row in zip(abouts, stalled, strict=True)
     ]
-    return Group(head, drawn, *map(Text, where), *folded, *remarks)
+    return Group(head, drawn, *map(Text, where), *collapsed, *remarks)
 
 
 def _rows(view: JobView, table: Table, width: int) -> tuple[RichTable, bool]:

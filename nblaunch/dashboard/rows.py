@@ -1,11 +1,11 @@
-"""The rows of a job: one for the whole job, one for each rank that differs, and the others folded.
+"""The rows of a job: one for the whole job, one for each rank that differs, and the others collapsed.
 
     rank  state            epoch      step  steps/s ...
      all  training, 1 slow   2/6   450/1,000    24.1
       11  training, slow     2/6   450/1,000    24.1
     ranks 0-10, 12-63 training, 24.1 steps/s each
 
-Up to :data:`NUM_UNFOLDED` ranks all have a row. With more, ranks in lockstep are one line in words; behind it are
+Up to :data:`NUM_UNCOLLAPSED` ranks all have a row. With more, ranks in lockstep are one line in words; behind it are
 their rows, or a tile for each rank. Ranks always stand in the order of their numbers.
 """
 
@@ -23,17 +23,17 @@ from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import loss, rate, whole_duration
 
-NUM_UNFOLDED = 4
+NUM_UNCOLLAPSED = 4
 """Largest number of ranks that all have a row of their own."""
 
 MAX_ROWS = 16
-"""Largest number of ranks with rows behind the folded line; with more ranks there is a tile for each."""
+"""Largest number of ranks with rows behind the collapsed line; with more ranks there is a tile for each."""
 
 MAX_DIFFERING_ROWS = 12
-"""Largest number of rows for ranks that differ; more of them are folded as well."""
+"""Largest number of rows for ranks that differ; more of them are collapsed as well."""
 
 HEAD_LINES = 500
-"""Number of lines of a rank that a cell prints at once; further lines are folded, see ``lines.py``."""
+"""Number of lines of a rank that a cell prints at once; further lines are left out, see ``lines.py``."""
 
 STATE_LENGTH = 19
 """Largest number of characters in the state column of the whole job, so that no state moves the columns beside it."""
@@ -44,7 +44,7 @@ _MEMORY_COLUMNS = ("peak memory", "peak device")
 _COLUMNS = (*_TRAINING_COLUMNS, *_MEMORY_COLUMNS)
 _MEMORY_ALONE_S = 3.0  # seconds after which memory is shown of a job that may not train at all
 
-_NUM_GROUPS = 4  # of folded ranks, in words
+_NUM_GROUPS = 4  # of collapsed ranks, in words
 _SAME_RATE = 1.05  # ratio of rates that count as equal
 _LONG_RANKS = 40  # characters
 
@@ -114,15 +114,15 @@ class Rows:
     Args:
         columns: names of the columns between state and detail.
         rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
-        folded: ranks in lockstep, in words; empty if all ranks have a row.
-        unfolded: rows of all ranks, behind the folded line; empty if they are too many.
-        tiles: all ranks, if some are folded.
+        collapsed: ranks in lockstep, in words; empty if all ranks have a row.
+        expanded: rows of all ranks, behind the collapsed line; empty if they are too many.
+        tiles: all ranks, if some are collapsed.
     """
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    folded: str = ""
-    unfolded: tuple[Row, ...] = ()
+    collapsed: str = ""
+    expanded: tuple[Row, ...] = ()
     tiles: tuple[Tile, ...] = ()
 
 
@@ -131,7 +131,7 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
     marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
     used = _used_columns(view)
     columns = tuple(_COLUMNS[index] for index in used)
-    are_few = len(view.ranks) <= NUM_UNFOLDED
+    are_few = len(view.ranks) <= NUM_UNCOLLAPSED
     statuses = [_status_of(view, rank, settles=not are_few) for rank in view.ranks]
     differing = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
 
@@ -148,8 +148,8 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
     return Rows(
         columns,
         shown,
-        folded=_folded(view, statuses, differing),
-        unfolded=rows(range(len(view.ranks))) if len(view.ranks) <= MAX_ROWS else (),
+        collapsed=_collapsed(view, statuses, differing),
+        expanded=rows(range(len(view.ranks))) if len(view.ranks) <= MAX_ROWS else (),
         tiles=tuple(Tile(rank, status.state, rank in differing) for rank, status in enumerate(statuses)),
     )
 
@@ -279,7 +279,7 @@ def _detail(rank: RankView) -> str:
         return ""
     if rank.bar is not None:
         return rank.bar.text
-    # The cell shows printed lines below the table, unless this rank prints so much that they are folded.
+    # The cell shows printed lines below the table, unless this rank prints so much that they are left out.
     return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
 
 
@@ -360,7 +360,7 @@ def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapp
     return sorted(list(ordered)[:MAX_DIFFERING_ROWS])
 
 
-def _folded(view: JobView, statuses: Sequence[_RankStatus], differing: Sequence[int]) -> str:
+def _collapsed(view: JobView, statuses: Sequence[_RankStatus], differing: Sequence[int]) -> str:
     """Return the other ranks in words: ``ranks 0-7 training, 24.1 steps/s each``."""
     groups: dict[str, list[RankView]] = {}
     for rank, status in zip(view.ranks, statuses, strict=True):

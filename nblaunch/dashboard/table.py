@@ -31,9 +31,9 @@ class Table:
         fallback: why the start method is not the usual one; empty if it is.
         columns: as in :class:`nblaunch.dashboard.rows.Rows`; so are the next four.
         rows: the whole job, and ranks with rows of their own.
-        folded: ranks in lockstep, in words.
-        unfolded: rows of all ranks, behind the folded line.
-        tiles: all ranks, behind the folded line.
+        collapsed: ranks in lockstep, in words.
+        expanded: rows of all ranks, behind the collapsed line.
+        tiles: all ranks, behind the collapsed line.
         failures: ``(ranks, failure)``, root cause first.
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
@@ -50,8 +50,8 @@ class Table:
     fallback: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    folded: str
-    unfolded: tuple[Row, ...]
+    collapsed: str
+    expanded: tuple[Row, ...]
     tiles: tuple[Tile, ...]
     failures: tuple[tuple[str, str], ...]
     notices: tuple[Notice, ...]
@@ -76,8 +76,8 @@ def tabulate(view: JobView) -> Table:
         fallback=view.fallback,
         columns=rows.columns,
         rows=rows.rows,
-        folded=rows.folded,
-        unfolded=rows.unfolded,
+        collapsed=rows.collapsed,
+        expanded=rows.expanded,
         tiles=rows.tiles,
         failures=_failures(view),
         notices=found,

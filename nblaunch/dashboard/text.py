@@ -149,7 +149,7 @@ def render_text(
     """
     table = table or tabulate(view)
     lines = _table_lines(table, paint, width, has_blocks=has_blocks) if table.rows else []
-    lines += folded_lines(table)
+    lines += collapsed_lines(table)
     headline = paint(table.headline, OUTCOME_STYLES.get(view.outcome, "yellow"))
     lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
     lines += [table.fallback] if table.fallback else []
@@ -242,10 +242,10 @@ def _epoch_lines(table: EpochTable) -> list[str]:
     return [*lines, *[""] * table.num_free, *[table.note] * bool(table.note)]
 
 
-def folded_lines(table: Table) -> list[str]:
+def collapsed_lines(table: Table) -> list[str]:
     """Return the ranks in lockstep as a line, and the grid with its legend: a letter for each rank."""
-    lines = [table.folded] if table.folded else []
-    grid = [] if table.unfolded else in_lines(table.tiles, _GRID_WIDTH)
+    lines = [table.collapsed] if table.collapsed else []
+    grid = [] if table.expanded else in_lines(table.tiles, _GRID_WIDTH)
     width = max((len(label) for label, _ in grid), default=0)
     for label, line in grid:
         letters = "".join(map(_letter, line))

@@ -24,19 +24,19 @@ from nblaunch.dashboard.table import Table
 from nblaunch.dashboard.widget_throttle import Throttle
 
 ROWS_S = 0.3
-"""Seconds between updates of the rows; those behind the folded line follow more slowly."""
+"""Seconds between updates of the rows; those behind the collapsed line follow more slowly."""
 
-_UNFOLDED_S, _TILES_S = 1.0, 1.5
+_EXPANDED_S, _TILES_S = 1.0, 1.5
 _TEXT = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums"
 # Other names than those of the styles in ``html_rows.py``.
-_JOB, _FOLD, _TOGGLE, _UNFOLDED = "nbl-job", "nbl-fold", "nbl-toggle", "nbl-unfolded"
+_JOB, _COLLAPSED, _TOGGLE, _EXPANDED = "nbl-job", "nbl-collapsed", "nbl-toggle", "nbl-expanded"
 FOLD_SHEET = (
     "<style>"
-    f".{_FOLD}{{position:relative}}"
+    f".{_COLLAPSED}{{position:relative}}"
     f".{_TOGGLE}{{position:absolute!important;inset:0;z-index:1;margin:0!important;overflow:visible}}"
     f".{_TOGGLE} summary{{position:absolute;inset:0;cursor:pointer;line-height:24px;font-size:13px}}"
     "@supports selector(:has(a)){"
-    f".{_JOB}:not(:has(.{_TOGGLE} details[open])) .{_UNFOLDED}{{display:none!important}}}}</style>"
+    f".{_JOB}:not(:has(.{_TOGGLE} details[open])) .{_EXPANDED}{{display:none!important}}}}</style>"
 )
 """Style sheet of the line of the ranks in lockstep."""
 
@@ -55,12 +55,14 @@ class RankRows:
         self._hidden = widgets.Layout(display="none")
         self._line_shown = widgets.Layout(margin="0", height="24px", width="100%")
         self._rows = widgets.HTML("", layout=self._shown)
-        self._folded = widgets.HTML("", layout=self._shown)
+        self._collapsed = widgets.HTML("", layout=self._shown)
         self._toggle = widgets.HTML("", layout=self._shown, _dom_classes=(_TOGGLE,))
-        self._unfolded = widgets.HTML("", layout=self._shown, _dom_classes=(_UNFOLDED,))
-        self._line = widgets.HBox([self._toggle, self._folded], layout=self._hidden, _dom_classes=(_FOLD,))
+        self._expanded = widgets.HTML("", layout=self._shown, _dom_classes=(_EXPANDED,))
+        self._line = widgets.HBox(
+            [self._toggle, self._collapsed], layout=self._hidden, _dom_classes=(_COLLAPSED,)
+        )
         self.widget = widgets.VBox(
-            [self._rows, self._line, self._unfolded],
+            [self._rows, self._line, self._expanded],
             layout=widgets.Layout(margin="4px 0", width="100%"),
             _dom_classes=(_JOB,),
         )
@@ -81,7 +83,7 @@ class RankRows:
         self._states = states
         if has_news or self._throttle.is_due(self._rows, ROWS_S):
             self._show_rows(table, is_urgent=has_news)
-        self._show_folded(table, is_urgent=has_news)
+        self._show_collapsed(table, is_urgent=has_news)
 
     def _show_rows(self, table: Table, *, is_urgent: bool) -> None:
         if self._rows.value == self._built:  # what was built last has been sent
@@ -90,23 +92,23 @@ class RankRows:
         self._built_fractions = _fractions(table.rows)
         self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=is_urgent, value=self._built)
 
-    def _show_folded(self, table: Table, *, is_urgent: bool) -> None:
-        if not table.folded:
+    def _show_collapsed(self, table: Table, *, is_urgent: bool) -> None:
+        if not table.collapsed:
             return
-        is_open = "" if table.unfolded else " open"
+        is_open = "" if table.expanded else " open"
         toggle = f'<details{is_open}><summary aria-label="show each rank"></summary></details>'
         self._throttle.update(self._toggle, is_urgent=True, value=toggle)
         self._throttle.update(self._line, is_urgent=True, layout=self._line_shown)
-        text = _text(f'<div style="padding-left:1.4em;line-height:24px">{escape(table.folded)}</div>')
-        self._throttle.update(self._folded, every_s=ROWS_S, is_urgent=is_urgent, value=text)
-        every_s = _UNFOLDED_S if table.unfolded else _TILES_S
-        if self._throttle.is_due(self._unfolded, every_s):
-            self._throttle.update(self._unfolded, every_s=every_s, value=_text(_all_ranks(table)))
+        text = _text(f'<div style="padding-left:1.4em;line-height:24px">{escape(table.collapsed)}</div>')
+        self._throttle.update(self._collapsed, every_s=ROWS_S, is_urgent=is_urgent, value=text)
+        every_s = _EXPANDED_S if table.expanded else _TILES_S
+        if self._throttle.is_due(self._expanded, every_s):
+            self._throttle.update(self._expanded, every_s=every_s, value=_text(_all_ranks(table)))
 
 
 def _all_ranks(table: Table) -> str:
     markup = Markup(is_inline=False)
-    return rows_html(table, table.unfolded, markup) if table.unfolded else tiles_html(table.tiles, markup)
+    return rows_html(table, table.expanded, markup) if table.expanded else tiles_html(table.tiles, markup)
 
 
 def _fractions(rows: Sequence[Row]) -> Mapping[int, float]:

@@ -150,7 +150,7 @@ def test_ranks_in_lockstep_open_on_a_click_and_stay_open(lab: Lab, page: Page) -
     is_row = page.page.locator("[role=rowheader]")
     with driven(lab, page, EIGHT):
         page.wait_for_text(EIGHT, "ranks 0-7 training")
-        row = page.output(EIGHT).locator(".nbl-unfolded tr", has=is_row)
+        row = page.output(EIGHT).locator(".nbl-expanded tr", has=is_row)
         page.wait_until(lambda: row.count() == 8, "rows of all ranks")
         assert not row.first.is_visible()
         toggle = page.output(EIGHT).locator(".nbl-toggle summary")

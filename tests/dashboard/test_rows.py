@@ -53,7 +53,7 @@ def test_few_ranks_have_a_row_each_below_the_one_of_all(num_ranks: int, expected
     table = tabulate(trained(num_ranks))
     assert labels(table) == expected
     assert table.columns == HEADS
-    assert not table.folded
+    assert not table.collapsed
 
 
 def test_the_first_row_has_the_throughput_and_the_progress_of_the_whole_job() -> None:
@@ -65,7 +65,7 @@ def test_the_first_row_has_the_throughput_and_the_progress_of_the_whole_job() ->
     table = tabulate(view)
     assert table.rows[0].cells == ("3/6", "100/1,000", "10.0", "2,560", "6:30", "0.0099", "4.00 GB")
     assert table.rows[0].fraction == pytest.approx(2.1 / 6)
-    assert table.folded == "ranks 0-7 training, 10.0 steps/s each"
+    assert table.collapsed == "ranks 0-7 training, 10.0 steps/s each"
 
 
 def test_time_left_counts_the_evaluation_after_each_epoch() -> None:
@@ -162,8 +162,8 @@ def test_a_slow_rank_has_a_row_and_is_marked() -> None:
     assert labels(table) == ["all", "3"]
     assert table.rows[0].state_text == "training, 1 differs"
     assert (table.rows[1].state_text, table.rows[1].is_marked) == ("training, slow", True)
-    assert table.folded == "ranks 0-2, 4-5 training, 10.0 steps/s each"
-    assert [row.label for row in table.unfolded] == [str(rank) for rank in range(6)]
+    assert table.collapsed == "ranks 0-2, 4-5 training, 10.0 steps/s each"
+    assert [row.label for row in table.expanded] == [str(rank) for rank in range(6)]
     assert "▲" in rows_html(table, table.rows)
 
 
@@ -176,12 +176,12 @@ def test_among_few_ranks_the_one_that_differs_is_marked_as_well() -> None:
     assert [row.is_marked for row in rows] == [True, False, False, True]
 
 
-def test_a_failed_rank_has_a_row_and_the_rest_is_folded() -> None:
+def test_a_failed_rank_has_a_row_and_the_rest_is_collapsed() -> None:
     view = view_of([raised(20)], trained(64))
     table = tabulate(view)
     assert labels(table) == ["all", "20"]
     assert table.rows[0].state_text == "1 failed, 63 other"
-    assert table.folded.startswith("ranks 0-19, 21-63 training")
+    assert table.collapsed.startswith("ranks 0-19, 21-63 training")
 
 
 def test_brief_waits_at_each_step_are_not_shown_and_long_ones_are() -> None:
@@ -193,24 +193,24 @@ def test_brief_waits_at_each_step_are_not_shown_and_long_ones_are() -> None:
     view = fold_readings(view, waiting, START_S + 11.5)
     assert tabulate(
         view
-    ).folded == "ranks 0-1, 3-4, 6-7 training, 10.0 steps/s each; ranks 2, 5 waiting, " + (
+    ).collapsed == "ranks 0-1, 3-4, 6-7 training, 10.0 steps/s each; ranks 2, 5 waiting, " + (
         "10.0 steps/s each"
     )
     alone = fold_readings(view, [sample(5, 110)], START_S + 11.6)
     assert labels(tabulate(alone)) == ["all", "2"]
 
 
-def test_ranks_with_different_outcomes_are_folded_into_groups() -> None:
+def test_ranks_with_different_outcomes_are_collapsed_into_groups() -> None:
     view = view_of([*started(64), *(event for rank in range(32) for event in [raised(rank)])])
     table = tabulate(view_of([JobEnded(-1, START_S + 5, "failed", 7)], view))
     assert len(table.rows) == 1 + MAX_DIFFERING_ROWS
     assert "7" in labels(table)
-    assert table.folded == "ranks 12-31 failed; ranks 32-63 stopped"
+    assert table.collapsed == "ranks 12-31 failed; ranks 32-63 stopped"
 
 
 def test_steps_and_rates_that_differ_are_given_as_a_range() -> None:
     view = at_rates([10, 10.4, 10.8, 11.2, 11.6])
-    assert tabulate(view).folded == "ranks 0-4 training, steps 100 to 116, 10.0 to 11.6 steps/s"
+    assert tabulate(view).collapsed == "ranks 0-4 training, steps 100 to 116, 10.0 to 11.6 steps/s"
 
 
 # --- many ranks ------------------------------------------------------------------------------------------------------
