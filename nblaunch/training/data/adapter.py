@@ -214,11 +214,11 @@ def inherited_options(loader: DataLoader) -> dict[str, Any]:
     return options
 
 
-def order_options(loader: DataLoader, order: Any) -> dict[str, Any]:
-    """Return the options by which a loader made from ``loader`` reads in ``order``."""
+def index_sampler_options(loader: DataLoader, index_sampler: Any) -> dict[str, Any]:
+    """Return the options by which a loader made from ``loader`` reads what ``index_sampler`` yields."""
     if loader.batch_sampler is None:  # the dataset gets whatever the sampler yields: an index, or a list
-        return {"sampler": order, "batch_size": None}
-    return {"batch_sampler": order}
+        return {"sampler": index_sampler, "batch_size": None}
+    return {"batch_sampler": index_sampler}
 
 
 def is_stateful(loader: DataLoader) -> bool:

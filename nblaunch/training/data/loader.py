@@ -29,15 +29,15 @@ from nblaunch.training.data.adapter import (
     ORDER,
     DataLoaderAdapter,
     DataLoaderStateMixin,
+    index_sampler_options,
     inherited_options,
-    order_options,
 )
-from nblaunch.training.data.position import EpochPosition, rest_of_order, rest_of_stream
+from nblaunch.training.data.position import EpochPosition, rest_of_index_sampler, rest_of_stream
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,
+    index_sampler_of,
     innermost,
     nested_samplers,
-    order_of,
     pass_epoch,
     sampler_of,
 )
@@ -92,7 +92,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             )
         shards = (BatchSamplerShard, IterableDatasetShard)
         self.shard = next(
-            (part for part in [*nested_samplers(order_of(self)), dataset] if isinstance(part, shards)), None
+            (
+                part
+                for part in [*nested_samplers(index_sampler_of(self)), dataset]
+                if isinstance(part, shards)
+            ),
+            None,
         )
         self.split_batches = self.shard is not None and self.shard.split_batches
         self.num_processes: int = num_processes or (self.shard.num_processes if self.shard is not None else 1)
@@ -267,7 +272,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that decide the order: of the samplers, and of an iterable dataset that has one."""
-        owners = nested_samplers(order_of(self))
+        owners = nested_samplers(index_sampler_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
         found = [self.synchronized_generator, *(getattr(owner, "generator", None) for owner in owners)]
@@ -311,7 +316,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             dataset = rest_of_stream(dataset, self.batch_size is not None, position)
             options.update(batch_size=self.batch_size, drop_last=self.drop_last)
         else:
-            options.update(order_options(self, rest_of_order(order_of(self), position)))
+            options.update(
+                index_sampler_options(self, rest_of_index_sampler(index_sampler_of(self), position))
+            )
         rest = type(self)(dataset, **options)
         rest._begins_at = position
         rest.follow(self)
@@ -364,7 +371,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Rows of a global batch, all ranks together; 0 where the batch sampler doesn't know."""
-        sizes = (getattr(part, "batch_size", None) for part in (self.shard, self, order_of(self)))
+        sizes = (getattr(part, "batch_size", None) for part in (self.shard, self, index_sampler_of(self)))
         size: int = next(filter(None, sizes), 0)
         return size if self.split_batches else size * self.num_processes
 
@@ -382,7 +389,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _hand_epoch(self, epoch: int) -> None:
         """Pass the epoch to samplers and dataset that have ``set_epoch``."""
-        pass_epoch(order_of(self), epoch)
+        pass_epoch(index_sampler_of(self), epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -408,7 +415,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler of indices below the batch samplers."""
-        batch_sampler = innermost(order_of(self))
+        batch_sampler = innermost(index_sampler_of(self))
         if not hasattr(batch_sampler, "sampler"):
             raise TypeError(
                 f"the loader's {type(batch_sampler).__name__} has no sampler that could be replaced"
@@ -420,7 +427,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
     """Return the sampler of indices below a loader's batch samplers; None where there is none."""
-    return sampler_of(order_of(dataloader))
+    return sampler_of(index_sampler_of(dataloader))
 
 
 class DataLoaderShard(PreparedLoader):

@@ -31,16 +31,16 @@ class EpochPosition:
     batches: int = 0
 
 
-def rest_of_order(order: Any, position: EpochPosition) -> Any:
-    """Return ``order``, a sampler or batch sampler or a rank's share of one, without what was read; once."""
-    if isinstance(order, BatchSamplerShard):
-        shard = copy.copy(order)
-        shard.batch_sampler = rest_of_order(order.batch_sampler, position)
+def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
+    """Return ``index_sampler``, or a rank's share of one, without what was read; once."""
+    if isinstance(index_sampler, BatchSamplerShard):
+        shard = copy.copy(index_sampler)
+        shard.batch_sampler = rest_of_index_sampler(index_sampler.batch_sampler, position)
         return shard
-    if type(order) is BatchSampler:
-        rest = _SkippingSampler(order.sampler, position.samples)
-        return BatchSampler(rest, order.batch_size, order.drop_last)
-    return SkipBatchSampler(order, position.batches)
+    if type(index_sampler) is BatchSampler:
+        rest = _SkippingSampler(index_sampler.sampler, position.samples)
+        return BatchSampler(rest, index_sampler.batch_size, index_sampler.drop_last)
+    return SkipBatchSampler(index_sampler, position.batches)
 
 
 def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> Any:

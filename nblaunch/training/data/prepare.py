@@ -15,10 +15,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
-from nblaunch.training.data.adapter import inherited_options, is_stateful, order_options
+from nblaunch.training.data.adapter import index_sampler_options, inherited_options, is_stateful
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
-from nblaunch.training.data.samplers import SeedableRandomSampler, innermost, nested_samplers, order_of
+from nblaunch.training.data.samplers import (
+    SeedableRandomSampler,
+    index_sampler_of,
+    innermost,
+    nested_samplers,
+)
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -104,7 +109,8 @@ def prepare_data_loader(
 def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> PreparedLoader:
     """Return a rank's part of ``loader``, as a new loader; the given one is not read any more.
 
-    What shuffles by torch's global generator gets a generator of its own, in place: see :func:`_make_order_shareable`.
+    What shuffles by torch's global generator gets a generator of its own, in place: see
+    :func:`_make_samplers_shareable_in_place`.
 
     Raises:
         ValueError: the data can't be shared as ``config`` says, with the reason.
@@ -123,23 +129,25 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
         return _dispatch(loader, target, config, common)
     if is_iterable:
         return _shard_iterable(loader, target, config, common)
-    order = order_of(loader)
-    _make_order_shareable(order, config)
-    shard = _share_order(loader, order, target, config)
-    order = order if shard is None else shard
-    return DataLoaderShard(loader.dataset, **order_options(loader, order), **common)
+    index_sampler = index_sampler_of(loader)
+    _make_samplers_shareable_in_place(index_sampler, config)
+    shard = _shard_index_sampler(loader, index_sampler, target, config)
+    index_sampler = index_sampler if shard is None else shard
+    return DataLoaderShard(loader.dataset, **index_sampler_options(loader, index_sampler), **common)
 
 
-def _share_order(
-    loader: DataLoader, order: Any, target: LoaderTarget, config: DataLoaderConfiguration
+def _shard_index_sampler(
+    loader: DataLoader, index_sampler: Any, target: LoaderTarget, config: DataLoaderConfiguration
 ) -> BatchSamplerShard | None:
-    """Return the rank's share of the order; None where it reads all of it, as it is."""
-    is_completed = target.is_static and config.even_batches and getattr(order, "batch_size", None)
+    """Return the rank's share of the index sampler; None where it reads all of it, as it is."""
+    is_completed = target.is_static and config.even_batches and getattr(index_sampler, "batch_size", None)
     if target.world_size == 1 and not is_completed:
         return None
     if _has_single_samples(loader):
-        return SampleShard(order, target.world_size, target.rank, config.even_batches)
-    return BatchSamplerShard(order, target.world_size, target.rank, config.split_batches, config.even_batches)
+        return SampleShard(index_sampler, target.world_size, target.rank, config.even_batches)
+    return BatchSamplerShard(
+        index_sampler, target.world_size, target.rank, config.split_batches, config.even_batches
+    )
 
 
 def _has_single_samples(loader: DataLoader) -> bool:
@@ -159,7 +167,7 @@ def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_ite
 
 def _check_plain(loader: DataLoader) -> None:
     """Refuse what would be shared twice; warn about what a new loader can't take over."""
-    for sampler in nested_samplers(order_of(loader)):
+    for sampler in nested_samplers(index_sampler_of(loader)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
                 f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare "
@@ -186,9 +194,9 @@ def _dispatch(
             "Give it a batch_size, or use dispatch_batches=False."
         )
     else:
-        order = order_of(loader)
-        _make_order_shareable(order, config)
-        sampling = order_options(loader, order)
+        index_sampler = index_sampler_of(loader)
+        _make_samplers_shareable_in_place(index_sampler, config)
+        sampling = index_sampler_options(loader, index_sampler)
     common.update(split_batches=config.split_batches, slice_fn=target.slice_fn)
     return DataLoaderDispatcher(loader.dataset, **sampling, **common)
 
@@ -217,7 +225,7 @@ def _num_shards(dataset: Any) -> int:
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 
-def _make_order_shareable(order: Any, config: DataLoaderConfiguration) -> None:
+def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConfiguration) -> None:
     """Give the user's samplers a seeded sampler or generators that ranks can synchronise; changes them in place.
 
     With ``use_seedable_sampler``, the ``RandomSampler`` is replaced by a seeded one, for whose seed rank 0 may have to
@@ -226,14 +234,14 @@ def _make_order_shareable(order: Any, config: DataLoaderConfiguration) -> None:
     samples, too. Without ``use_seedable_sampler``, a sampler that would draw from the global generator gets its own,
     on whatever layer it is.
     """
-    batch_sampler = innermost(order)
+    batch_sampler = innermost(index_sampler)
     sampler: Any = getattr(batch_sampler, "sampler", None)
     if config.use_seedable_sampler and _is_reseeded(sampler, config.data_seed):
         seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
         seeded.initial_seed = _common_seed(config.data_seed)
         batch_sampler.sampler = seeded
         return
-    for part in nested_samplers(order):
+    for part in nested_samplers(index_sampler):
         if hasattr(part, "generator") and part.generator is None:
             part.generator = torch.default_generator if config.use_seedable_sampler else _own_generator()
 

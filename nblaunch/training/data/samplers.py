@@ -1,7 +1,7 @@
-"""Samplers of the order that all ranks share, and the way from a loader's order down to its sampler of indices.
+"""Samplers of the order that all ranks share, and the way from a loader's index sampler down to that of single indices.
 
 DataLoader ── BatchSamplerShard ── BatchSampler ── RandomSampler          nested samplers, outermost first
-                  (ours)           (innermost)     (sampler of indices)
+                  (ours)           (innermost)     (sampler of single indices)
 """
 
 from __future__ import annotations
@@ -99,24 +99,24 @@ class SkipBatchSampler(BatchSampler):
         pass_epoch(self.batch_sampler, epoch)
 
 
-def order_of(loader: DataLoader) -> Any:
-    """Return what decides the order of a loader: its batch sampler, or the sampler where it has none."""
+def index_sampler_of(loader: DataLoader) -> Any:
+    """Return what ``DataLoader._index_sampler`` is: the batch sampler, or the sampler where there is none."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def nested_samplers(order: Any) -> list[Any]:
-    """Return ``order``, a sampler or batch sampler, and all that it is made of, outermost first."""
+def nested_samplers(index_sampler: Any) -> list[Any]:
+    """Return ``index_sampler`` and all that it is made of, outermost first."""
     found: list[Any] = []
-    while order is not None and not any(order is known for known in found):
-        found.append(order)
-        below = getattr(order, "batch_sampler", None)
-        order = getattr(order, "sampler", None) if below is None else below
+    while index_sampler is not None and not any(index_sampler is known for known in found):
+        found.append(index_sampler)
+        below = getattr(index_sampler, "batch_sampler", None)
+        index_sampler = getattr(index_sampler, "sampler", None) if below is None else below
     return found
 
 
-def pass_epoch(order: Any, epoch: int) -> None:
-    """Call ``set_epoch``, once, of every one in ``order`` that has it."""
-    for one in nested_samplers(order):
+def pass_epoch(index_sampler: Any, epoch: int) -> None:
+    """Call ``set_epoch``, once, of every one in ``index_sampler`` that has it."""
+    for one in nested_samplers(index_sampler):
         if hasattr(one, "set_epoch") and not getattr(one, "passes_epoch_on", False):
             one.set_epoch(epoch)
 

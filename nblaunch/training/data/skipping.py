@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from nblaunch.training.data.adapter import (
     DataLoaderAdapter,
     DataLoaderStateMixin,
+    index_sampler_options,
     inherited_options,
     is_stateful,
-    order_options,
     stateful_loader,
 )
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.samplers import SkipBatchSampler, order_of
+from nblaunch.training.data.samplers import SkipBatchSampler, index_sampler_of
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -85,8 +85,8 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
     else:
         if not isinstance(dataloader, PreparedLoader):
             kind = stateful_loader if is_stateful(dataloader) else DataLoader
-        order = SkipBatchSampler(order_of(dataloader), num_batches * per_batch)
-        options.update(order_options(dataloader, order))
+        index_sampler = SkipBatchSampler(index_sampler_of(dataloader), num_batches * per_batch)
+        options.update(index_sampler_options(dataloader, index_sampler))
     skipping: DataLoader = kind(dataloader.dataset, **options)
     if isinstance(skipping, PreparedLoader):
         skipping.follow(dataloader)
