@@ -102,10 +102,15 @@ def _new_threads(before: Snapshot) -> list[threading.Thread]:
 
 
 def _new_files(before: Snapshot) -> dict[int, str]:
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    # Its pipe is there as long as its process. From Python 3.14 on, the first lock of tqdm starts it.
+    pipe = tracker._resource_tracker._fd if tracker is not None else None
     return {
         fd: target
         for fd, target in _open_files().items()
-        if before.files.get(fd) != target and not any(known in target for known in PROCESS_WIDE_FILES)
+        if before.files.get(fd) != target
+        and fd != pipe
+        and not any(known in target for known in PROCESS_WIDE_FILES)
     }
 
 

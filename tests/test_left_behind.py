@@ -24,6 +24,19 @@ def test_nothing_is_found_where_nothing_is_left() -> None:
 
 
 @linux_only
+def test_the_tracker_of_multiprocessing_is_process_wide() -> None:
+    script = """
+from multiprocessing import resource_tracker
+from tests import left_behind
+before = left_behind.Snapshot.take()
+resource_tracker.ensure_running()
+print(left_behind.find(before, grace_s=0))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+@linux_only
 def test_a_child_is_found_and_ended() -> None:
     reading, writing = os.pipe()
     with open(reading, "rb") as reader, open(writing, "wb") as writer:
