@@ -115,8 +115,7 @@ class LoopStack:
         """Forget ``loop``, which is over or was abandoned.
 
         Args:
-            is_epoch: False for a look at some batches of a training loader: the board shows again what it has shown
-                before.
+            is_epoch: False for a look at a batch of a training loader: the board shows again what it has shown before.
         """
         if loop in self._stack:
             self._stack.remove(loop)

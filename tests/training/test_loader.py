@@ -367,10 +367,9 @@ def test_a_look_at_batches_is_no_epoch() -> None:
         train(1.0)
     shown = (_board().epoch, _board().step, _board().total, _board().loop, _board().state)
     next(iter(loader))
-    for step, _ in enumerate(loader):
+    for _ in loader:
         assert _board().epoch == 2
-        if step == 2:
-            break
+        break
     assert (_board().epoch, _board().step, _board().total, _board().loop, _board().state) == shown
     assert _board().trained == (4, 4, 1)
     with torch.no_grad():
@@ -380,6 +379,15 @@ def test_a_look_at_batches_is_no_epoch() -> None:
     for _ in loader:
         train(2.0)
     assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_loop_that_was_left_stays_on_the_board_whatever_it_did() -> None:
+    _, _, loader, ended = _prepared_for_epochs()
+    for step, _ in enumerate(loader):
+        if step == 2:
+            break
+    assert (_board().epoch, _board().step, _board().total, _board().trained) == (1, 3, 4, (3, 4, 1))
+    assert [one.epoch for one in ended] == [1]
 
 
 def test_epochs_that_were_left_early_are_counted_on_from_a_checkpoint(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._start_epoch()
         shared.process.backend.mark_step("another loop")  # the step of an outer loop that this one is in
         self._loop = loop = self._begin_loop(shared)
-        num_trained, is_complete = shared.losses.num_trained, False
+        first_step, num_trained, is_complete = loop.step, shared.losses.num_trained, False
         try:
             yield from self._hand_out(shared, loop)
             shared.process.backend.end_loop()
@@ -161,9 +161,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
             shared.losses.flush()
             shared.busy_time.pause()
-            # What is left and has trained nothing, as next(iter(loader)), is a look at the data.
-            has_trained = is_complete or shared.losses.num_trained > num_trained
-            is_epoch = has_trained and loop.state is WorkerState.TRAINING
+            # One batch that has trained nothing, as of next(iter(loader)), is a look at the data.
+            has_trained = shared.losses.num_trained > num_trained
+            is_look = not (is_complete or has_trained) and loop.step - first_step <= 1
+            is_epoch = not is_look and loop.state is WorkerState.TRAINING
             if is_epoch and not is_complete:
                 self.num_partial_epochs += 1
                 for loader in self.followed():
