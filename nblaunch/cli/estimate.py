@@ -219,22 +219,22 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate and return the exit code."""
     model = model_size(arguments)
-    setting = _setting(arguments)
+    settings = _settings(arguments)
     capacity = None if arguments.fits is None else _capacity(arguments.fits)
-    rows = [*_training_rows(arguments, model, setting), *_inference_rows(arguments, model, setting)]
+    rows = [*_training_rows(arguments, model, settings), *_inference_rows(arguments, model, settings)]
     if arguments.json:
         print(json.dumps({"model": dataclasses.asdict(model), "rows": rows}, indent=2))
     else:
-        print(_render(model, setting, arguments.optimizer, rows, capacity))
+        print(_render(model, settings, arguments.optimizer, rows, capacity))
     return 0
 
 
 def _training_rows(
-    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.JobSettings
+    arguments: argparse.Namespace, model: needs.ModelSize, settings: needs.JobSettings
 ) -> list[dict[str, Any]]:
     rows = []
     for precision in arguments.mixed_precision:
-        chosen = dataclasses.replace(setting, precision=precision)
+        chosen = dataclasses.replace(settings, precision=precision)
         for strategy in arguments.strategies:
             if strategy == "xla" and precision == "fp16":
                 continue  # not supported by XLA devices
@@ -243,13 +243,13 @@ def _training_rows(
 
 
 def _inference_rows(
-    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.JobSettings
+    arguments: argparse.Namespace, model: needs.ModelSize, settings: needs.JobSettings
 ) -> list[dict[str, Any]]:
     """Return rows for inference, where strategies with whole copies of the weights need equal memory: one row."""
     whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
     sharded = [name for name in arguments.strategies if name in needs.SHARDED][:1]
     return [
-        _row("inference", dtype, label, needs.inference_need(strategy, model, setting, dtype))
+        _row("inference", dtype, label, needs.inference_need(strategy, model, settings, dtype))
         for dtype in arguments.dtypes
         for label, names in (("whole copies", whole), ("sharded", sharded))
         for strategy in names
@@ -266,7 +266,7 @@ def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[
 # --- devices and hosts -----------------------------------------------------------------------------------------------
 
 
-def _setting(arguments: argparse.Namespace) -> needs.JobSettings:
+def _settings(arguments: argparse.Namespace) -> needs.JobSettings:
     per_host = arguments.devices_per_host or min(arguments.num_devices, 8)
     for option, count in (("--num_devices", arguments.num_devices), ("--devices_per_host", per_host)):
         if count < 1:
@@ -307,7 +307,7 @@ _MEANINGS = {
 
 def _render(
     model: needs.ModelSize,
-    setting: needs.JobSettings,
+    settings: needs.JobSettings,
     optimizer: str,
     rows: Sequence[dict[str, Any]],
     capacity: int | None,
@@ -315,8 +315,8 @@ def _render(
     trained = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
     largest = f", largest block {model.block:,}" if model.block else ""
     lines = [
-        f"{model.parameters:,} parameters ({trained} trained{largest}); {setting.num_devices} devices "
-        f"({setting.device}), {setting.devices_per_host} on a host; {optimizer}",
+        f"{model.parameters:,} parameters ({trained} trained{largest}); {settings.num_devices} devices "
+        f"({settings.device}), {settings.devices_per_host} on a host; {optimizer}",
         "per device, and in the last column per host; without activations and the processes themselves",
     ]
     if not model.block:

@@ -94,54 +94,54 @@ class JobSettings:
     device: str = "gpu"
 
 
-def _single(model: ModelSize, setting: JobSettings) -> Need:
+def _single(model: ModelSize, settings: JobSettings) -> Need:
     return Need(
         parameters=_FP32 * (model.parameters + model.buffers),
         gradients=_FP32 * model.trainable,
-        optimizer=_FP32 * setting.optimizer_states * model.trainable,
-        buffers=_foreach(model, setting),
+        optimizer=_FP32 * settings.optimizer_states * model.trainable,
+        buffers=_foreach(model, settings),
     )
 
 
-def _ddp(model: ModelSize, setting: JobSettings) -> Need:
-    alone = _single(model, setting)
+def _ddp(model: ModelSize, settings: JobSettings) -> Need:
+    alone = _single(model, settings)
     return Need(alone.parameters, alone.gradients, alone.optimizer, alone.buffers + _FP32 * model.trainable)
 
 
-def _fsdp2(model: ModelSize, setting: JobSettings) -> Need:
-    count = setting.num_devices
-    compute = _FP32 if setting.precision == "no" else _HALF
+def _fsdp2(model: ModelSize, settings: JobSettings) -> Need:
+    count = settings.num_devices
+    compute = _FP32 if settings.precision == "no" else _HALF
     whole = compute * (model.root + 2 * model.block) + _FP32 * model.block
     return Need(
         parameters=_share(_FP32 * model.parameters, count) + _FP32 * model.buffers,
         gradients=_share(_FP32 * model.trainable, count),
-        optimizer=_share(_FP32 * setting.optimizer_states * model.trainable, count),
-        buffers=_share(_foreach(model, setting), count) + (whole if count > 1 else 0),
+        optimizer=_share(_FP32 * settings.optimizer_states * model.trainable, count),
+        buffers=_share(_foreach(model, settings), count) + (whole if count > 1 else 0),
     )
 
 
 def _zero(stage: int) -> Callable[[ModelSize, JobSettings], Need]:
-    def need(model: ModelSize, setting: JobSettings) -> Need:
-        count = setting.num_devices
-        stored = _FP32 if setting.precision == "no" else _HALF
+    def need(model: ModelSize, settings: JobSettings) -> Need:
+        count = settings.num_devices
+        stored = _FP32 if settings.precision == "no" else _HALF
         live = stored * min(model.parameters, _MAX_LIVE) if stage == 3 and count > 1 else 0
         return Need(
             parameters=_share(stored * model.parameters, count if stage == 3 else 1) + stored * model.buffers,
             gradients=_share(stored * model.trainable, count if stage >= 2 else 1),
             # The optimizer also keeps fp32 weights, of which the 16-bit ones are copies.
-            optimizer=_share(_FP32 * (setting.optimizer_states + 1) * model.trainable, count),
+            optimizer=_share(_FP32 * (settings.optimizer_states + 1) * model.trainable, count),
             buffers=live + stored * min(model.trainable, _REDUCE_BUCKET),
         )
 
     return need
 
 
-def _xla(model: ModelSize, setting: JobSettings) -> Need:
-    stored = _FP32 if setting.precision == "no" else _HALF
+def _xla(model: ModelSize, settings: JobSettings) -> Need:
+    stored = _FP32 if settings.precision == "no" else _HALF
     return Need(
         parameters=stored * (model.parameters + model.buffers),
         gradients=stored * model.trainable,
-        optimizer=stored * setting.optimizer_states * model.trainable,
+        optimizer=stored * settings.optimizer_states * model.trainable,
     )
 
 
@@ -160,41 +160,41 @@ SHARDED = ("fsdp2", "zero3")
 """Strategies that shard the weights."""
 
 
-def training_need(strategy: str, model: ModelSize, setting: JobSettings) -> Need:
+def training_need(strategy: str, model: ModelSize, settings: JobSettings) -> Need:
     """Return the memory of training on each device and each host.
 
     The host holds the model of the kernel once for all workers, and the trained weights that rank 0 sends back. If
     devices are cores, it holds the memory of these as well.
     """
-    need = TRAINING[strategy](model, _one_device(setting) if strategy == "single" else setting)
+    need = TRAINING[strategy](model, _one_device(settings) if strategy == "single" else settings)
     kernel = 2 * _FP32 * (model.parameters + model.buffers)
-    return _with_host(need, kernel, strategy, setting)
+    return _with_host(need, kernel, strategy, settings)
 
 
-def inference_need(strategy: str, model: ModelSize, setting: JobSettings, dtype: str) -> Need:
+def inference_need(strategy: str, model: ModelSize, settings: JobSettings, dtype: str) -> Need:
     """Return the memory of weights for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
     width = DTYPE_BYTES[dtype]
     weights = int(width * (model.parameters + model.buffers))
-    if strategy in SHARDED and setting.num_devices > 1:
+    if strategy in SHARDED and settings.num_devices > 1:
         whole = int(width * (model.root + 2 * model.block))
-        need = Need(parameters=_share(weights, setting.num_devices), buffers=whole)
+        need = Need(parameters=_share(weights, settings.num_devices), buffers=whole)
     else:
         need = Need(parameters=weights)
-    return _with_host(need, weights, strategy, setting)
+    return _with_host(need, weights, strategy, settings)
 
 
-def _with_host(need: Need, kernel: int, strategy: str, setting: JobSettings) -> Need:
-    workers = 1 if strategy == "single" else setting.devices_per_host
-    host = kernel + (workers * need.device if setting.device == "cpu" else 0)
+def _with_host(need: Need, kernel: int, strategy: str, settings: JobSettings) -> Need:
+    workers = 1 if strategy == "single" else settings.devices_per_host
+    host = kernel + (workers * need.device if settings.device == "cpu" else 0)
     return Need(need.parameters, need.gradients, need.optimizer, need.buffers, host)
 
 
-def _one_device(setting: JobSettings) -> JobSettings:
-    return JobSettings(1, 1, setting.precision, setting.optimizer_states, setting.device)
+def _one_device(settings: JobSettings) -> JobSettings:
+    return JobSettings(1, 1, settings.precision, settings.optimizer_states, settings.device)
 
 
-def _foreach(model: ModelSize, setting: JobSettings) -> int:
-    has_temporaries = setting.device == "gpu" and setting.optimizer_states > 0
+def _foreach(model: ModelSize, settings: JobSettings) -> int:
+    has_temporaries = settings.device == "gpu" and settings.optimizer_states > 0
     return _FP32 * model.trainable if has_temporaries else 0
 
 

@@ -5,7 +5,7 @@
       11  training, slow     2/6   450/1,000    24.1
     ranks 0-10, 12-63 training, 24.1 steps/s each
 
-Up to :data:`NUM_UNCOLLAPSED` ranks all have a row. With more, ranks in lockstep are one line in words; behind it are
+Up to :data:`MAX_ALL_IN_ROWS` ranks all have a row. With more, ranks in lockstep are one line in words; behind it are
 their rows, or a tile for each rank. Ranks always stand in the order of their numbers.
 """
 
@@ -23,7 +23,7 @@ from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import loss, rate, whole_duration
 
-NUM_UNCOLLAPSED = 4
+MAX_ALL_IN_ROWS = 4
 """Largest number of ranks that all have a row of their own."""
 
 MAX_ROWS = 16
@@ -131,7 +131,7 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
     marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
     used = _used_columns(view)
     columns = tuple(_COLUMNS[index] for index in used)
-    are_few = len(view.ranks) <= NUM_UNCOLLAPSED
+    are_few = len(view.ranks) <= MAX_ALL_IN_ROWS
     statuses = [_status_of(view, rank, settles=not are_few) for rank in view.ranks]
     differing = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
 

@@ -33,7 +33,7 @@ from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
-from nblaunch.dashboard.widget_rows import FOLD_SHEET, ROWS_S, RankRows
+from nblaunch.dashboard.widget_rows import COLLAPSED_SHEET, ROWS_S, RankRows
 from nblaunch.dashboard.widget_throttle import MESSAGE_BYTES, Throttle
 
 _SURE_S = 5.0
@@ -259,7 +259,7 @@ class Panel:
         self._top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
-        sheet = widgets.HTML(STYLE_SHEET + FOLD_SHEET + TAB_SHEET, layout=self._hidden)
+        sheet = widgets.HTML(STYLE_SHEET + COLLAPSED_SHEET + TAB_SHEET, layout=self._hidden)
         self._above = [sheet, self._top, self._rows.widget, self._remarks]
         self.root = Root([*self._above, self._footer], layout=widgets.Layout(width="100%", overflow="hidden"))
         self._has_figures = False

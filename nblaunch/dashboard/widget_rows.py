@@ -30,7 +30,7 @@ _EXPANDED_S, _TILES_S = 1.0, 1.5
 _TEXT = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums"
 # Other names than those of the styles in ``html_rows.py``.
 _JOB, _COLLAPSED, _TOGGLE, _EXPANDED = "nbl-job", "nbl-collapsed", "nbl-toggle", "nbl-expanded"
-FOLD_SHEET = (
+COLLAPSED_SHEET = (
     "<style>"
     f".{_COLLAPSED}{{position:relative}}"
     f".{_TOGGLE}{{position:absolute!important;inset:0;z-index:1;margin:0!important;overflow:visible}}"

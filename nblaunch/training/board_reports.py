@@ -21,8 +21,8 @@ import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.training.collectives.dtensor import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossBins, Slot
+from nblaunch.wire.sharded_tensor import is_sharded
 
 
 class Loop:

@@ -33,6 +33,7 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.wire import quantised
+from nblaunch.wire.sharded_tensor import is_sharded
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -169,7 +170,7 @@ class _Newest:
 
 def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
     held: torch.Tensor = dtensor.shard_like(state, parameter)
-    return held if dtensor.is_sharded(held) else held.to(dtensor.local(parameter).device)
+    return held if is_sharded(held) else held.to(dtensor.local(parameter).device)
 
 
 def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:

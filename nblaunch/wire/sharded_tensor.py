@@ -85,13 +85,15 @@ def is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def is_sharded_module(module: Any) -> bool:
-    """Return whether this rank holds shards of the weights of ``module``, also while FSDP has them gathered."""
-    if any(map(is_sharded, module.parameters())):
-        return True
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", ())  # from torch 2.6 on
-    return any(isinstance(part, kind) for part in module.modules())
+def is_sharded_model(model: Any) -> bool:
+    """Return whether this rank holds shards of the parameters of ``model``; not those that FSDP has gathered."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def is_fsdp_module(module: Any) -> bool:
+    """Return whether ``fully_shard`` was applied to ``module``."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without it, it was applied to none
+    return isinstance(module, getattr(fsdp, "FSDPModule", ()))  # from torch 2.6 on
 
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

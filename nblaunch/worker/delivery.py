@@ -15,10 +15,11 @@ from typing import Any
 from nblaunch import context
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.wire import quantised, sharded_tensor
+from nblaunch.wire import quantised
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
+from nblaunch.wire.sharded_tensor import is_fsdp_module, is_sharded, is_sharded_model, shards_to_send
 
 
 class Delivery:
@@ -96,18 +97,18 @@ class Delivery:
 
     def _has_dtensors(self) -> bool:
         """Return whether ranks hold shards, by whomever: a strategy, or the user's own ``fully_shard``."""
-        held = (
-            one
-            for made in self._optimizers.values()
-            for group in made.param_groups
-            for one in group["params"]
-        )
-        return any(map(sharded_tensor.is_sharded, held)) or any(
-            map(sharded_tensor.is_sharded_module, self._modules.values())
+        groups = (group for one in self._optimizers.values() for group in one.param_groups)
+        modules = self._modules.values()
+        return (
+            any(is_sharded(parameter) for group in groups for parameter in group["params"])
+            or any(map(is_sharded_model, modules))
+            or any(
+                is_fsdp_module(part) for module in modules for part in module.modules()
+            )  # gathered, perhaps
         )
 
     def _collect_dtensors(self, module: Any) -> Mapping[str, Any]:
-        return sharded_tensor.shards_to_send(module.state_dict(), self._is_main)
+        return shards_to_send(module.state_dict(), self._is_main)
 
     def _put_weights(
         self, outbox: Outbox, path: ArgPath, collect_shards: Callable[[Any], Mapping[str, Any]] | None

@@ -55,7 +55,7 @@ def copy_of_repository(target: Path) -> Path:
 def make_environment(folder: Path) -> dict[str, str]:
     """A bare virtual environment; returns the variables with which its commands are found first.
 
-    pip compiles nothing there: postBuild and the notebook do, of what they import, and it is a tenth.
+    pip compiles nothing there: postBuild and the notebook do, of what they import.
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     variables = {name: value for name, value in os.environ.items() if name not in VARIABLES_OF_TESTS}

@@ -16,6 +16,7 @@ import torch
 from nblaunch.errors import CheckpointError
 from nblaunch.training.collectives import dtensor
 from nblaunch.wire import quantised
+from nblaunch.wire.sharded_tensor import is_sharded
 
 
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
@@ -163,7 +164,7 @@ def _loads_itself(owner: torch.nn.Module) -> bool:
 
 
 def _can_stand_for(saved: Any, tensor: torch.Tensor) -> bool:
-    is_bare = tensor.is_meta and not dtensor.is_sharded(tensor)
+    is_bare = tensor.is_meta and not is_sharded(tensor)
     return is_bare and isinstance(saved, torch.Tensor) and saved.shape == tensor.shape
 
 

@@ -29,6 +29,7 @@ from nblaunch.training.checkpoints.loading import WeightLoading, view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
+from nblaunch.wire.sharded_tensor import is_sharded
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
@@ -101,7 +102,7 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
                 f"{where}: the model's state has {name!r}, a {type(tensor).__name__}, and safetensors files hold "
                 "tensors only; use safe_serialization=False"
             )
-        if hasattr(tensor, "__tensor_flatten__") and not dtensor.is_sharded(tensor):
+        if hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor):
             raise CheckpointError(
                 f"{where}: {name!r} is a {type(tensor.data).__name__}, made of several tensors, which safetensors "
                 "files can't hold; use safe_serialization=False, or save the adapters alone with save_pretrained()"

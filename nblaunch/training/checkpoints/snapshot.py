@@ -34,6 +34,7 @@ from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
 from nblaunch.training.strategies.base import ShardWriter
 from nblaunch.wire import quantised
+from nblaunch.wire.sharded_tensor import is_sharded
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 
@@ -383,7 +384,7 @@ class CpuCopies:
         before: Mapping[tuple[Any, ...], torch.Tensor],
         seen: dict[Any, Any],
     ) -> Any:
-        if dtensor.is_sharded(state):
+        if is_sharded(state):
             held = self._copy(dtensor.local(state), path, before, seen)
             return dtensor.on_host(state, held)
         if isinstance(state, torch.Tensor):

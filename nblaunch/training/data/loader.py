@@ -61,11 +61,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: the epoch that is read first.
         num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
 
-    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``num_partial_epochs`` counts those
-    that have trained and were left before their end, as with ``break``; ``epoch_start`` has the states, at the start
-    of the epoch, of the generators that decide its order; ``shard`` is the rank's share of an order or a stream,
-    where it reads one; ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is
-    read.
+    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``num_partial_epochs`` counts those that
+    were left before their end, as with ``break``; ``epoch_start`` has the states, at the start of the epoch, of the
+    generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one;
+    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.tensor_parallel import is_sharded_model
 from nblaunch.training.waiting import Waiting, waiting
+from nblaunch.wire.sharded_tensor import is_sharded_model
 
 
 class ReduceAtStepStrategy(Strategy):

@@ -21,6 +21,7 @@ from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
 from nblaunch.training.waiting import waiting
+from nblaunch.wire.sharded_tensor import is_sharded, is_sharded_model
 
 
 class TensorParallelPlugin(StrategyPlugin):
@@ -59,11 +60,6 @@ class TensorParallelStrategy(DTensorStrategy):
         return nullcontext()
 
 
-def is_sharded_model(model: nn.Module) -> bool:
-    """Return whether a model's layers are sharded over ranks already."""
-    return any(dtensor.is_sharded(parameter) for parameter in model.parameters())
-
-
 def warn_of_unsharded(model: nn.Module) -> None:
     """Warn, on rank 0, of a model that is not sharded though ``tp_size`` asks for it."""
     if operations.rank() == 0:
@@ -80,7 +76,7 @@ def share_weights(model: nn.Module, parallelism: ParallelismConfig) -> None:
     replicas = parallelism.data_parallel_mesh
     with waiting():
         for tensor in [*model.parameters(), *model.buffers()]:
-            if not dtensor.is_sharded(tensor):
+            if not is_sharded(tensor):
                 dist.broadcast(tensor, src=0)
             elif replicas is not None:
                 group = replicas.get_group()

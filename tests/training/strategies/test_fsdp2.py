@@ -20,6 +20,7 @@ from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.utilities.local_sgd import LocalSGD
+from nblaunch.wire.sharded_tensor import is_sharded
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, Params4bit, train_one_step
 
@@ -267,7 +268,7 @@ def _whole_tensors() -> dict[str, Any]:
     accelerator.prepare(model)
     return {
         "weights": dtensor.gather_weights(model, keep=True),
-        "sharded": [name for name, tensor in model.named_parameters() if dtensor.is_sharded(tensor)],
+        "sharded": [name for name, tensor in model.named_parameters() if is_sharded(tensor)],
         "is one": model[2].running_mean is model[1].running_mean,
     }
 
@@ -404,9 +405,7 @@ def _sync_late(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     inputs = data().tensors[0].chunk(accelerator.num_processes)[accelerator.process_index]
     with accelerator.no_sync(model):
         accelerator.backward(model(inputs).pow(2).mean())
-        assert all(
-            parameter.grad is None for parameter in model.parameters() if dtensor.is_sharded(parameter)
-        )
+        assert all(parameter.grad is None for parameter in model.parameters() if is_sharded(parameter))
     with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
         accelerator.backward(model(inputs).pow(2).mean())
     accelerator.clip_grad_value_(model.parameters(), 0.02)
@@ -496,7 +495,7 @@ def _train_adapters(folder: str) -> tuple[list[torch.dtype], bool]:
     model = Adapted()
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), mixed_precision="bf16")
     prepared_model: Any = train_one_step(accelerator, model)
-    sharded = {name for name, one in prepared_model.named_parameters() if dtensor.is_sharded(one)}
+    sharded = {name for name, one in prepared_model.named_parameters() if is_sharded(one)}
     assert sharded == {"lora_A.weight", "lora_B.weight", "base_layer.bias"}
     trained = prepared_model.lora_B.weight.to_local().clone()
     accelerator.save_state(folder)
@@ -578,7 +577,7 @@ def _norms(norm_type: float, ignored: str | None) -> float:
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     again = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     assert float(again) == pytest.approx(0.1, rel=1e-3)
-    assert not dtensor.is_sharded(norm)
+    assert not is_sharded(norm)
     return float(norm)
 
 

@@ -23,13 +23,13 @@ from nblaunch import (
     notebook_launcher,
 )
 from nblaunch.training import arguments
-from nblaunch.training.collectives import dtensor
 from nblaunch.training.parallelism import (
     ParallelismConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
 from nblaunch.utils import patch_environment
+from nblaunch.wire.sharded_tensor import is_sharded
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, data, epoch
 
@@ -220,7 +220,7 @@ def _load_cut(folder: str) -> tuple[bool, list[float]]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, tp_plan="auto", device_mesh=accelerator.torch_device_mesh["tp"], dtype=torch.float32
     )
-    is_cut = any(dtensor.is_sharded(one) for one in model.parameters())
+    is_cut = any(is_sharded(one) for one in model.parameters())
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     return is_cut, _train_language_model(accelerator, model, optimizer)
 

@@ -32,8 +32,9 @@ from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.units import checkpoint_activations, return_no_views
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
-from nblaunch.training.strategies.tensor_parallel import is_sharded_model, share_weights, warn_of_unsharded
+from nblaunch.training.strategies.tensor_parallel import share_weights, warn_of_unsharded
 from nblaunch.wire import quantised
+from nblaunch.wire.sharded_tensor import is_fsdp_module, is_sharded, is_sharded_model
 
 
 class Fsdp2Strategy(DTensorStrategy):
@@ -185,7 +186,7 @@ class Fsdp2Strategy(DTensorStrategy):
         own = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
-            if dtensor.is_sharded(parameter)
+            if is_sharded(parameter)
         )
         sizes = operations.gather_object([own])
         if self._process.topology.rank == 0:
@@ -262,15 +263,6 @@ def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
                     old if old.dtype == torch.float32 else nn.Parameter(old.detach().to(torch.float32))
                 )
             module._parameters[name] = made[id(old)]
-
-
-def is_fsdp_module(module: Any) -> bool:
-    """Return whether ``fully_shard`` was applied to ``module``."""
-    if not _has_fully_shard():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
 
 
 def shards_line(

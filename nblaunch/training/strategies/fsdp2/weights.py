@@ -22,6 +22,7 @@ from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.strategies.replicated import checksum
 from nblaunch.training.waiting import waiting
 from nblaunch.wire import quantised
+from nblaunch.wire.sharded_tensor import extent, is_sharded
 
 _META = "meta"
 _UNKNOWN = "unknown"
@@ -128,7 +129,7 @@ class FullWeights:
             if id(meta_shard) not in made:
                 local = self._shared(name, source, meta_shard) if device.type == "cpu" else None
                 if local is None:
-                    local = torch.empty(dtensor.extent(meta_shard)[1], dtype=meta_shard.dtype, device=device)
+                    local = torch.empty(extent(meta_shard)[1], dtype=meta_shard.dtype, device=device)
                 else:
                     self._views.add(name)
                 made[id(meta_shard)] = nn.Parameter(
@@ -201,7 +202,7 @@ class FullWeights:
         make(module)
         for name, shard in held.items():
             made: Any = module._parameters[name]
-            if not dtensor.is_sharded(shard):  # ignored: every rank holds all of it
+            if not is_sharded(shard):  # ignored: every rank holds all of it
                 made.data = made.data.to(self._device)
                 continue
             module._parameters[name] = shard
