@@ -15,6 +15,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
 from nblaunch.events import Event
 from nblaunch.topology import Topology
+from nblaunch.wire import payload
 from nblaunch.wire.assignment import FunctionCall
 
 
@@ -59,7 +60,8 @@ def run_inline(
             )
         )
         try:
-            return function(*args)
+            with payload.cells_sent_by_value():
+                return function(*args)
         finally:
             context.install(before)
             if not was_in_group:

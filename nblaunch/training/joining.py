@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import multiprocessing
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from nblaunch.backends.base import Backend
 from nblaunch.topology import Topology
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.wire.board import Slot
+
+_RANK_ENTRY = "nblaunch_rank"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ def configure_device(spmd: bool, downcast_bf16: bool) -> None:
         downcast_bf16: represent ``float`` as bf16, see ``Accelerator``; also where the launcher was given it.
     """
     worker = context.current()
+    if _rank_that_started_this(worker.topology) is not None:
+        return
     if spmd:
         worker.backend.enable_spmd()
     if downcast_bf16 or worker.accelerator_defaults.get("downcast_bf16"):
@@ -55,6 +60,9 @@ def configure_device(spmd: bool, downcast_bf16: bool) -> None:
 def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> JoinedProcess:
     """Choose this process's device and join the process group, unless that was done already.
 
+    A process that ``multiprocessing`` started afresh in a rank, as a loader's worker, joins no group: it has the
+    environment of its rank, whose place in the group is taken. It gets the numbers and the device of that rank.
+
     Args:
         cpu: compute on the CPU even where the context has another backend.
         init: how to join the process group.
@@ -63,13 +71,59 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
         RuntimeError: the environment has several processes but no address of their rendezvous.
     """
     worker = context.current()
+    rank = _rank_that_started_this(worker.topology)
+    if rank is not None:
+        backend = backends.discover().get(rank.backend, worker.backend)
+        return JoinedProcess(Topology(**rank.topology), backend, torch.device(rank.device), worker.slot)
     backend = backends.choose("cpu") if cpu else worker.backend
     device = backend.device(worker.topology)
     init = init or InitProcessGroupKwargs()
     if init.backend is not None or init.init_method is not None:
         _join_by_hand(worker.topology, backend, init)
     backend.join(worker.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
-    return JoinedProcess(_actual_topology(worker.topology), backend, device, worker.slot)
+    process = JoinedProcess(_actual_topology(worker.topology), backend, device, worker.slot)
+    if worker.topology.master_port or is_distributed():
+        _mark_children(process, worker.topology.to_env())
+    return process
+
+
+class _Rank(NamedTuple):
+    """What a process knows of the rank that started it, in types that any interpreter can unpickle.
+
+    Args:
+        environment: of its topology; a child with another one joins a group of its own.
+        topology: its fields.
+        backend: name of its device family.
+        device: as text; a child can't always use it.
+    """
+
+    environment: dict[str, str]
+    topology: dict[str, Any]
+    backend: str
+    device: str
+
+
+def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
+    """Let processes that ``multiprocessing`` starts from now on know that this one is a rank.
+
+    A process inherits the configuration of the one that creates it, whatever the start method, along with the key of
+    its connections. The environment would not do: a forkserver keeps that of its own start.
+    """
+    rank = _Rank(environment, asdict(process.topology), process.backend.name, str(process.device))
+    multiprocessing.current_process()._config[_RANK_ENTRY] = tuple(rank)  # type: ignore[attr-defined]
+
+
+def _rank_that_started_this(topology: Topology) -> _Rank | None:
+    """Return the rank that started this process; None where there is none, or this process has a place of its own.
+
+    Args:
+        topology: of this process, by its environment.
+    """
+    if multiprocessing.parent_process() is None or is_distributed():
+        return None
+    entry = multiprocessing.current_process()._config.get(_RANK_ENTRY)  # type: ignore[attr-defined]
+    rank = None if entry is None else _Rank(*entry)
+    return rank if rank is not None and rank.environment == topology.to_env() else None
 
 
 def _of_this_process() -> JoinedProcess:

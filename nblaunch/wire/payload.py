@@ -26,7 +26,8 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import context as multiprocessing_context
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -131,6 +132,21 @@ def send_cells_by_value() -> None:
     if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
         pickler: Any = ForkingPickler
         pickler.reducer_override = _reduce_for_fresh_process
+
+
+@contextmanager
+def cells_sent_by_value() -> Iterator[None]:
+    """Do as :func:`send_cells_by_value`, but in the block alone: this process is the user's."""
+    pickler: Any = ForkingPickler
+    before = vars(pickler).get("reducer_override")
+    send_cells_by_value()
+    try:
+        yield
+    finally:
+        if before is not None:
+            pickler.reducer_override = before
+        elif "reducer_override" in vars(pickler):
+            del pickler.reducer_override
 
 
 def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:

@@ -75,7 +75,9 @@ def test_one_that_has_prepared_objects_is_refused_at_the_line_that_uses_it(share
     shared.run("notebook_launcher(train, (), 2)")
 
 
-def test_it_goes_on_in_the_notebook_and_others_work_in_workers(shared: Kernel) -> None:
+# Which of them is the default depends on the Python.
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_it_goes_on_in_the_notebook_and_others_work_in_workers(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""{CELL}
 class Ranks:
@@ -84,7 +86,8 @@ class Ranks:
     def __getitem__(self, row): return self.accelerator.process_index
 def train():
     accelerator = Accelerator()
-    rows = [batch.tolist() for batch in DataLoader(Ranks(accelerator), batch_size=4, num_workers=1)]
+    loader = DataLoader(Ranks(accelerator), batch_size=4, num_workers=1, multiprocessing_context="{method}")
+    rows = [batch.tolist() for batch in loader]
     return accelerator.num_processes, rows
 print(notebook_launcher(train, num_processes=2, return_all=True))
 print(accelerator.num_processes, notebook_launcher(train, engine="inline"), accelerator.process_index)
@@ -94,6 +97,31 @@ accelerator.backward(prepared(torch.ones(1, 2)).sum())
     )
     printed = [line for line in cell.stdout.splitlines() if not line.startswith("nblaunch")]
     assert printed == ["[(2, [[0, 0, 0, 0]]), (2, [[1, 1, 1, 1]])]", "1 (1, [[0, 0, 0, 0]]) 0"]
+
+
+def test_a_loaders_workers_know_their_rank_and_join_no_group(shared: Kernel) -> None:
+    """Each rank has another number of them, so that any that joined would wait for others that never come."""
+    cell = shared.run(
+        """
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from nblaunch import Accelerator, PartialState, notebook_launcher
+class Places:
+    def __init__(self, *objects): self.objects = objects
+    def __len__(self): return 1
+    def __getitem__(self, row):
+        own = [one.process_index for one in (*self.objects, Accelerator(), PartialState())]
+        return [*own, PartialState().num_processes, dist.is_initialized()]
+def train():
+    accelerator = Accelerator(mixed_precision="bf16")
+    data = Places(accelerator, accelerator.state, PartialState())
+    for _ in range(1 + accelerator.process_index):
+        found, = DataLoader(data, num_workers=1, collate_fn=list, multiprocessing_context="spawn")
+    return found
+notebook_launcher(train, num_processes=2, return_all=True)
+"""
+    )
+    assert cell.value == [[[rank] * 5 + [2, False]] for rank in (0, 1)]
 
 
 THEIRS = """
