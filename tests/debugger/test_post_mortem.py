@@ -27,15 +27,36 @@ def train(bad_rank=1, bad_step=3):
 LAUNCH = "notebook_launcher(train, num_processes={}, post_mortem=True)"
 
 
-@pytest.fixture(params=PROFILES)
-def failed(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[Kernel]:
-    """A kernel with a job of three ranks, of which rank 1 has failed and the others wait in a collective."""
+@pytest.fixture(scope="module", params=PROFILES)
+def of_a_profile(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """A kernel of each kind, in which one test after another has its job fail."""
     with Kernel.start(python=python_of(request.param)) as kernel:
         kernel.run(PREAMBLE)
-        cell = kernel.run(LAUNCH.format(3), raises="ValueError")
-        assert cell.error is not None
-        assert 'raise ValueError("boom")' in cell.error.text
         yield kernel
+        _fail(kernel)  # closing fails where the workers that are kept outlive the kernel
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    """A kernel for the tests that need one kind only, and leave no worker behind."""
+    with Kernel.start() as kernel:
+        kernel.run(PREAMBLE)
+        yield kernel
+
+
+@pytest.fixture
+def failed(of_a_profile: Kernel, nothing_left_behind: None) -> Iterator[Kernel]:
+    """A kernel with a job of three ranks, of which rank 1 has failed and the others wait in a collective."""
+    _fail(of_a_profile)
+    yield of_a_profile
+    of_a_profile.run("nblaunch.last_job().release()")
+    of_a_profile.wait_for_no_processes()
+
+
+def _fail(kernel: Kernel) -> None:
+    cell = kernel.run(LAUNCH.format(3), raises="ValueError")
+    assert cell.error is not None
+    assert 'raise ValueError("boom")' in cell.error.text
 
 
 def test_every_rank_can_be_asked_those_in_a_collective_too(failed: Kernel) -> None:
@@ -47,9 +68,8 @@ def test_every_rank_can_be_asked_those_in_a_collective_too(failed: Kernel) -> No
     assert failed.run("sum(nblaunch.last_job().inspect('sum(n for n in range(step))').values())").value == 9
 
 
-def test_collectives_wait_for_the_debugger_unless_their_group_has_a_limit(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    kernel.run("""
+def test_collectives_wait_for_the_debugger_unless_their_group_has_a_limit(shared: Kernel) -> None:
+    shared.run("""
 def days(group):
     return group._get_backend(torch.device("cpu")).options._timeout.days
 def groups():
@@ -58,8 +78,8 @@ def groups():
     limit = datetime.timedelta(days=3)
     return days(dist.group.WORLD), days(dist.new_group()), days(dist.new_group(timeout=limit))
 """)
-    assert kernel.run("notebook_launcher(groups, num_processes=2, post_mortem=True)").value == (1, 1, 3)
-    assert kernel.run("notebook_launcher(groups, num_processes=2)").value == (0, 0, 3)
+    assert shared.run("notebook_launcher(groups, num_processes=2, post_mortem=True)").value == (1, 1, 3)
+    assert shared.run("notebook_launcher(groups, num_processes=2)").value == (0, 0, 3)
 
 
 def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None:
@@ -76,9 +96,8 @@ def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None
     assert "batch.shape is (7, 16) on rank 1, (8, 16) on ranks 0, 2" in text
 
 
-def test_compared_is_the_innermost_function_that_all_ranks_are_in(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    kernel.run(
+def test_compared_is_the_innermost_function_that_all_ranks_are_in(shared: Kernel) -> None:
+    shared.run(
         """
 def helper(batch, rank):
     if rank == 1:
@@ -92,15 +111,16 @@ def steps():
         Accelerator().reduce(batch.sum())
 """
     )
-    kernel.run("notebook_launcher(steps, num_processes=2, post_mortem=True)", raises="ValueError")
-    differing = kernel.run("nblaunch.last_job().compare().differing").value
+    shared.run("notebook_launcher(steps, num_processes=2, post_mortem=True)", raises="ValueError")
+    differing = shared.run("nblaunch.last_job().compare().differing").value
     assert differing == {"batch.shape": {0: "(8, 16)", 1: "(7, 16)"}, "rank": {0: "0", 1: "1"}}
-    cell = kernel.submit("nblaunch.debug(0)", is_typed_into=True)
+    cell = shared.submit("nblaunch.debug(0)", is_typed_into=True)
     cell.type("w")
     cell.type("q")
     assert "steps()" in cell.wait().stdout
     assert "ipykernel" not in cell.stdout.replace("/tmp/ipykernel_", "")
-    kernel.run("nblaunch.last_job().release()")
+    shared.run("nblaunch.last_job().release()")
+    shared.wait_for_no_processes()
 
 
 def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel) -> None:
@@ -147,27 +167,31 @@ def test_the_environment_asks_for_it_where_it_is_possible_and_time_ends_it(kerne
     kernel.run(f"notebook_launcher(train, {elsewhere})", raises="LaunchError")  # and no ValueError
 
 
-def test_exit_handlers_of_the_failed_rank_run_when_it_is_released(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    kernel.run("""
+def test_exit_handlers_of_the_failed_rank_run_when_it_is_released(shared: Kernel) -> None:
+    shared.run("""
 def fails():
     import atexit
     atexit.register(print, "handler ran", flush=True)
     raise ValueError("boom")
 """)
-    kernel.run(
+    shared.run(
         "notebook_launcher(fails, num_processes=1, start_method='fork', post_mortem=True)",
         raises="ValueError",
     )
-    assert "handler ran" not in (kernel.run("nblaunch.last_job().logs(0)").result or "")
-    kernel.run("nblaunch.last_job().release()")
-    assert "handler ran" in (kernel.run("nblaunch.last_job().logs(0)").result or "")
+    assert "handler ran" not in (shared.run("nblaunch.last_job().logs(0)").result or "")
+    shared.run("nblaunch.last_job().release()")
+    assert "handler ran" in (shared.run("nblaunch.last_job().logs(0)").result or "")
+    shared.wait_for_no_processes()
 
 
-def test_nothing_outlives_a_kernel_that_is_killed(failed: Kernel) -> None:
-    os.kill(failed.pid, signal.SIGKILL)
-    failed.wait_for_exit()
-    failed.wait_for_no_processes()
+@pytest.mark.parametrize("profile", PROFILES)
+def test_nothing_outlives_a_kernel_that_is_killed(profile: str) -> None:
+    with Kernel.start(python=python_of(profile)) as kernel:
+        kernel.run(PREAMBLE)
+        _fail(kernel)
+        os.kill(kernel.pid, signal.SIGKILL)
+        kernel.wait_for_exit()
+        kernel.wait_for_no_processes()
 
 
 def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
@@ -178,9 +202,8 @@ def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
     assert "passed over" in cell.stdout
 
 
-def test_a_background_job_can_be_asked_while_it_runs_and_after_it_failed(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    kernel.run("""
+def test_a_background_job_can_be_asked_while_it_runs_and_after_it_failed(shared: Kernel) -> None:
+    shared.run("""
 import os
 reading, writing = os.pipe()
 def waits():
@@ -190,16 +213,15 @@ def waits():
     raise ValueError("boom")
 job = notebook_launcher(waits, num_processes=2, background=True, post_mortem=True)
 """)
-    kernel.run(
+    shared.run(
         "import time\nwhile not {40, 41} <= set(map(str, job.inspect('token').values())) | set(job.inspect("
         "'token').values()): time.sleep(0.01)"
     )
-    kernel.run("os.write(writing, b'..'); job.wait()")
-    assert kernel.run("dict(job.inspect('token'))").value == {0: 40, 1: 41}
-    kernel.run("job.release()")
-    kernel.wait_for_no_processes()
+    shared.run("os.write(writing, b'..'); job.wait()")
+    assert shared.run("dict(job.inspect('token'))").value == {0: 40, 1: 41}
+    shared.run("job.release()")
+    shared.wait_for_no_processes()
 
 
-def test_several_machines_are_refused(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    kernel.run("notebook_launcher(train, num_nodes=2, post_mortem=True)", raises="ValueError")
+def test_several_machines_are_refused(shared: Kernel) -> None:
+    shared.run("notebook_launcher(train, num_nodes=2, post_mortem=True)", raises="ValueError")
