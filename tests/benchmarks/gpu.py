@@ -50,6 +50,7 @@ class Extent:
         large: the large one.
         launches: in one kernel.
         kernels: fresh ones, for each launcher.
+        first_cell: of the kernels.
         env: of the kernels.
     """
 
@@ -61,12 +62,17 @@ class Extent:
     large: str
     launches: int
     kernels: int
+    first_cell: str = "import torch"
     env: tuple[tuple[str, str], ...] = ()
 
 
 FULL = Extent("cuda", 7, 300, 40, "small", "large", launches=5, kernels=3)
 ON_CPU = (("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
-REHEARSAL = Extent("cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, env=ON_CPU)
+# A rehearsal is not to wait for every rank to import what its kernel may have imported.
+IMPORTED = "import torch._dynamo; from nblaunch import Accelerator"
+REHEARSAL = Extent(
+    "cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, first_cell=IMPORTED, env=ON_CPU
+)
 
 # Of a batch: those of two dimensions are for linear layers, the others for a transformer's.
 SHAPES = {"small": (128, 1024), "tiny": (4, 16), "large": (16, 128, 768), "tiny large": (2, 4, 24)}
@@ -108,7 +114,7 @@ def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
     """Ratios of steps a second, with what a step takes longer."""
     where = f"{size} {'device' if extent.backend == 'cpu' else 'GPU'}{'s' if size > 1 else ''}"
     peer = "hand-written DDP's" if size > 1 else "a hand-written loop's"
-    with kernel(env=dict(extent.env)) as started:
+    with kernel(extent.first_cell, dict(extent.env)) as started:
         for name, has_loader in ((extent.small, False), (extent.small, True), (extent.large, False)):
             steps = extent.small_steps if name == extent.small else extent.large_steps
             laps = call(
@@ -132,7 +138,7 @@ def _first_launch_rows(extent: Extent) -> Iterator[Row]:
     is_held = {}
     for _ in range(extent.kernels):
         for library, found in times.items():
-            with kernel(env=dict(extent.env)) as started:
+            with kernel(extent.first_cell, dict(extent.env)) as started:
                 seconds, is_held[library] = call(started, in_kernel_first_launch, library, extent.backend)
                 found.append(seconds)
     for library, found in times.items():
@@ -144,7 +150,7 @@ def _first_launch_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
-    with kernel(env=dict(extent.env)) as started:
+    with kernel(extent.first_cell, dict(extent.env)) as started:
         found = call(started, in_kernel_launches, size, extent.backend, extent.launches)
     what = f"launch to first step, {size} process{'es' if size > 1 else ''}"
     ours = statistics.median(one["nblaunch"] for one in found)

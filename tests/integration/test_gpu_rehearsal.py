@@ -188,15 +188,22 @@ def test_a_bare_fork_that_fails_reports_why(tmp_path: Path, monkeypatch: pytest.
         timer.time(lambda: gpu._fork_bare(1, "cpu", timer.path))
 
 
-# A machine with made-up GPUs for a command: the driver's library by a module of the same name, and torch's word that
-# it was built with CUDA.
-COMMAND = """
-import sys, torch
+# Machines with made-up GPUs for commands: the driver's library by a module of the same name, and torch's word that it
+# was built with CUDA. One process imports torch for all commands, and each runs in a fork of it.
+COMMANDS = """
+import json, os, sys, torch
 torch.version.cuda = "12.8"
 from nblaunch.cli import main
-sys.exit(main(sys.argv[1:]))
+for words, env in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(env)
+        sys.exit(main(words))
+    assert os.wait()[1] == 0, words
+    print(end="\\f", flush=True)
 """
 DRIVER = """
+import os
+
 class NVMLError(Exception):
     pass
 
@@ -212,11 +219,11 @@ def nvmlSystemGetDriverVersion():
 def nvmlDeviceGetMemoryInfo(index):
     return _Memory
 def nvmlDeviceGetCount():
-    return {count}
+    return int(os.environ["GPUS"])
 def nvmlDeviceGetHandleByIndex(index):
     return index
 def nvmlDeviceGetUUID(index):
-    return f"GPU-0000000{{index}}-aaaa"
+    return f"GPU-0000000{index}-aaaa"
 def nvmlDeviceGetName(index):
     return "NVIDIA H200"
 def nvmlDeviceGetMigMode(index):
@@ -224,50 +231,50 @@ def nvmlDeviceGetMigMode(index):
 """
 
 
-def _command(folder: Path, count: int, *words: str, **env: str) -> str:
-    (folder / "pynvml.py").write_text(DRIVER.format(count=count))
+def _answers(folder: Path, commands: list[tuple[list[str], dict[str, str]]]) -> list[str]:
+    """What each command prints, with these variables in its environment."""
+    (folder / "pynvml.py").write_text(DRIVER)
     (folder / "train.py").write_text("")
     root = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-c", COMMAND, *words],
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
         capture_output=True,
         text=True,
         timeout=100,
         cwd=folder,
-        env={"PYTHONPATH": f"{folder}:{root}", "PATH": "", "HOME": str(folder), **env},
+        env={"PYTHONPATH": f"{folder}:{root}", "PATH": "", "HOME": str(folder)},
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    return ended.stdout.split("\f")[:-1]
 
 
-@pytest.mark.parametrize(
-    ("count", "env", "expected"),
-    [
-        (1, {}, 1),
-        (2, {}, 2),
-        (8, {}, 8),
-        (8, {"CUDA_VISIBLE_DEVICES": "6,7"}, 2),
-        (8, {"CUDA_VISIBLE_DEVICES": "GPU-00000003,GPU-00000005"}, 2),
-    ],
-)
-def test_a_machine_with_so_many_gpus(tmp_path: Path, count: int, env: dict[str, str], expected: int) -> None:
-    report = json.loads(_command(tmp_path, count, "env", "--json", **env))
-    assert report["devices"]["cuda"] == {"count": expected, "noun": "GPU", "unusable_because": None}
-    assert report["launch"]["backend"] == "cuda"
-    assert report["launch"]["num_processes"] == expected
-    assert report["launch"]["process_group"] == "nccl"
-    assert report["launch"]["start_method"] == "fork"
+def test_machines_with_so_many_gpus(tmp_path: Path) -> None:
+    machines: list[tuple[dict[str, str], int]] = [
+        ({"GPUS": "1"}, 1),
+        ({"GPUS": "2"}, 2),
+        ({"GPUS": "8"}, 8),
+        ({"GPUS": "8", "CUDA_VISIBLE_DEVICES": "6,7"}, 2),
+        ({"GPUS": "8", "CUDA_VISIBLE_DEVICES": "GPU-00000003,GPU-00000005"}, 2),
+    ]
+    answers = _answers(tmp_path, [(["env", "--json"], env) for env, _ in machines])
+    for (_, expected), answer in zip(machines, answers, strict=True):
+        report = json.loads(answer)
+        assert report["devices"]["cuda"] == {"count": expected, "noun": "GPU", "unusable_because": None}
+        assert report["launch"]["backend"] == "cuda"
+        assert report["launch"]["num_processes"] == expected
+        assert report["launch"]["process_group"] == "nccl"
+        assert report["launch"]["start_method"] == "fork"
 
 
-@pytest.mark.parametrize(
-    ("count", "options", "expected"),
-    [
-        (1, ["--multi_gpu"], "1 cuda process of"),
-        (8, ["--multi_gpu"], "8 cuda processes of"),
-        (8, ["--gpu_ids", "3,5"], "2 cuda processes of"),
-    ],
-)
-def test_a_script_runs_on_so_many_gpus(tmp_path: Path, count: int, options: list[str], expected: str) -> None:
-    assert f"on this machine: {expected}" in _command(
-        tmp_path, count, "launch", *options, "--print_plan", "train.py"
+def test_a_script_runs_on_so_many_gpus(tmp_path: Path) -> None:
+    launches = [
+        ("1", ["--multi_gpu"], "1 cuda process of"),
+        ("8", ["--multi_gpu"], "8 cuda processes of"),
+        ("8", ["--gpu_ids", "3,5"], "2 cuda processes of"),
+    ]
+    answers = _answers(
+        tmp_path,
+        [(["launch", *words, "--print_plan", "train.py"], {"GPUS": count}) for count, words, _ in launches],
     )
+    for (_, _, expected), answer in zip(launches, answers, strict=True):
+        assert f"on this machine: {expected}" in answer
