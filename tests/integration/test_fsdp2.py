@@ -9,6 +9,9 @@ import pytest
 from tests.kernels import Kernel
 
 SETUP = """
+from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
+from torch.distributed.fsdp import fully_shard
+
 class Block(nn.Module):
     def __init__(self, size):
         super().__init__()
@@ -34,7 +37,6 @@ class Net(nn.Module):
 
 
 def train(model, sharded):
-    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -93,8 +95,6 @@ def test_weights_that_the_function_has_sharded_itself_come_back_whole(
     cell = sharding.run(
         f"""
 def train_sharded(model):
-    from torch.distributed.fsdp import fully_shard
-    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
     accelerator = {accelerator}
     if accelerator is None and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
@@ -130,7 +130,6 @@ def test_whole_weights_are_loaded_into_parts_of_the_kernels_model(sharding: Kern
     cell = sharding.run(
         f"""
 def load(model, folder):
-    from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     load_checkpoint_in_model(accelerator.prepare(model), folder, strict=True)
 
@@ -153,7 +152,6 @@ def test_the_layer_is_named_where_memory_runs_out(sharding: Kernel) -> None:
     cell = sharding.run(
         """
 def fail(model):
-    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(model)
     if accelerator.process_index == 1:
@@ -183,7 +181,6 @@ def test_parts_are_views_of_the_kernels_pages(sharding: Kernel) -> None:
 def hold(model):
     import re
     from pathlib import Path
-    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 
     def own_mb():
         text = Path("/proc/self/smaps_rollup").read_text()
