@@ -6,6 +6,7 @@ Collected only where torch_xla can be imported, which is the environment that ``
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,10 @@ def metrics():
     return torch_xla.debug.metrics
 """
 
+COMPILE_QUICKLY = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_max_isa=SSE4_2"
+)
+
 StartKernel = Callable[..., Kernel]
 
 
@@ -46,6 +51,17 @@ def pytest_report_header() -> str:
     import torch_xla
 
     return f"tests/xla: PJRT CPU, torch {torch.__version__}, torch_xla {torch_xla.__version__}"
+
+
+@pytest.fixture(scope="module")
+def compile_quickly() -> Iterator[None]:
+    """Kernels of this file compile without optimising; flags that were set are kept, and win.
+
+    For files that look at which graphs are compiled, not at how well: compiling is most of their processor time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{COMPILE_QUICKLY} {os.environ.get('XLA_FLAGS', '')}".strip())
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernels import Cell, Kernel
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_quickly")]
 
 LOOP = """
 torch.manual_seed(0)
