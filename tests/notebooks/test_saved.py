@@ -27,7 +27,8 @@ def train():
 notebook_launcher(train, num_processes=2, backend="cpu")
 """,
 ]
-WAYS = [(is_interactive, keeps_widgets) for is_interactive in (False, True) for keeps_widgets in (True, False)]
+WAYS = [(False, True), (True, True), (True, False)]
+"""Interactive or not, and with or without the state of widgets; without a front end there are none to keep."""
 
 
 @pytest.fixture(scope="module")
