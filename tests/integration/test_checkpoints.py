@@ -9,9 +9,10 @@ import pytest
 from tests.kernels import Kernel
 
 TRAIN = """
+from nblaunch import Accelerator
 def train(folder, asynchronous, steps):
     project = nblaunch.ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1)
-    accelerator = nblaunch.Accelerator(project_config=project)
+    accelerator = Accelerator(project_config=project)
     nblaunch.set_seed(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
