@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.kernels import Kernel
@@ -21,6 +23,14 @@ def loop():
         accelerator.reduce(torch.ones(1))
     return total
 """
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    """A kernel whose jobs all end with their tests."""
+    with Kernel.start() as kernel:
+        kernel.run(PREAMBLE)
+        yield kernel
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -50,43 +60,39 @@ def test_pdb_opens_at_a_failure_after_a_breakpoint_of_the_same_rank(kernel: Kern
     assert "-> raise ValueError" in cell.wait().stdout
 
 
-def test_a_variable_set_in_pdb_is_that_of_the_function(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    cell = kernel.submit("notebook_launcher(loop, num_processes=1, start_method='fork')", is_typed_into=True)
+def test_a_variable_set_in_pdb_is_that_of_the_function(shared: Kernel) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=1, start_method='fork')", is_typed_into=True)
     for line in ("total = 100", "c"):
         cell.type(line)
     assert cell.wait().result == "102"
 
 
-def test_an_interrupt_at_the_prompt_ends_the_job(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
-    cell = kernel.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", is_typed_into=True)
+def test_an_interrupt_at_the_prompt_ends_the_job(shared: Kernel) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", is_typed_into=True)
     cell.wait_for_input()
-    kernel.interrupt()
+    shared.interrupt()
     cell.wait()
     assert cell.error is not None
     assert cell.error.name == "KeyboardInterrupt"
-    kernel.wait_for_no_processes()
+    shared.wait_for_no_processes()
 
 
-def test_a_background_job_waits_for_debug_in_another_cell(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
+def test_a_background_job_waits_for_debug_in_another_cell(shared: Kernel) -> None:
     start = "job = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"
-    cell = kernel.run(start, is_typed_into=True)
+    cell = shared.run(start, is_typed_into=True)
     cell.wait_for(lambda cell: "waits at breakpoint()" in cell.displays[0].data["text/plain"])
-    cell = kernel.submit("nblaunch.debug()", is_typed_into=True)
+    cell = shared.submit("nblaunch.debug()", is_typed_into=True)
     for line in ("p step, total", "c"):
         cell.type(line)
     cell.wait()
     assert cell.status == "ok", cell.describe()
     assert "(1, 1)" in cell.stdout
-    assert kernel.run("job.result()").value == 3
+    assert shared.run("job.result()").value == 3
 
 
-def test_fresh_interpreters_show_the_lines_of_the_cell(kernel: Kernel) -> None:
-    kernel.run(PREAMBLE)
+def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
     start = "notebook_launcher(loop, num_processes=1, start_method='spawn', dashboard='text')"
-    cell = kernel.submit(start, is_typed_into=True)
+    cell = shared.submit(start, is_typed_into=True)
     for line in ("l", "c"):
         cell.type(line)
     cell.wait()
