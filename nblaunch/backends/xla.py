@@ -207,7 +207,7 @@ class XlaBackend(Backend):
             return f"this process has initialised the XLA runtime itself{who}, and a forked copy hangs"
         if "torch" not in sys.modules:
             return None  # backward() can't have run
-        self.prepare_launcher()
+        xla_runtime.package()
         return first_use.xla_backward_hazard()
 
     def prepare_launcher(self) -> None:
