@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 from collections import OrderedDict
@@ -159,7 +160,7 @@ def test_single_objects(tmp_path: Path) -> None:
     accelerator.save(b"bytes", tmp_path / "c.pt")
     assert torch.load(tmp_path / "b.pt", weights_only=False) == b"bytes"
     assert torch.load(tmp_path / "c.pt", weights_only=False) == b"bytes"
-    with pytest.raises(AttributeError, match="pickle"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):  # by the Python
         accelerator.save(lambda: 1, tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["a"].tolist() == [1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.safetensors", "b.pt", "c.pt"]
