@@ -1,4 +1,7 @@
-"""The process group of a job: :func:`join` it, as a :class:`JoinedProcess`."""
+"""The process group of a job: :func:`join` it, as a :class:`JoinedProcess`.
+
+Processes that ``multiprocessing`` starts in a rank have its numbers, and stay out of the group.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Extent:
 FULL = Extent("cuda", 7, 300, 40, "small", "large", launches=5, kernels=3)
 ON_CPU = (("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
 # A rehearsal is not to wait for every rank to import what its kernel may have imported.
-IMPORTED = "import torch._dynamo; from nblaunch import Accelerator"
+IMPORTED = "import torch; from nblaunch import Accelerator"
 REHEARSAL = Extent(
     "cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, first_cell=IMPORTED, env=ON_CPU
 )
