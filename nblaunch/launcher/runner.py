@@ -54,7 +54,7 @@ _KEPT = (
     "after 30 minutes"
 )
 
-_LATE_INTERRUPT = "every rank had returned: weights are loaded, and last_job().result() returns the value"
+_LATE_INTERRUPT = "every rank has returned: weights are loaded, and last_job().result() returns the value"
 
 _NO_THREAD = (
     "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "
@@ -127,8 +127,8 @@ class JobRunner(JobState):
         """Run the job to its end in this thread. What goes wrong is in :attr:`outcome`, and not raised.
 
         Raises:
-            KeyboardInterrupt: an interrupt came when the workers had done all, while exit handlers ran or results were
-                loaded: the job is done, and what follows in the cell must not run.
+            KeyboardInterrupt: the job was interrupted and is done all the same, since the function has handled that
+                and returned on every rank, or had returned before: what follows in the cell must not run.
         """
         with nullcontext() if self._is_inline else interrupts_as_requests(self.requests.interrupt):
             self._start()
@@ -162,7 +162,7 @@ class JobRunner(JobState):
         """
         try:
             if self._node_attempts is None:
-                self._announce()
+                self._announce_attempt()
             for warning in self.plan.warnings:
                 self.emit(Note.of_job(warning, "warning"))
             if self.plan.starts_later:
@@ -256,7 +256,7 @@ class JobRunner(JobState):
         self.topology = topology
         self.plan = replan_start_method(self.plan, self.spec)
         self._peers, self._restart_count = peers, restart_count
-        self._announce()
+        self._announce_attempt()
         self._start_attempt()
 
     def was_stopped(self, report: AttemptReport) -> bool:
@@ -320,11 +320,11 @@ class JobRunner(JobState):
             f"by {self.plan.start_method}: {self.plan.reason}"
         )
         self.emit(Note.of_job(text, "warning"))
-        self._announce()
+        self._announce_attempt()
         self._start_attempt()
 
     def _make_attempt(self) -> Attempt:
-        """Return the present attempt, as it is planned now."""
+        """Return the present attempt, as it is planned now. Only the one that is running has its store's port."""
         return Attempt(
             self.spec,
             self.plan,
@@ -335,6 +335,9 @@ class JobRunner(JobState):
             self._saved,
             self._peers,
         )
+
+    def _announce_attempt(self) -> None:
+        self.emit(self._make_attempt().start_event())
 
     def _start_attempt(self) -> None:
         running = start_attempt(self._make_attempt())
@@ -378,9 +381,6 @@ class JobRunner(JobState):
         finally:
             store.close()
         return JobOutcome("done", values={0: value})
-
-    def _announce(self) -> None:
-        self.emit(self._make_attempt().start_event())
 
 
 def _clear_variables(error: BaseException) -> None:

@@ -132,7 +132,9 @@ class Supervisor:
             with self._requests.answering():
                 self._loop()
             self._drain()
-            if self._keeps_workers():
+            if self._peers is None and self._have_all_delivered():
+                self._report.interrupted = False  # their functions have handled the interrupt, and returned
+            if self._ends_with_kept_workers():
                 return self._leave_workers()
             if self._report.unkillable:
                 self._running.guardian.stay()
@@ -157,7 +159,7 @@ class Supervisor:
         try:
             self._report.kept = []
             self._failed_s = None
-            self._begin_stop_after_failure()
+            self._begin_stop()
             self._loop()
         finally:
             self.close()
@@ -183,7 +185,7 @@ class Supervisor:
     # --- the wait loop -----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        while self._alive and not self._keeps_workers():
+        while self._alive and not self._ends_with_kept_workers():
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             self._reap()
@@ -196,7 +198,7 @@ class Supervisor:
             if self._debugger is not None and self._debugger.prompts and self._escalation is None:
                 self._on_prompts()
 
-    def _keeps_workers(self) -> bool:
+    def _ends_with_kept_workers(self) -> bool:
         """Return whether the attempt ends here, with workers that go on: a rank has raised, and a debugger may come.
 
         Others that raise the same are waited for a moment: the first is not always the root cause.
@@ -273,7 +275,7 @@ class Supervisor:
                 if self._attempt.keeps_workers:
                     self._failed_s = self._failed_s or time.monotonic()
                 else:
-                    self._begin_stop_after_failure()
+                    self._begin_stop()
             counts = self._num_metrics if isinstance(event, Metric) else self._num_messages
             counts[rank] += 1
             self._emit(event)
@@ -308,7 +310,7 @@ class Supervisor:
             self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self._report.returned:
-                self._begin_stop_after_failure()
+                self._begin_stop()
 
     def _handle_requests(self) -> None:
         requests = self._requests
@@ -321,12 +323,8 @@ class Supervisor:
             self._escalation = Escalation.kill(time.monotonic())
         if requests.interrupts > self._interrupts_seen:
             self._interrupts_seen = requests.interrupts
-            self._report.interrupted = self._report.interrupted or not self._is_decided()
-            now = time.monotonic()
-            is_second = requests.interrupts > 1  # also where both came before this look
-            self._escalation = (
-                Escalation.kill(now) if is_second else Escalation.after_interrupt(now, self._grace_s)
-            )
+            if not self._report.cancelled:
+                self._interrupt()
         if requests.wants_stop and self._agreement is None:
             slots = {rank: self._board.slot(rank) for rank in self._running.links.receivers}
             self._agreement = (
@@ -342,6 +340,16 @@ class Supervisor:
             else:
                 self._dump_stacks(partial(self._answer, query))
 
+    def _interrupt(self) -> None:
+        now, is_decided = time.monotonic(), self._is_decided()
+        self._report.interrupted = self._report.interrupted or not is_decided
+        if self._requests.interrupts > 1:  # also where both came before this look
+            self._escalation = Escalation.kill(now)
+        elif is_decided and self._escalation is not None:
+            self._escalation.interrupt_again(now)
+        else:
+            self._escalation = Escalation.after_interrupt(now, self._grace_s)
+
     def _is_decided(self) -> bool:
         """Return whether the outcome stands while processes still run: a rank has failed, or all have delivered.
 
@@ -349,7 +357,10 @@ class Supervisor:
         """
         report = self._report
         has_failed = report.failed or report.exits.keys() - report.returned.keys()
-        return self._peers is None and bool(has_failed or report.delivered.issuperset(self._attempt.ranks))
+        return self._peers is None and bool(has_failed or self._have_all_delivered())
+
+    def _have_all_delivered(self) -> bool:
+        return self._report.delivered.issuperset(self._attempt.ranks)
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
@@ -366,9 +377,10 @@ class Supervisor:
         if self._peers.is_closed and self._peers in self._selector.get_map():
             self._selector.unregister(self._peers)  # or its end would wake the loop for ever
         if self._peers.must_stop:
-            self._begin_stop_after_failure()
+            self._begin_stop()
 
-    def _begin_stop_after_failure(self) -> None:
+    def _begin_stop(self) -> None:
+        """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are being stopped."""
         if self._escalation is None:
             self._escalation = Escalation.after_failure(time.monotonic(), self._grace_s)
 
@@ -466,7 +478,7 @@ class Supervisor:
             if running := sorted(self._alive - self._report.returned.keys()):
                 steps = {reading.rank: reading.step for reading in self._board.read()}
                 self._report.hang = Hang(*cause(positions, steps, running), tuple(lines))
-            self._begin_stop_after_failure()
+            self._begin_stop()
 
     def _headline(self, finding: Finding) -> str:
         timeout_s = self._inspector.hang_timeout_s
@@ -540,7 +552,7 @@ class Supervisor:
                 "handler or a thread of it still runs; it is ended now. Its result is kept."
             )
             self._note(text)
-            self._begin_stop_after_failure()
+            self._begin_stop()
 
     # --- end -----------------------------------------------------------------------------------------------------
 

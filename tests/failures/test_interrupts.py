@@ -201,6 +201,34 @@ notebook_launcher(train, (model,), num_processes=2, return_all=True)
 
 
 @pytest.mark.timeout(60)
+def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(shared: Kernel) -> None:
+    cell = shared.submit(
+        """
+def train(model):
+    try:
+        print("ready", flush=True)
+        time.sleep(3600)
+    except KeyboardInterrupt:
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+    return rank() + 10
+
+model = torch.nn.Linear(1, 1)
+notebook_launcher(train, (model,), num_processes=2, return_all=True)
+"""
+    )
+    for rank in (0, 1):
+        cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
+    shared.interrupt()
+    cell.wait(30)
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt", cell.describe()
+    shared.run("job = nblaunch.last_job()")
+    assert value_of(shared, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_an_interrupt_after_a_failure_leaves_the_failure(shared: Kernel, max_restarts: int) -> None:
     cell = shared.submit(

@@ -38,6 +38,16 @@ def test_after_an_interrupt_everyone_has_the_whole_grace() -> None:
         assert [(at, number) for at, who, number in sent if who == rank] == expected
 
 
+@pytest.mark.parametrize("at_s", [0.0, COLLECT_S + 0.1])
+def test_an_interrupt_after_a_failure_puts_nothing_off(at_s: float) -> None:
+    escalation = Escalation.after_failure(100.0, 5.0)
+    escalation.due(100.0 + at_s, {1}, set[int]().__contains__)
+    escalation.interrupt_again(100.0 + at_s)
+    sent = walk(escalation, noticed=set(), alive={1}, until_s=60)
+    assert [number for _, _, number in sent] == [INT, TERM, KILL]
+    assert sent[1][0] == pytest.approx(min(at_s, COLLECT_S) + UNRESPONSIVE_GRACE_S)
+
+
 def test_after_a_failure_unresponsive_ranks_have_less() -> None:
     sent = walk(Escalation.after_failure(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
     assert [(at, number) for at, who, number in sent if who == 0] == [

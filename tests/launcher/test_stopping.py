@@ -1,11 +1,11 @@
-"""The supervisor and a process that does not end, whatever it is sent."""
+"""The supervisor and processes that do not end as soon as they are asked to."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,14 +26,27 @@ from nblaunch.topology import Topology
 pytestmark = pytest.mark.timeout(30)
 
 
-class Immortal(WorkerGroup):
-    """Rank 0 ends by nothing; rank 1 by any signal: two interrupts that come together are a SIGKILL."""
+class Group(WorkerGroup):
+    """Ranks 0 and 1, which end by some signals only.
 
-    def __init__(self) -> None:
+    Args:
+        ends_by: rank -> those signals.
+        on_signal: called after each.
+        failed: ranks that have ended at the start.
+    """
+
+    def __init__(
+        self,
+        ends_by: Mapping[int, Collection[int]],
+        on_signal: Callable[[], None] = lambda: None,
+        failed: Collection[int] = (),
+    ) -> None:
         self.is_closed = False
         self.signals: list[tuple[int, int]] = []
         self.abandoned: list[int] = []
-        self._ended: list[tuple[int, ExitStatus]] = []
+        self._ends_by = ends_by
+        self._on_signal = on_signal
+        self._ended = [(rank, ExitStatus(1)) for rank in failed]
 
     def pids(self) -> dict[int, int]:
         return {0: os.getpid(), 1: os.getpid()}
@@ -50,8 +63,9 @@ class Immortal(WorkerGroup):
 
     def signal(self, rank: int, signum: int) -> None:
         self.signals.append((rank, signum))
-        if rank == 1:
-            self._ended.append((1, ExitStatus(-signum)))
+        if signum in self._ends_by[rank]:
+            self._ended.append((rank, ExitStatus(-signum)))
+        self._on_signal()
 
     def abandon(self, rank: int) -> None:
         self.abandoned.append(rank)
@@ -65,7 +79,7 @@ class Starting(StartMethod):
 
     name = "test"
 
-    def __init__(self, group: Immortal) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
 
     def start(self, *args: object, **options: object) -> WorkerGroup:
@@ -73,19 +87,22 @@ class Starting(StartMethod):
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Immortal]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    """Rank 0 ends by nothing; rank 1 by any signal: two interrupts that come together are a SIGKILL."""
     monkeypatch.setattr(module, "KILL_PATIENCE_S", 0.3)
     stayed: list[Guardian] = []
     monkeypatch.setattr(
         Guardian, "stay", lambda guardian: stayed.append(guardian)
     )  # or it would outlive the test
-    group = Immortal()
+    group = Group({0: (), 1: (signal.SIGINT, signal.SIGKILL)})
     yield group
     assert len(stayed) == 1
 
 
-def watch(group: Immortal, requests: JobRequests, events: list[Event], folder: Path) -> AttemptReport:
-    spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=0.1, log_dir=str(folder))
+def watch(
+    group: Group, requests: JobRequests, events: list[Event], folder: Path, grace_s: float = 0.1
+) -> AttemptReport:
+    spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=grace_s, log_dir=str(folder))
     topology = Topology(world_size=2, local_world_size=2)
     attempt = Attempt(spec, plan_launch(spec), 0, 0, topology, JobLog(spec.log_dir))
     running = start_attempt(attempt, Starting(group))
@@ -95,7 +112,7 @@ def watch(group: Immortal, requests: JobRequests, events: list[Event], folder: P
     return report
 
 
-def test_what_sigkill_does_not_end_is_left_behind(group: Immortal, tmp_path: Path) -> None:
+def test_what_sigkill_does_not_end_is_left_behind(group: Group, tmp_path: Path) -> None:
     requests, events = JobRequests(), list[Event]()
     requests.interrupt()
     report = watch(group, requests, events, tmp_path)
@@ -114,7 +131,7 @@ def test_what_sigkill_does_not_end_is_left_behind(group: Immortal, tmp_path: Pat
     requests.close()
 
 
-def test_further_interrupts_do_not_put_it_off(group: Immortal, tmp_path: Path) -> None:
+def test_further_interrupts_do_not_put_it_off(group: Group, tmp_path: Path) -> None:
     requests, is_over = JobRequests(), threading.Event()
 
     def press_again_and_again() -> None:
@@ -129,4 +146,28 @@ def test_further_interrupts_do_not_put_it_off(group: Immortal, tmp_path: Path) -
         is_over.set()
         thread.join()
     assert list(report.unkillable) == [0]
+    requests.close()
+
+
+def test_an_interrupt_after_a_failure_puts_nothing_off(tmp_path: Path) -> None:
+    requests = JobRequests()
+
+    def interrupt_once() -> None:
+        if not requests.interrupts:
+            requests.interrupt()
+
+    group = Group({0: (), 1: [signal.SIGTERM]}, interrupt_once, failed=[0])
+    report = watch(group, requests, [], tmp_path, grace_s=3600.0)
+    assert group.signals == [(1, signal.SIGINT), (1, signal.SIGINT), (1, signal.SIGTERM)]
+    assert not report.interrupted
+    requests.close()
+
+
+def test_an_interrupt_does_not_take_back_a_cancel(tmp_path: Path) -> None:
+    requests = JobRequests()
+    requests.cancel()
+    requests.interrupt()
+    group = Group({0: [signal.SIGKILL], 1: [signal.SIGKILL]})
+    assert watch(group, requests, [], tmp_path, grace_s=3600.0).cancelled
+    assert group.signals == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
     requests.close()
