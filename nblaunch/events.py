@@ -228,7 +228,7 @@ class StateSent(Event):
         path: of the module or optimizer in the arguments (``wire/argument_paths.py``).
         at: where in the outbox; -1 where there is nothing to send, or nothing could be sent.
         end: where the outbox ends then.
-        lost: the parts that could not be pickled.
+        lost: the parts that could not be sent, and why.
         error: why nothing could be sent.
     """
 

@@ -77,7 +77,8 @@ def _load_weights(
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
     if first_rank not in rank_results:
         return {}, []
-    unsent = {path: reason for path, reason in _unsent(report).items() if path in modules}
+    missing = _unreadable_shards(rank_results) | _unsent(report)
+    unsent = {path: reason for path, reason in missing.items() if path in modules}
     sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
     back = weights.merge_ranks([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
@@ -134,6 +135,16 @@ def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
             if event.error:
                 reasons[path] = f"rank {rank} could not send them ({event.error})"
     return reasons
+
+
+def _unreadable_shards(rank_results: Mapping[int, RankResult]) -> dict[ArgPath, str]:
+    """Return why shards that ranks have sent can't be read here, where other ranks' can, by argument path."""
+    return {
+        path: f"what rank {rank} sent of them can't be read ({error})"
+        for rank, result in sorted(rank_results.items(), reverse=True)
+        for path, error in result.state_errors.items()
+        if path not in result.states and any(path in other.states for other in rank_results.values())
+    }
 
 
 def _death_while_sending(report: AttemptReport, rank: int) -> str:

@@ -220,7 +220,7 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     size = formatting.size(_num_bytes(state))
     return _Loading(
         True,
-        f"copied trained weights into {name}: {size}, without what can't be pickled: {lost}",
+        f"copied trained weights into {name}: {size}, without {lost}",
     )
 
 

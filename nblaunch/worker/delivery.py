@@ -9,7 +9,7 @@ memory that runs out, nor a ``state_dict()`` that raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nblaunch import context
@@ -20,6 +20,8 @@ from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
 from nblaunch.wire.sharded_tensor import is_fsdp_module, is_sharded, is_sharded_model, shards_to_send
+
+_MAX_NAMED = 3  # tensors in one line
 
 
 class Delivery:
@@ -113,18 +115,20 @@ class Delivery:
     def _put_weights(
         self, outbox: Outbox, path: ArgPath, collect_shards: Callable[[Any], Mapping[str, Any]] | None
     ) -> tuple[int, int, str]:
-        """Write weights; return where they are, where they end, and which parts could not be pickled."""
+        """Write weights; return where they are, where they end, and which parts of them could not be sent."""
         module = self._modules[path]
         state = dict(module.state_dict() if collect_shards is None else collect_shards(module))
-        if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
+        bare = [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]
+        if len(bare) == len(state):
             return -1, -1, ""  # it has no weights, being on the meta device still
-        for name in quantised.entries_in(module, state):
+        for name in (*bare, *quantised.entries_in(module, state)):
             del state[name]
         # Shards are new tensors, so there is nothing to compare them with: all are sent.
         tests = (
             self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}
         )
-        return outbox.put_state(path, state, tests)
+        at, end, lost = outbox.put_state(path, state, tests)
+        return at, end, "; ".join(filter(None, [lost, _describe_bare(bare)]))
 
     def _put_optimizer_state(self, outbox: Outbox, path: ArgPath, is_sharded: bool) -> tuple[int, int, str]:
         """Write the state of an optimizer, which is the same on all ranks; return as :meth:`_put_weights`.
@@ -137,3 +141,11 @@ class Delivery:
                 "ranks hold shards of it; save it by accelerator.save_state(), which load_state() continues from"
             )
         return outbox.put_state(path, self._optimizers[path].state_dict(), {})
+
+
+def _describe_bare(names: Sequence[str]) -> str:
+    """Describe tensors that have no values: those of layers that are offloaded, or were never materialised."""
+    if not names:
+        return ""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more} (on the meta device, which holds no values)"

@@ -442,6 +442,21 @@ value, model.weight.unique().tolist(), plain.weight.unique().tolist()
     assert "_extra_state" in cell.stdout
 
 
+def test_layers_without_values_do_not_cost_the_others(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False, device="meta"))
+def train(model):
+    with torch.no_grad():
+        model[0].weight.fill_(7.0)
+notebook_launcher(train, (model,), 2)
+model[0].weight.item(), model[1].weight.is_meta
+"""
+    )
+    assert cell.value == (7.0, True)
+    assert "1.weight (on the meta device" in cell.stdout + cell.stderr
+
+
 def test_weights_of_a_failed_job_are_not_loaded(shared: Kernel) -> None:
     cell = shared.run(
         """

@@ -1,0 +1,47 @@
+"""What a job that is done says of weights which did not come."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.events import ExitStatus, Returned, StateSent
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.conclusion import conclude_job
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.plan import plan_launch
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.sharded_tensor import TensorShard
+
+
+def test_shards_that_can_not_be_read_are_named_by_their_rank_and_reason(tmp_path: Path) -> None:
+    model = nn.Linear(1, 2, bias=False)
+    before = model.weight.detach().clone()
+    spec = LaunchSpec(print, (model,), 2, backend="cpu", log_dir=str(tmp_path))
+    topology = Topology(world_size=2, local_world_size=2)
+    attempt = Attempt(spec, plan_launch(spec), 0, 0, topology, JobLog(spec.log_dir))
+    (path,) = attempt.plan.modules
+    now = time.time()
+    report = AttemptReport(
+        returned={rank: Returned(rank, now, sends=(path,)) for rank in (0, 1)},
+        sent_states={rank: {path: StateSent(rank, now, path=path, at=0)} for rank in (0, 1)},
+        exits={rank: (ExitStatus(0), now) for rank in (0, 1)},
+    )
+    shard = TensorShard((2, 1), (0, 0), torch.full((1, 1), 7.0))
+    results = {
+        0: RankResult(states={path: {"weight": shard}}),
+        1: RankResult(state_errors={path: "OSError: cannot allocate memory"}),
+    }
+    outcome, notes = conclude_job(attempt, report, results, {}, [])
+    assert outcome.status == "done"
+    assert torch.equal(model.weight, before)
+    (warning,) = [note.text for note in notes if note.kind == "warning"]
+    assert "rank 1" in warning
+    assert "cannot allocate memory" in warning
+    assert "other machines" not in warning
