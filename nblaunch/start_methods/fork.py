@@ -74,7 +74,7 @@ def fork_workers(
         replace(own, parent_pid=parent_pid, restricts_threads=not is_paused) for own in assignments
     ]
     with (
-        _memory_shown(assignments) as originals,
+        _originals_opened(assignments) as originals,
         _frozen_heap(),
         process_control.signals_blocked(),
         warnings.catch_warnings(),
@@ -133,8 +133,8 @@ def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], Fu
 
 
 @contextmanager
-def _memory_shown(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
-    """Give workers access to the weights that they have not changed, where weights are wanted."""
+def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
+    """Open this process's memory for the workers: they compare their weights with it, and send those that differ."""
     originals = Originals.of_this_process() if assignments[0].sends_weights_of else None
     try:
         yield originals

@@ -106,7 +106,7 @@ class _Worker:
         try:
             self._prepare()
             process_control.unblock_signals()
-            with self.interrupts.raised():
+            with self.interrupts.raised_in_block():
                 function, args = load_call()
             _value, exit_code = self._run_function(function, args, originals)
         except BaseException as error:
@@ -127,7 +127,7 @@ class _Worker:
         )
         if own.post_mortem:
             process_group.extend_collective_timeout()
-        with self.interrupts.raised():
+        with self.interrupts.raised_in_block():
             value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
@@ -156,7 +156,7 @@ class _Worker:
     def _wait_at(self, error: BaseException, debugger: Debugger) -> None:
         """Wait at ``error`` until the kernel lets the worker end, or interrupts it."""
         try:
-            with self.interrupts.raised():
+            with self.interrupts.raised_in_block():
                 debugger.wait_at(error)
         except KeyboardInterrupt:
             return

@@ -56,7 +56,7 @@ class Interrupts:
         if not _forked_by_main_thread:
             self._held = 0  # by the main thread, which is not in this process
 
-    def raised(self) -> AbstractContextManager[None]:
+    def raised_in_block(self) -> AbstractContextManager[None]:
         """Raise interrupts in the block, which runs the user's code; one that came before it at once."""
         return _Raised(self)
 

@@ -40,21 +40,21 @@ def test_an_interrupt_before_the_function_is_raised_when_it_begins(
 ) -> None:
     interrupt()
     assert slot.read(0).interrupts == 1
-    with pytest.raises(KeyboardInterrupt), interrupts.raised():
+    with pytest.raises(KeyboardInterrupt), interrupts.raised_in_block():
         pytest.fail("the function has begun")
-    with interrupts.raised():
+    with interrupts.raised_in_block():
         pass  # once
 
 
 def test_an_interrupt_after_the_function_is_only_counted(interrupts: Interrupts, slot: Slot) -> None:
-    with interrupts.raised():
+    with interrupts.raised_in_block():
         pass
     interrupt()
     assert slot.read(0).interrupts == 1
 
 
 def test_an_interrupt_of_the_function_is_raised_where_it_is(interrupts: Interrupts) -> None:
-    with interrupts.raised():
+    with interrupts.raised_in_block():
         with pytest.raises(KeyboardInterrupt):
             interrupt()
         with pytest.raises(KeyboardInterrupt), interrupts.deferred():
