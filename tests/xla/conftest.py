@@ -57,7 +57,8 @@ def pytest_report_header() -> str:
 def compile_quickly() -> Iterator[None]:
     """Kernels of this file compile without optimising; flags that were set are kept, and win.
 
-    For files that look at which graphs are compiled, not at how well: compiling is most of their processor time.
+    For files that look at which graphs are compiled and at what they compute, not at how fast: compiling is most of
+    their processor time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", f"{COMPILE_QUICKLY} {os.environ.get('XLA_FLAGS', '')}".strip())

@@ -73,7 +73,7 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+def kernel(compile_quickly: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     logs = str(tmp_path_factory.mktemp("logs"))
     env = {"NBLAUNCH_LOG_DIR": logs, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
     with Kernel.start(env=env | {"CPU_NUM_DEVICES": str(NUM_DEVICES)}) as kernel:
