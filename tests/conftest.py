@@ -11,7 +11,7 @@ import pytest
 
 from tests import left_behind, watchman
 from tests.golden_files import Golden
-from tests.kernels import Kernel
+from tests.kernels import Kernel, close_forkservers, remember_environment
 
 # By what they take on two quiet cores. None is to be the last that runs, while the other core has nothing to do.
 LONGEST_FIRST = (
@@ -55,6 +55,14 @@ def pytest_configure() -> None:
     # A shell that starts the tests in the background has them ignore SIGINT, and so would every program they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    remember_environment()  # torch and others have set variables when the tests were imported
+
+
+def pytest_unconfigure() -> None:
+    close_forkservers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,7 +44,9 @@ import zmq
 from jupyter_client.launcher import launch_kernel
 from jupyter_client.manager import KernelManager
 
-_TOKEN_VARIABLE = "NBLAUNCH_TEST_KERNEL"
+from tests import left_behind
+from tests.forkserver import TOKEN_LENGTH, TOKEN_VARIABLE, ForkedProcess, Forkserver, imported_with
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 START_TIMEOUT_S = 60.0
@@ -282,6 +284,7 @@ class Kernel:
         python: str | Path = sys.executable,
         transport: str = "ipc",
         timeout_s: float = START_TIMEOUT_S,
+        is_new: bool = False,
     ) -> Kernel:
         """Start a kernel and wait until it answers.
 
@@ -291,10 +294,12 @@ class Kernel:
             python: the interpreter, which needs ipykernel.
             transport: "ipc" (default; no ports to collide, and no warning about TCP without encryption) or "tcp".
             timeout_s: how long the start may take.
+            is_new: start it in a new interpreter, which has imported nothing, and never by a fork of one that has
+                imported torch; for tests of what is imported, and for measurements.
         """
         # A short path: the address of a Unix socket has room for about 100 bytes.
         folder = Path(tempfile.mkdtemp(prefix="nbk-"))
-        token = secrets.token_hex(8)
+        token = secrets.token_hex(TOKEN_LENGTH // 2)
         manager = KernelManager(
             connection_file=str(folder / "k.json"),
             transport=transport,
@@ -303,7 +308,7 @@ class Kernel:
         )
         kernel = cls(manager, token, folder)
         try:
-            kernel._launch(str(python), dict(env or {}), cwd)
+            kernel._launch(str(python), dict(env or {}), cwd, is_new)
             kernel._connect(timeout_s)
             kernel._prepare()
         except BaseException:
@@ -498,32 +503,42 @@ class Kernel:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    _popen: subprocess.Popen[bytes] | None = None
+    _popen: subprocess.Popen[bytes] | ForkedProcess | None = None
     _process: psutil.Process | None = None
     _shell: Any = None
     _iopub: Any = None
     _control: Any = None
     _stdin: Any = None
 
-    def _launch(self, python: str, env: dict[str, str], cwd: str | Path | None) -> None:
-        # jupyter_client's own launcher, and not KernelManager.start_kernel: that one makes an event loop which is
-        # never closed, and starts whatever this machine has registered as "python3".
+    def _launch(self, python: str, env: dict[str, str], cwd: str | Path | None, is_new: bool) -> None:
         self._manager.write_connection_file()
-        self._popen = launch_kernel(
-            [python, "-m", "ipykernel_launcher", "-f", self._manager.connection_file],
-            stdout=self._log,
-            stderr=self._log,
-            cwd=cwd and str(cwd),
-            env={
-                **os.environ,
-                # No profile, history or start-up file of the user who runs the tests.
-                "IPYTHONDIR": str(self._folder / "ipython"),
-                # The debugger's advice about frozen modules is of no use here.
-                "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-                **env,
-                _TOKEN_VARIABLE: self._token,
-            },
-        )
+        args = ["-f", self._manager.connection_file]
+        env = {
+            **os.environ,
+            # No profile, history or start-up file of the user who runs the tests.
+            "IPYTHONDIR": str(self._folder / "ipython"),
+            # As jupyter_client sets it.
+            "JPY_PARENT_PID": str(os.getpid()),
+            # The debugger's advice about frozen modules is of no use here.
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            **env,
+            TOKEN_VARIABLE: self._token,
+        }
+        forkserver = None if is_new else _forkserver_for(python, env)
+        if forkserver is not None:
+            self._popen = forkserver.run_module(
+                "ipykernel_launcher", args, env, cwd or os.getcwd(), self._log.fileno()
+            )
+        else:
+            # jupyter_client's own launcher, and not KernelManager.start_kernel: that one makes an event loop which is
+            # never closed, and starts whatever this machine has registered as "python3".
+            self._popen = launch_kernel(
+                [python, "-m", "ipykernel_launcher", *args],
+                stdout=self._log,
+                stderr=self._log,
+                cwd=cwd and str(cwd),
+                env=env,
+            )
         self._process = psutil.Process(self._popen.pid)
 
     def _connect(self, timeout_s: float) -> None:
@@ -629,9 +644,38 @@ class Kernel:
 
     def _carries_token(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get(_TOKEN_VARIABLE) == self._token
+            return process.environ().get(TOKEN_VARIABLE) == self._token
         except psutil.Error:
             return False  # ended meanwhile, or another user's
+
+
+_environment = imported_with(os.environ)
+_forkservers: dict[tuple[str, str | None], Forkserver] = {}
+
+
+def remember_environment() -> None:
+    """Take this process's environment as that of all kernels but those for which a test changes it."""
+    global _environment
+    _environment = imported_with(os.environ)
+
+
+def _forkserver_for(python: str, env: Mapping[str, str]) -> Forkserver | None:
+    """The fork server of an interpreter; None where in this environment other things might be imported."""
+    if sys.platform != "linux" or imported_with(env) != _environment:
+        return None
+    # OpenMP reads this one when it is loaded, and nothing else does.
+    key = python, env.get("OMP_NUM_THREADS")
+    if key not in _forkservers:
+        left_behind.adopt_orphans()
+        _forkservers[key] = Forkserver(python, env)
+        left_behind.keep(_forkservers[key].pid, _forkservers[key].channel.fileno())
+    return _forkservers[key]
+
+
+def close_forkservers() -> None:
+    """End the processes that kernels were forked from."""
+    while _forkservers:
+        _forkservers.popitem()[1].close()
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -38,6 +38,17 @@ PROCESS_WIDE_PROCESSES: dict[str, str] = {
 }
 
 
+# Made by the tests' own helpers at their first use, and ended with the tests: process ids and file descriptors.
+_kept_processes: set[int] = set()
+_kept_files: set[int] = set()
+
+
+def keep(pid: int, fd: int) -> None:
+    """Let a process of the tests' own, and the file descriptor it is talked to by, outlive the test that needed it."""
+    _kept_processes.add(pid)
+    _kept_files.add(fd)
+
+
 def adopt_orphans() -> None:
     """Make orphaned grandchildren the children of this process, so that they are seen. Linux only."""
     if sys.platform == "linux":
@@ -92,7 +103,7 @@ def kill_processes(before: Snapshot) -> None:
 
 
 def _new_processes(before: Snapshot) -> list[psutil.Process]:
-    new = _children() - before.processes
+    new = {process for process in _children() - before.processes if process.pid not in _kept_processes}
     return [p for p in new if not any(known in _command(p) for known in PROCESS_WIDE_PROCESSES)]
 
 
@@ -110,6 +121,7 @@ def _new_files(before: Snapshot) -> dict[int, str]:
         for fd, target in _open_files().items()
         if before.files.get(fd) != target
         and fd != pipe
+        and fd not in _kept_files
         and not any(known in target for known in PROCESS_WIDE_FILES)
     }
 

@@ -148,7 +148,7 @@ def _interrupt(started: Kernel, method: str) -> bool:
 
 
 def _start(folder: str) -> Kernel:
-    started = Kernel.start(cwd=ROOT)
+    started = Kernel.start(cwd=ROOT, is_new=True)
     started.run(_SETUP.format(folder=folder, pid=started.pid))
     return started
 

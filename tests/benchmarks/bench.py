@@ -79,7 +79,7 @@ def kernel(
         check: whether a process that outlives the kernel is an error.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    started = Kernel.start(cwd=ROOT, env={"PYTHONPATH": path, **(env or {})})
+    started = Kernel.start(cwd=ROOT, env={"PYTHONPATH": path, **(env or {})}, is_new=True)
     try:
         started.run(setup)
         yield started

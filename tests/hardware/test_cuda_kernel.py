@@ -82,7 +82,7 @@ def start(tmp_path: Path) -> Iterator[StartKernel]:
     started: list[Kernel] = []
 
     def start(**env: str) -> Kernel:
-        kernel = Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs"), **env})
+        kernel = Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs"), **env}, is_new=True)
         started.append(kernel)
         kernel.run(PREAMBLE)
         return kernel

@@ -121,7 +121,7 @@ def report(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def tpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """One kernel for all tests: every launch but the first is one more in a kernel that has launched before."""
-    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}) as kernel:
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}, is_new=True) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
         assert kernel.run("'torch_tpu' in sys.modules").value is False

@@ -127,7 +127,7 @@ def tpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """One kernel for all tests: every launch but the first is one more in a kernel that has launched before."""
     folder = tmp_path_factory.mktemp("tpu")
     env = {"NBLAUNCH_LOG_DIR": str(folder / "logs"), "NBLAUNCH_XLA_CACHE": str(folder / "graphs")}
-    with Kernel.start(env=env) as kernel:
+    with Kernel.start(env=env, is_new=True) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
 

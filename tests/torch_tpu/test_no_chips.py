@@ -63,7 +63,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     }
-    with Kernel.start(env=env) as kernel:
+    with Kernel.start(env=env, is_new=True) as kernel:
         kernel.run(PREAMBLE)
         kernel.run("torch.manual_seed(0); torch.ones(2, requires_grad=True).sum().backward()")
         yield kernel

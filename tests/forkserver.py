@@ -1,0 +1,196 @@
+"""Forks kernels from a process that has imported what most of them import: torch alone takes longer than most tests.
+
+    test process ──── request ────> fork server ── fork ──> middle ── fork ──> kernel
+         ^                                                                        │
+         └───── becomes its parent, by prctl's subreaper, since the middle ends ──┘
+
+Such a kernel is a child of the test process, in a POSIX session of its own, with its own environment, folder and
+output, as one that starts in a new interpreter; but torch is imported in it from the beginning. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# What a process was started with is read from its own memory (/proc/PID/environ), where the fork server keeps room for
+# the value of this variable: by it a kernel is found, and all that came from it.
+TOKEN_VARIABLE = "NBLAUNCH_TEST_KERNEL"
+TOKEN_LENGTH = 16
+
+# torch._dynamo is what the first optimizer imports: a second in each rank whose kernel has not.
+_IMPORTS = (
+    "ipykernel.kernelapp", "ipywidgets", "cloudpickle", "psutil", "torch", "torch.distributed", "torch._dynamo",
+)  # fmt: skip
+# No import reads these (or only OpenMP, where a test knows it), so they may differ between kernels.
+_FREE_VARIABLES = (
+    "CPU_NUM_DEVICES", "IPYTHONDIR", "JPY_PARENT_PID", "MPLBACKEND", "NBLAUNCH_", "OMP_NUM_THREADS", "PJRT_DEVICE",
+    "PYDEVD_DISABLE_FILE_VALIDATION", "PYTEST_", "XLA_FLAGS",
+)  # fmt: skip
+# No frame of a file of these tests is below those of the module that is run, as if the user had called it.
+_PROGRAM = f"""
+import runpy, sys
+sys.path[0] = {str(Path(__file__).parents[1])!r}
+from tests.forkserver import serve
+runpy.run_module(serve(int(sys.argv[1])), run_name="__main__", alter_sys=True)
+"""
+_MAX_BYTES = 1 << 18
+_LIMIT_S = 60.0
+
+
+class ForkedProcess:
+    """A running child that ``subprocess`` has not started, with the part of ``Popen`` that kernels need."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; returns its exit code, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end within ``timeout`` seconds.
+        """
+        if self.returncode is None:
+            ended = os.pidfd_open(self.pid)
+            try:
+                # A pidfd becomes readable when its process ends (source: man 2 pidfd_open).
+                if not select.select([ended], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            finally:
+                os.close(ended)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it is known to have ended."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Forkserver:
+    """A process of one interpreter, ready to be forked."""
+
+    def __init__(self, python: str, env: Mapping[str, str]) -> None:
+        self.channel, its = socket.socketpair()
+        self.channel.settimeout(_LIMIT_S)
+        with its:
+            self._process = subprocess.Popen(
+                [python, "-c", _PROGRAM, str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+                env={**env, TOKEN_VARIABLE: "0" * TOKEN_LENGTH},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def run_module(
+        self, module: str, args: list[str], env: Mapping[str, str], cwd: str | Path, output: int
+    ) -> ForkedProcess:
+        """Do in a new process what ``python -m module *args`` does.
+
+        Args:
+            module: its name.
+            args: the rest of ``sys.argv``.
+            env: all of its environment, with a token.
+            cwd: its working folder.
+            output: the file descriptor of its stdout and stderr.
+        """
+        request = {"module": module, "args": args, "env": dict(env), "cwd": str(cwd)}
+        socket.send_fds(self.channel, [json.dumps(request).encode()], [output])
+        return ForkedProcess(int(self.channel.recv(_MAX_BYTES)))
+
+    def close(self) -> None:
+        self.channel.close()
+        self._process.wait(_LIMIT_S)
+
+
+def imported_with(env: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that an import may have read."""
+    return {name: value for name, value in env.items() if not name.startswith(_FREE_VARIABLES)}
+
+
+def _fork_for_requests(channel: socket.socket) -> tuple[dict[str, Any], int]:
+    """Fork a process per request until the tests close their end. Returns in each of them: its request and output."""
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, 1)
+        if not text:
+            os._exit(0)  # at once: nothing is open but what was imported
+        reading, writing = os.pipe()
+        if (middle := os.fork()) == 0:
+            middle = os.getpid()
+            if (pid := os.fork()) == 0:
+                for fd in (reading, writing):
+                    os.close(fd)
+                channel.close()
+                _wait_for_end(middle)  # from then on the tests' process is the parent
+                return json.loads(text), descriptors[0]
+            os.write(writing, str(pid).encode())
+            os._exit(0)
+        os.waitpid(middle, 0)
+        channel.send(os.read(reading, _MAX_BYTES))
+        for fd in (reading, writing, *descriptors):
+            os.close(fd)
+
+
+def _wait_for_end(pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return  # it has ended, and its parent knows
+    select.select([pidfd], [], [])
+    os.close(pidfd)
+
+
+def _begin(request: dict[str, Any], output: int) -> None:
+    """Make this process what a new interpreter would be that was started for the request."""
+    os.setsid()
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    os.close(output)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    _show_token(request["env"][TOKEN_VARIABLE])
+    for name in ("tests", "tests.forkserver"):
+        del sys.modules[name]
+    sys.path[0] = os.getcwd()
+    sys.argv[1:] = request["args"]  # runpy sets the first
+    sys.orig_argv[1:] = ["-m", request["module"], *request["args"]]
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+
+
+def _show_token(token: str) -> None:
+    """Write it where /proc/PID/environ shows it: into the memory that the system filled when this program started."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    # env_start and env_end; the first field after the name is the third (source: man 5 proc)
+    start, end = (int(fields[number - 3]) for number in (50, 51))
+    name = f"{TOKEN_VARIABLE}=".encode()
+    offset = ctypes.string_at(start, end - start).index(name) + len(name)
+    ctypes.memmove(start + offset, token.encode(), TOKEN_LENGTH)
+
+
+def serve(fd: int) -> str:
+    """Import, then fork for the requests that come; returns in the new processes only: the module to run."""
+    for name in _IMPORTS:
+        with contextlib.suppress(ModuleNotFoundError):  # the packages of Colab's kernel are fewer
+            importlib.import_module(name)
+    with socket.socket(fileno=fd) as channel:
+        request, output = _fork_for_requests(channel)
+    _begin(request, output)
+    module: str = request["module"]
+    return module
