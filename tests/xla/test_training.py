@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("compile_quickly")]
 
 DIGITS = """
 from sklearn.datasets import load_digits
