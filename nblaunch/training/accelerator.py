@@ -3,8 +3,7 @@
 A façade. The constructor resolves its arguments and builds the parts, each of which is passed what it needs; every
 method delegates to one of them. All modules, and how they relate, are listed in ``nblaunch/training/__init__.py``.
 
-    the parts (``self._preparer`` ...)   ``per_process.py``, inherited: others in each worker, built at their first use
-                                         there, which may raise; an Accelerator of a notebook's cell works in workers
+    the parts (``self._preparer`` ...)   ``per_process.py``, inherited: each worker has its own, made at first use
     ranks, barriers, only some ranks     ``process_methods.py``, inherited: ``PartialState`` has the same methods
     settings and labels to read          ``properties.py``, inherited
     preparing                            ``prepare.py``: ``Preparer``
