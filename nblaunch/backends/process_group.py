@@ -36,6 +36,9 @@ _connections: dict[int, tuple[int, int]] = {}
 
 _abandoned: list[Any] = []
 
+_kept: dict[Any, Any] = {}
+"""Groups in which this process has trained, as keys."""
+
 
 def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None:
     """Join the job's default group through the ``env://`` rendezvous; does nothing if this process is in one.
@@ -122,13 +125,31 @@ def unites(own_backend: str) -> bool:
     return bool(c10d.get_world_size() > 1 and c10d.get_backend() != own_backend)
 
 
+def keep_groups() -> None:
+    """Keep the groups that this process is in until :func:`release_groups`, though the user's code destroys them.
+
+    A group's threads may still hold tensors of the last collective, and need the interpreter's lock to let go of them.
+    A ``DistributedDataParallel`` that dies after ``destroy_process_group()``, as at the return of most functions, would
+    take the group with it, and wait for these threads with the lock held (torch 2.13, gloo; pytorch/pytorch#56297).
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and c10d.is_initialized():
+        _kept.update(c10d._world.pg_map)
+
+
+def release_groups() -> None:
+    """Let groups end that the user's function has destroyed; called when it has returned."""
+    if _kept and not is_joined():
+        time.sleep(_SETTLE_S)  # gives the lock to a group's threads: before torch 2.8, no end of a group does
+    _kept.clear()
+
+
 def leave() -> None:
     """Destroy the default group if there is one."""
     if is_joined():
-        # A group's threads may still hold tensors of the collective before, and need the interpreter's lock to let go
-        # of them; the end of the group waits for its threads with the lock held (torch 2.13, gloo). This gives it away.
-        time.sleep(_SETTLE_S)
+        time.sleep(_SETTLE_S)  # as in release_groups
         sys.modules["torch.distributed"].destroy_process_group()
+        _kept.clear()
 
 
 def break_off() -> None:

@@ -131,6 +131,7 @@ class _Worker:
             value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
+        process_group.release_groups()
         if exit_code != 0:
             return value, exit_code
         output.show_pending_figures()

@@ -2,7 +2,7 @@
 
 Progress of code that does not use nblaunch: steps of optimizers, bars of tqdm, parameters of new modules are counted
 in the rank's slot of the board. By them the launcher distinguishes a rank that works from one that hangs, and knows
-which ranks have built a model instead of receiving it.
+which ranks have built a model instead of receiving it. A step also keeps the process groups that it may have used.
 
 Display: tqdm and rich write plain lines.
 
@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from nblaunch import packages
+from nblaunch.backends import process_group
 from nblaunch.wire.board import Slot
 
 
@@ -36,6 +37,7 @@ def _watch_optimizers(module: Any, slot: Slot) -> None:
     def count(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
             slot.count_update()
+            process_group.keep_groups()
 
     module.register_optimizer_step_post_hook(count)
 

@@ -34,6 +34,28 @@ values[0] == values[1], dist.is_initialized()
     assert cell.result == "(True, False)"
 
 
+def test_a_model_may_outlive_the_group_that_its_function_destroys(shared: Kernel) -> None:
+    """Before, each of these launches hung with a probability of about one in five."""
+    cell = shared.run(
+        """
+import torch.distributed as dist
+import torch._dynamo                   # or each rank would import it, which takes a second
+from torch.nn.parallel import DistributedDataParallel
+def train():
+    dist.init_process_group()
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step(); optimizer.zero_grad()
+    dist.destroy_process_group()
+    return dist.is_initialized()
+[notebook_launcher(train, num_processes=2, return_all=True) for _ in range(15)]
+"""
+    )
+    assert cell.value == [[False, False]] * 15
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_accelerate(shared: Kernel, method: str) -> None:
     cell = shared.run(
