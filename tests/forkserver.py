@@ -84,7 +84,7 @@ class Forkserver:
     """A process of one interpreter, ready to be forked."""
 
     def __init__(self, python: str, env: Mapping[str, str]) -> None:
-        self.channel, its = socket.socketpair()
+        self.channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages
         self.channel.settimeout(_LIMIT_S)
         with its:
             self._process = subprocess.Popen(
@@ -110,7 +110,14 @@ class Forkserver:
         """
         request = {"module": module, "args": args, "env": dict(env), "cwd": str(cwd)}
         socket.send_fds(self.channel, [json.dumps(request).encode()], [output])
-        return ForkedProcess(int(self.channel.recv(_MAX_BYTES)))
+        answer = self.channel.recv(_MAX_BYTES)
+        if not answer:
+            raise RuntimeError(f"the fork server (pid {self.pid}) has ended")
+        return ForkedProcess(int(answer))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         self.channel.close()
@@ -139,9 +146,10 @@ def _fork_for_requests(channel: socket.socket) -> tuple[dict[str, Any], int]:
                 return json.loads(text), descriptors[0]
             os.write(writing, str(pid).encode())
             os._exit(0)
+        os.close(writing)
         os.waitpid(middle, 0)
-        channel.send(os.read(reading, _MAX_BYTES))
-        for fd in (reading, writing, *descriptors):
+        channel.send(os.read(reading, _MAX_BYTES) or b"nothing: no process could be forked")
+        for fd in (reading, *descriptors):
             os.close(fd)
 
 

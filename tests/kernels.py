@@ -665,6 +665,8 @@ def _forkserver_for(python: str, env: Mapping[str, str]) -> Forkserver | None:
         return None
     # OpenMP reads this one when it is loaded, and nothing else does.
     key = python, env.get("OMP_NUM_THREADS")
+    if key in _forkservers and not _forkservers[key].is_alive:
+        _forkservers.pop(key).close()
     if key not in _forkservers:
         left_behind.adopt_orphans()
         _forkservers[key] = Forkserver(python, env)

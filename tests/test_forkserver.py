@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.kernels import Kernel
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are forked on Linux only")
 
 LOOK = """
 import gc, os, sys, threading, traceback
