@@ -10,7 +10,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,8 @@ _connections: dict[int, tuple[int, int]] = {}
 
 _abandoned: list[Any] = []
 
-_kept: dict[Any, Any] = {}
-"""Groups in which this process has trained, as keys."""
+_kept: set[Any] = set()
+"""The groups that this process was in at its last step."""
 
 
 def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None:
@@ -132,16 +132,23 @@ def keep_groups() -> None:
     A ``DistributedDataParallel`` that dies after ``destroy_process_group()``, as at the return of most functions, would
     take the group with it, and wait for these threads with the lock held (torch 2.13, gloo; pytorch/pytorch#56297).
     """
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is not None and c10d.is_initialized():
-        _kept.update(c10d._world.pg_map)
+    groups = _groups()
+    if not groups <= _kept:
+        _kept.clear()
+        _kept.update(groups)
 
 
 def release_groups() -> None:
-    """Let groups end that the user's function has destroyed; called when it has returned."""
-    if _kept and not is_joined():
+    """Let groups end that the user's code has destroyed; called when it has returned."""
+    if not _kept <= _groups():
         time.sleep(_SETTLE_S)  # gives the lock to a group's threads: before torch 2.8, no end of a group does
     _kept.clear()
+
+
+def _groups() -> Set[Any]:
+    """Return the groups that this process is in. Imports nothing."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return frozenset() if c10d is None else c10d._world.pg_map.keys()
 
 
 def leave() -> None:
@@ -203,6 +210,8 @@ def forget_inherited() -> None:
     not copy, so its objects are kept alive, unused, until the process ends.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    _abandoned.append(_kept.copy())
+    _kept.clear()
     if c10d is None or not c10d.is_initialized():
         return
     # torch has no public way to forget a group without ending it.

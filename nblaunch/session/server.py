@@ -115,6 +115,7 @@ class _Server:
                 self._is_interruptible = False
             if is_code:
                 self._debugger.end_command(None)
+                process_group.release_groups()
         except BaseException as error:
             self._is_interruptible = False
             failed = describe_failure(self._topology.rank, error)
