@@ -135,7 +135,8 @@ def notebook_launcher(
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed. A function that
             catches the KeyboardInterrupt and returns on every rank has lost nothing: the cell ends with the interrupt,
-            but trained weights are loaded, and ``last_job().result()`` returns the value.
+            but trained weights are loaded, and ``last_job().result()`` returns the value (not with several machines,
+            and not in a session).
         hang_timeout_s: seconds without progress after which the position of every rank is shown; None = never. Progress
             is counted: steps of optimizers, batches of prepared loaders, collectives and backward of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and bars of tqdm that advance. Output and

@@ -111,7 +111,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
         )
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
-    # An interrupt that came when all was done changes nothing.
+    # An interrupt that came when all was done, or that the script has handled on every rank, changes nothing.
     with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
         runner.run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job has ended; only messages follow

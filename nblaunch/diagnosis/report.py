@@ -65,7 +65,7 @@ class AttemptReport:
         failed: ranks whose function raised, in order of arrival.
         exits: exit status of each process of this node, and when it was seen.
         signalled: rank -> time of the launcher's first signal to it.
-        interrupted: the job was interrupted before a rank had failed or all had delivered, and not all have since.
+        interrupted: the job was interrupted before a rank had failed or all delivered, and not all have returned since.
         cancelled: the job was cancelled.
         stopped_early: all ranks left their loops at the same step, on request.
         last_readings: last readings of the board.

@@ -82,11 +82,11 @@ def _load_weights(
     sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
     back = weights.merge_ranks([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
+    lost = {path: text for path, text in rank_results[first_rank].state_errors.items() if path not in unsent}
     if attempt.spec.is_detached:
         full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
-        lost = {**rank_results[first_rank].state_errors, **unsent}
-        return full, weights.notes_of_detached(modules, full, lost)
-    loaded = weights.load_back(modules, back, rank_results[first_rank].state_errors)
+        return full, weights.notes_of_detached(modules, full, lost | unsent)
+    loaded = weights.load_back(modules, back, lost)
     notes = [Note.of_job(line) for line in loaded.lines]
     notes += [
         Note.of_job(line, "warning") for line in (*loaded.warnings, *weights.unsent_lines(modules, unsent))

@@ -153,7 +153,7 @@ class JobState:
         assert self.outcome is not None, "the job still runs"
         self.outcome.raise_error()
         if is_interrupted:
-            raise KeyboardInterrupt  # it was done before the interrupt had any effect
+            raise KeyboardInterrupt  # it is done all the same
 
     def emit(self, event: Event) -> None:
         """Keep what an event says of the job, and send it to the listeners."""

@@ -132,8 +132,8 @@ class Supervisor:
             with self._requests.answering():
                 self._loop()
             self._drain()
-            if self._peers is None and self._have_all_delivered():
-                self._report.interrupted = False  # their functions have handled the interrupt, and returned
+            if self._peers is None and self._report.returned.keys() >= set(self._attempt.ranks):
+                self._report.interrupted = False  # the function has handled the interrupt, and returned
             if self._ends_with_kept_workers():
                 return self._leave_workers()
             if self._report.unkillable:
@@ -341,11 +341,11 @@ class Supervisor:
                 self._dump_stacks(partial(self._answer, query))
 
     def _interrupt(self) -> None:
-        now, is_decided = time.monotonic(), self._is_decided()
-        self._report.interrupted = self._report.interrupted or not is_decided
+        now = time.monotonic()
+        self._report.interrupted = self._report.interrupted or not self._is_decided()
         if self._requests.interrupts > 1:  # also where both came before this look
             self._escalation = Escalation.kill(now)
-        elif is_decided and self._escalation is not None:
+        elif self._escalation is not None:
             self._escalation.interrupt_again(now)
         else:
             self._escalation = Escalation.after_interrupt(now, self._grace_s)
@@ -357,10 +357,7 @@ class Supervisor:
         """
         report = self._report
         has_failed = report.failed or report.exits.keys() - report.returned.keys()
-        return self._peers is None and bool(has_failed or self._have_all_delivered())
-
-    def _have_all_delivered(self) -> bool:
-        return self._report.delivered.issuperset(self._attempt.ranks)
+        return self._peers is None and bool(has_failed or report.delivered.issuperset(self._attempt.ranks))
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s

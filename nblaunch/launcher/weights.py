@@ -217,6 +217,10 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
         )
     if not lost:
         return _Loading(True)
+    if not _is_sent(state):
+        return _Loading(
+            True, f"the weights of {name} were not changed by the workers, as far as known: {lost}"
+        )
     size = formatting.size(_num_bytes(state))
     return _Loading(
         True,

@@ -118,17 +118,18 @@ class Delivery:
         """Write weights; return where they are, where they end, and which parts of them could not be sent."""
         module = self._modules[path]
         state = dict(module.state_dict() if collect_shards is None else collect_shards(module))
-        bare = [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]
+        bare = {name for name, tensor in state.items() if getattr(tensor, "is_meta", False)}
         if len(bare) == len(state):
             return -1, -1, ""  # it has no weights, being on the meta device still
-        for name in (*bare, *quantised.entries_in(module, state)):
+        left_out = set(quantised.entries_in(module, state))
+        for name in bare | left_out:
             del state[name]
         # Shards are new tensors, so there is nothing to compare them with: all are sent.
         tests = (
             self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}
         )
         at, end, lost = outbox.put_state(path, state, tests)
-        return at, end, "; ".join(filter(None, [lost, _describe_bare(bare)]))
+        return at, end, "; ".join(filter(None, [lost, _describe_bare(sorted(bare - left_out))]))
 
     def _put_optimizer_state(self, outbox: Outbox, path: ArgPath, is_sharded: bool) -> tuple[int, int, str]:
         """Write the state of an optimizer, which is the same on all ranks; return as :meth:`_put_weights`.

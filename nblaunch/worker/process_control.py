@@ -89,7 +89,7 @@ class Interrupts:
 
 
 class _Raised(AbstractContextManager[None]):
-    """The block of :meth:`Interrupts.raised`.
+    """The block of :meth:`Interrupts.raised_in_block`.
 
     A class, since ``contextmanager`` sets an attribute of the exceptions that pass, which the user's may refuse.
     """

@@ -229,6 +229,32 @@ notebook_launcher(train, (model,), num_processes=2, return_all=True)
 
 
 @pytest.mark.timeout(60)
+def test_an_interrupt_while_weights_are_sent_costs_no_value(shared: Kernel) -> None:
+    cell = shared.submit(
+        """
+class Slow(torch.nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        if os.getpid() != KERNEL:
+            print("send" + "ing")
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            time.sleep(3600)
+        return super().state_dict(*args, **kwargs)
+
+KERNEL = os.getpid()
+notebook_launcher(lambda model: rank() + 10, (Slow(1, 1),), num_processes=2, return_all=True, interrupt_grace_s=0.2)
+"""
+    )
+    cell.wait_for_text("[0] sending", timeout_s=30)
+    shared.interrupt()
+    cell.wait(30)
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt", cell.describe()
+    assert value_of(shared, "nblaunch.last_job().result()") == [10, 11]
+    assert "could not be copied back: rank 0" in cell.stdout + cell.stderr
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_an_interrupt_after_a_failure_leaves_the_failure(shared: Kernel, max_restarts: int) -> None:
     cell = shared.submit(

@@ -14,7 +14,7 @@ from tests.stuck_folder import StuckFolder, can_be_made
 
 pytestmark = [
     pytest.mark.timeout(90),
-    # tests/launcher/test_unkillable.py has the same with a process that only seems not to end.
+    # tests/launcher/test_stopping.py has the same with a process that only seems not to end.
     pytest.mark.skipif(not can_be_made(), reason="only root can mount a file system that does not answer"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,7 +21,8 @@ from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.sharded_tensor import TensorShard
 
 
-def test_shards_that_can_not_be_read_are_named_by_their_rank_and_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_shards_that_can_not_be_read_are_named_by_their_rank_and_reason(tmp_path: Path, lost: int) -> None:
     model = nn.Linear(1, 2, bias=False)
     before = model.weight.detach().clone()
     spec = LaunchSpec(print, (model,), 2, backend="cpu", log_dir=str(tmp_path))
@@ -35,13 +37,13 @@ def test_shards_that_can_not_be_read_are_named_by_their_rank_and_reason(tmp_path
     )
     shard = TensorShard((2, 1), (0, 0), torch.full((1, 1), 7.0))
     results = {
-        0: RankResult(states={path: {"weight": shard}}),
-        1: RankResult(state_errors={path: "OSError: cannot allocate memory"}),
+        lost: RankResult(state_errors={path: "OSError: cannot allocate memory"}),
+        1 - lost: RankResult(states={path: {"weight": shard}}),
     }
     outcome, notes = conclude_job(attempt, report, results, {}, [])
     assert outcome.status == "done"
     assert torch.equal(model.weight, before)
     (warning,) = [note.text for note in notes if note.kind == "warning"]
-    assert "rank 1" in warning
+    assert f"rank {lost}" in warning
     assert "cannot allocate memory" in warning
     assert "other machines" not in warning

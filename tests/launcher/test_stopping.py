@@ -88,7 +88,7 @@ class Starting(StartMethod):
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    """Rank 0 ends by nothing; rank 1 by any signal: two interrupts that come together are a SIGKILL."""
+    """Rank 0 ends by nothing; rank 1 by an interrupt, and by a second one that comes with it."""
     monkeypatch.setattr(module, "KILL_PATIENCE_S", 0.3)
     stayed: list[Guardian] = []
     monkeypatch.setattr(
