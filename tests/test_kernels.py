@@ -113,8 +113,7 @@ def test_processes_can_be_awaited_while_the_kernel_lives(kernel: Kernel) -> None
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_connection_to_a_kernel_comes_to_be_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Kernel.start():
-        """The fork server's own socket is there from now on."""
+    Kernel.start().close()  # from now on the fork server's own socket is there
     connect = KernelManager.connect_control
 
     def connect_slowly(manager: KernelManager) -> zmq.Socket[bytes]:

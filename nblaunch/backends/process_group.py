@@ -210,7 +210,7 @@ def forget_inherited() -> None:
     not copy, so its objects are kept alive, unused, until the process ends.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    _abandoned.append(_kept.copy())
+    _abandoned.extend(_kept)
     _kept.clear()
     if c10d is None or not c10d.is_initialized():
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.failures.conftest import START_METHODS, across_methods, assert_as_before, value_of
-from tests.kernels import Kernel
+from tests.kernels import Cell, Kernel
 
 GRACE_S = 1.0
 TERM_GRACE_S = 1.0
@@ -169,6 +169,17 @@ job = notebook_launcher(
     assert_as_before(shared)
 
 
+def assert_interrupt_costs_nothing(kernel: Kernel, cell: Cell) -> None:
+    """Interrupt a launch whose ranks set ``model.weight`` to 7 and return 10 and 11."""
+    kernel.interrupt()
+    cell.wait(30)
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt", cell.describe()
+    kernel.run("job = nblaunch.last_job()")
+    assert value_of(kernel, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
+    assert_as_before(kernel)
+
+
 @pytest.mark.timeout(60)
 def test_what_was_delivered_before_an_interrupt_is_kept(shared: Kernel) -> None:
     cell = shared.submit(
@@ -191,13 +202,7 @@ notebook_launcher(train, (model,), num_processes=2, return_all=True)
     )
     for rank in (0, 1):
         cell.wait_for_text(f"[{rank}] uploading", timeout_s=30)
-    shared.interrupt()
-    cell.wait(30)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt", cell.describe()
-    shared.run("job = nblaunch.last_job()")
-    assert value_of(shared, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
-    assert_as_before(shared)
+    assert_interrupt_costs_nothing(shared, cell)
 
 
 @pytest.mark.timeout(60)
@@ -219,13 +224,7 @@ notebook_launcher(train, (model,), num_processes=2, return_all=True)
     )
     for rank in (0, 1):
         cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
-    shared.interrupt()
-    cell.wait(30)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt", cell.describe()
-    shared.run("job = nblaunch.last_job()")
-    assert value_of(shared, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
-    assert_as_before(shared)
+    assert_interrupt_costs_nothing(shared, cell)
 
 
 @pytest.mark.timeout(60)
