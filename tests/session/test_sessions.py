@@ -179,6 +179,28 @@ def test_a_process_group_is_up_and_survives_a_failed_command(shared: Kernel) -> 
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
 
 
+GROUP_OF_A_COMMAND = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+group = dist.new_group()
+model = DistributedDataParallel(nn.Linear(4, 1), process_group=group)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(8, 4)).square().mean().backward()
+optimizer.step()
+num_within = len(os.listdir("/proc/self/task"))
+dist.destroy_process_group(group)
+del group, model, optimizer
+"""
+
+
+def test_the_threads_of_a_group_end_with_the_command_that_destroys_it(shared: Kernel) -> None:
+    shared.run(f"session.execute({GROUP_OF_A_COMMAND!r})")
+    shared.run("session.execute('num_after = len(os.listdir(\"/proc/self/task\"))')")
+    cell = shared.run("[list(session[name].values()) for name in ('num_within', 'num_after')]")
+    within, after = cell.value
+    assert all(few < many for few, many in zip(after, within, strict=True))
+
+
 def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(shared: Kernel) -> None:
     # torch's own frames, which refer to the group, are in the traceback that is kept for the debugger.
     shared.run(
