@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ class State:
 
     Args:
         name: of it.
-        body: what rank 1 does, or every rank; prints "ready" before.
+        body: what rank 1 does, or every rank; calls ``ready`` where the interrupt may come.
         grace_s: between the steps of the escalation.
         at_least_s: before that the kernel must not be idle again: the grace is honoured.
         leaves_word: its ``finally`` runs, and writes a file.
@@ -37,25 +38,28 @@ class State:
 
 
 STATES = (
-    State("Python loop", "while True: sum(range(100))", LONG_S, 0.0, True),
-    State("C sleep", "time.sleep(3600)", LONG_S, 0.0, True),
+    State("Python loop", "ready()\nwhile True: sum(range(100))", LONG_S, 0.0, True),
+    State("C sleep", "ready(); time.sleep(3600)", LONG_S, 0.0, True),
     State(
         "C code that never looks up",
-        "import collections, itertools; collections.deque(itertools.repeat(None), maxlen=0)",
+        # os.write in place of a print, in which Python would handle the interrupt that comes then.
+        "from collections import deque; from itertools import chain, repeat\n"
+        "deque(chain(map(os.write, [1], [b'ready\\n']), repeat(None)), maxlen=0)",
         GRACE_S,
         GRACE_S,
         False,
     ),
     State(
         "all_reduce with one rank missing",
-        "time.sleep(3600) if rank() == 1 else dist.all_reduce(torch.ones(2))",
+        "ready(); time.sleep(3600) if rank() == 1 else dist.all_reduce(torch.ones(2))",
         GRACE_S,
         0.0,
         True,
     ),
     State(
         "ignoring SIGINT and SIGTERM",
-        "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "ready(); time.sleep(3600)",
         GRACE_S,
         GRACE_S + TERM_GRACE_S,
         False,
@@ -63,14 +67,14 @@ STATES = (
     State("a finally that never ends", "stay()", GRACE_S, GRACE_S, False),
     State(
         "data loaders",
-        "[None for _ in torch.utils.data.DataLoader(Endless(), num_workers=2)]",
+        "ready(); [None for _ in torch.utils.data.DataLoader(Endless(), num_workers=2)]",
         GRACE_S,
         0.0,
         True,
     ),
 )
 
-TRAIN = """
+TRAINING = """
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -78,8 +82,12 @@ class Endless(torch.utils.data.IterableDataset):
         while True:
             yield 1
 
+def ready():
+    print("rea" + "dy")
+
 def stay():
     try:
+        ready()
         time.sleep(3600)
     finally:
         print("in finally")
@@ -89,7 +97,6 @@ def stay():
 def train(folder):
     dist.init_process_group()
     dist.barrier()
-    print("rea" + "dy")
     try:
         {body}
     finally:
@@ -102,12 +109,16 @@ notebook_launcher(train, ({folder!r},), num_processes=2, start_method={method!r}
 """
 
 
+def train_with(body: str) -> str:
+    """Return the definition of ``train(folder)``, whose ``finally`` writes a file."""
+    return TRAINING.format(body=textwrap.indent(body, " " * 8).lstrip())
+
+
 @pytest.mark.timeout(90)
 @across_methods("state", STATES, forkserver=["Python loop", "a finally that never ends"], spawn=["C sleep"])
 def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: State, tmp_path: Path) -> None:
     cell = shared.submit(
-        TRAIN.format(body=state.body)
-        + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=state.grace_s)
+        train_with(state.body) + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=state.grace_s)
     )
     for rank in (0, 1):
         cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
@@ -138,7 +149,7 @@ def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: Stat
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.submit(
-        TRAIN.format(body="stay()") + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=LONG_S)
+        train_with("stay()") + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=LONG_S)
     )
     for rank in (0, 1):
         cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
@@ -156,7 +167,7 @@ def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path:
 @pytest.mark.timeout(60)
 def test_two_requests_at_once_are_two(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
-        TRAIN.format(body="stay()")
+        train_with("stay()")
         + f"""
 job = notebook_launcher(
     train, ({str(tmp_path)!r},), 2, interrupt_grace_s={LONG_S}, background=True
@@ -283,7 +294,7 @@ notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S}, max_restar
 @pytest.mark.parametrize("method", START_METHODS)
 def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.submit(
-        TRAIN.format(body="time.sleep(3600)")
+        train_with("ready(); time.sleep(3600)")
         + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=GRACE_S)
     )
     # The guardian is the last process to be started: from here on the launcher waits for its workers.
