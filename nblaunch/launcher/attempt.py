@@ -329,8 +329,8 @@ def assign(
                 stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
                 num_threads=plan.num_threads,
                 returns_value=returns_value,
-                sends_weights_of=tuple(plan.modules),
-                sends_states_of=tuple(plan.optimizers),
+                wanted_weights=tuple(plan.modules),
+                wanted_states=tuple(plan.optimizers),
                 key=key,
                 descendant_tag=tag,
             )

@@ -15,7 +15,7 @@ from nblaunch.launcher.job_state import JobState
 from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.weights import load_full
+from nblaunch.launcher.weights import load_into
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.argument_paths import ArgPath
 
@@ -204,7 +204,7 @@ class Job:
             (position,) = found
         if position not in found:
             raise ValueError(f"position={position!r} must be one of {', '.join(map(repr, found))}")
-        load_full(module, position, found[position])
+        load_into(module, position, found[position])
 
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.

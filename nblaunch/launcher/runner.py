@@ -181,7 +181,7 @@ class JobRunner(JobState):
         if not self.is_running:
             return
         try:
-            outcome = self._run_inline() if self._is_inline else self._run_workers()
+            outcome = self._run_inline() if self._is_inline else self._finish_workers()
         except BaseException as error:
             outcome = JobOutcome.of_error(error)
         self._end(outcome)
@@ -282,7 +282,8 @@ class JobRunner(JobState):
         """Let :meth:`run_in_background` return: the job waits for other machines, which a cell need not do."""
         self._launch_settled.set()
 
-    def _run_workers(self) -> JobOutcome:
+    def _finish_workers(self) -> JobOutcome:
+        """Watch the workers, start them again after failures, and conclude the job: its weights are loaded."""
         if self._node_attempts is not None:
             if not self.spec.is_session:
                 self._node_attempts.start()

@@ -80,7 +80,7 @@ def load_back(
         lost: argument path -> what of the state dict did not come through, or why none of it did.
     """
     warnings: list[str] = []
-    full: dict[ArgPath, int] = {}
+    num_bytes: dict[ArgPath, int] = {}
     unchanged: list[ArgPath] = []
     loaded = set()
     for path, module in modules.items():
@@ -92,10 +92,10 @@ def load_back(
         if loading.text:
             warnings.append(loading.text)
         elif _is_sent(weights[path]):
-            full[path] = _num_bytes(weights[path])
+            num_bytes[path] = _num_bytes(weights[path])
         else:
             unchanged.append(path)
-    lines = [*_back(modules, full)]
+    lines = [*_back(modules, num_bytes)]
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
     return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
@@ -127,8 +127,8 @@ def notes_of_detached(
     return notes
 
 
-def load_full(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
-    """Load a state dict into ``module``.
+def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
+    """Load a state dict with nothing missing into ``module``, any of the user's.
 
     Raises:
         ValueError: it does not fit, and nothing of it was loaded.
@@ -137,12 +137,12 @@ def load_full(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
 
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"{type(module).__name__} is no torch.nn.Module, into which weights could be loaded")
-    misfit = _misfit(module, state, is_full=True)
+    misfit = _misfit(module, state, is_complete=True)
     if misfit:
         raise ValueError(
             f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit[:300]}"
         )
-    _load(module, state, is_full=True)
+    _load(module, state, is_complete=True)
 
 
 def unsent_lines(modules: Mapping[ArgPath, Any], reasons: Mapping[ArgPath, str]) -> list[str]:
@@ -202,11 +202,11 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     name = _name(module, path)
     if state is None:
         return _Loading(False, f"the trained weights of {name} can't be loaded in the kernel: {lost}")
-    is_full = not lost and not any(map(quantised.is_quantised, module.parameters()))
-    misfit = _misfit(module, state, is_full)
+    is_complete = not lost and not any(map(quantised.is_quantised, module.parameters()))
+    misfit = _misfit(module, state, is_complete)
     if not misfit:
         try:
-            _load(module, state, is_full)
+            _load(module, state, is_complete)
         except Exception as error:  # the module's own code refuses
             misfit = " ".join(f"{type(error).__name__}: {error}".split())
     if misfit:
@@ -228,7 +228,7 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     )
 
 
-def _load(module: Any, state: Mapping[str, Any], is_full: bool) -> None:
+def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
     """Put ``state`` into ``module``; shards of tensors are copied one by one, without a full copy of them.
 
     What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
@@ -244,7 +244,7 @@ def _load(module: Any, state: Mapping[str, Any], is_full: bool) -> None:
                 value.put_into(own[name])
     handled = {name for name, value in state.items() if isinstance(value, (ShardedTensor, Unchanged))} | bare
     plain = {name: value for name, value in state.items() if name not in handled}
-    module.load_state_dict(plain, strict=is_full and not handled)
+    module.load_state_dict(plain, strict=is_complete and not handled)
     if bare:
         module.load_state_dict(_made(module, state, bare), strict=False, assign=True)
 
@@ -270,14 +270,14 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
     return tensors
 
 
-def _misfit(module: Any, state: Mapping[str, Any], is_full: bool) -> str:
+def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
     Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
     """
     own = module.state_dict()
     reasons = [f"{name} is in the worker only" for name in state if name not in own]
-    reasons += [f"{name} is in the kernel only" for name in own if name not in state and is_full]
+    reasons += [f"{name} is in the kernel only" for name in own if name not in state and is_complete]
     reasons += [
         f"{value.num_missing:,} elements of {name} are on other machines"
         for name, value in state.items()

@@ -162,7 +162,7 @@ class _Server:
             self._topology,
             outbox_fd,
             True,
-            modules_at(args, command.sends_weights_of),
+            modules_at(args, command.wanted_weights),
             None,
             sent.append,
         )

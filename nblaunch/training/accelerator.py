@@ -61,7 +61,7 @@ from nblaunch.training.options import (
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.per_process import PerProcessParts
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
-from nblaunch.training.properties import PreparationProperties
+from nblaunch.training.properties import AcceleratorProperties
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, reset_message
 from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
@@ -73,7 +73,7 @@ from nblaunch.training.tracking.trackers import GeneralTracker
 T = TypeVar("T")
 
 
-class Accelerator(PreparationProperties, PerProcessParts):
+class Accelerator(AcceleratorProperties, PerProcessParts):
     """Prepares a plain PyTorch training loop for any number of processes, which then train as one.
 
     Example::
@@ -194,21 +194,21 @@ class Accelerator(PreparationProperties, PerProcessParts):
         given: StrategyPlugin | None,
         parallelism_config: ParallelismConfig | None,
         mixed_precision: str | None,
-        accumulation: GradientAccumulationPlugin,
+        wanted_accumulation: GradientAccumulationPlugin,
         splits_batches: bool,
     ) -> None:
         """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
         shared, backend = self._shared, self._shared.process.backend
-        plugin = given or arguments.default_plugin(shared.plugin, self._handlers)
+        plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers)
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
         if parallelism is not None:
             plugin = arguments.parallel_plugin(plugin, parallelism, shared.process)
         name = plugin.precision_name(mixed_precision, backend)
         asked = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
-        window = AccumulationState(shared.loaders, plugin.accumulation(accumulation))
-        setup = TrainingSetup(shared.process, asked, window, splits_batches, parallelism)
+        accumulation = AccumulationState(shared.loaders, plugin.accumulation_settings(wanted_accumulation))
+        setup = TrainingSetup(shared.process, asked, accumulation, splits_batches, parallelism)
         self._strategy = plugin.build(setup)
-        self._precision = shared.register(plugin, self._strategy, setup)
+        self._precision = shared.adopt(plugin, self._strategy, setup)
 
     @property
     def _process(self) -> JoinedProcess:

@@ -34,7 +34,7 @@ from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies import StrategyPlugin
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
-from nblaunch.training.strategies.replicated import DefaultPlugin
+from nblaunch.training.strategies.replicated import ReplicatedPlugin
 from nblaunch.training.strategies.tensor_parallel import TensorParallelPlugin
 
 HANDLERS = (
@@ -246,7 +246,7 @@ def parallel_plugin(
         parallelism.get_device_mesh(process.device.type)
     if is_fsdp or parallelism.total_size == parallelism.dp_replicate_size:
         return plugin
-    if not isinstance(plugin, (DefaultPlugin, TensorParallelPlugin)):
+    if not isinstance(plugin, (ReplicatedPlugin, TensorParallelPlugin)):
         raise ValueError(
             f"parallelism_config divides ranks for torch's own parallelism, which {type(plugin).__name__} is not; "
             "leave that out, or pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
@@ -255,7 +255,7 @@ def parallel_plugin(
     return FullyShardedDataParallelPlugin() if shards else TensorParallelPlugin()
 
 
-def default_plugin(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) -> StrategyPlugin:
+def plugin_if_none_given(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) -> StrategyPlugin:
     """Return the plugin to use where none was passed: the one in use, else that of the launch, else replicas.
 
     Args:
@@ -268,7 +268,7 @@ def default_plugin(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) ->
     for name, kind in PLUGINS.items():
         if name in launched:
             return kind.from_argument(name, kind(**launched[name]))
-    return DefaultPlugin(handlers.get(DistributedDataParallelKwargs))
+    return ReplicatedPlugin(handlers.get(DistributedDataParallelKwargs))
 
 
 def resolve_precision(

@@ -49,8 +49,8 @@ class Precision:
         """The gradient scaler; None where losses are not scaled."""
         return None
 
-    def use_handlers(self, handlers: Mapping[type, Any]) -> None:
-        """Use the Accelerator's ``kwargs_handlers``, by type, from now on."""
+    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
+        """Use handlers that the user has assigned to the Accelerator, from now on. By type: all of them."""
         self._options = handlers.get(AutocastKwargs) or AutocastKwargs()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:

@@ -35,8 +35,11 @@ from nblaunch.training.state import AcceleratorState
 from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 
 
-class PreparationProperties(ProcessMethods):
-    """How objects are prepared. The final class provides the parts that are declared here."""
+class AcceleratorProperties(ProcessMethods):
+    """Properties that scripts read or assign, with the methods of :class:`ProcessMethods`.
+
+    The final class provides the parts that are declared here.
+    """
 
     _preparer: Preparer
     _gradients: Gradients
@@ -49,8 +52,8 @@ class PreparationProperties(ProcessMethods):
         self._handlers.pop(kind, None)
         if handler is not None:
             self._handlers[kind] = handler
-        self._preparer.strategy.use_handlers(self._handlers)
-        self._preparer.precision.use_handlers(self._handlers)
+        self._preparer.strategy.replace_handlers(self._handlers)
+        self._preparer.precision.replace_handlers(self._handlers)
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:

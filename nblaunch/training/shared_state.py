@@ -100,8 +100,8 @@ class SharedState:
                 "DistributedDataParallel by hand is in no need of it.)"
             )
 
-    def register(self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup) -> Precision:
-        """Keep what a new Accelerator has chosen.
+    def adopt(self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup) -> Precision:
+        """Make what a new Accelerator has chosen that of the process.
 
         Args:
             plugin: which built the strategy.
@@ -130,7 +130,7 @@ class SharedState:
 
 
 def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> SharedState:
-    """Return the shared state of this process; the first call joins the job.
+    """Return the shared state of this process; the first call joins the process group, and waits for all ranks.
 
     Raises:
         ValueError: ``cpu`` was asked for, but the process computes on another device already.

@@ -50,8 +50,9 @@ class Assignment:
         has_breakpoints: ``breakpoint()`` opens pdb in the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
-        sends_weights_of: argument paths of the modules whose weights are wanted back, as far as they are here.
-        sends_states_of: the same of optimizers and their states.
+        wanted_weights: argument paths of the modules whose weights are wanted back, the same on every rank: which ones
+            send them, ``worker/delivery.py`` decides when the function has returned.
+        wanted_states: the same of optimizers and their states.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
@@ -76,8 +77,8 @@ class Assignment:
     has_breakpoints: bool = False
     is_spmd: bool = False
     returns_value: bool = True
-    sends_weights_of: tuple[ArgPath, ...] = ()
-    sends_states_of: tuple[ArgPath, ...] = ()
+    wanted_weights: tuple[ArgPath, ...] = ()
+    wanted_states: tuple[ArgPath, ...] = ()
     restricts_threads: bool = False
     key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0

@@ -57,10 +57,10 @@ class RunFunction(SessionCommand):
     """A function to call as a job does; the call follows as a memory file.
 
     Args:
-        sends_weights_of: argument paths of the modules whose weights are wanted back.
+        wanted_weights: as in ``wire/assignment.py``.
     """
 
-    sends_weights_of: tuple[ArgPath, ...] = ()
+    wanted_weights: tuple[ArgPath, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,9 @@ class _Worker:
     ) -> tuple[Any, int]:
         """Call the function and deliver what it returned; return the value and the exit code."""
         own = self.assignment
-        modules = modules_at(args, own.sends_weights_of)
-        found = optimizers_in(args) if own.sends_states_of else {}
-        optimizers = {path: found[path] for path in own.sends_states_of}
+        modules = modules_at(args, own.wanted_weights)
+        found = optimizers_in(args) if own.wanted_states else {}
+        optimizers = {path: found[path] for path in own.wanted_states}
         delivery = Delivery(
             own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send, optimizers
         )

@@ -79,7 +79,7 @@ class ToyPlugin(StrategyPlugin):
     def precision_name(self, asked: str | None, backend: Backend) -> str | None:
         return asked or "bf16"
 
-    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+    def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
         return GradientAccumulationPlugin(num_steps=STEPS)
 
     def build(self, setup: TrainingSetup) -> Strategy:

@@ -125,7 +125,7 @@ class StrategyPlugin(ABC):
         """
         return asked
 
-    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+    def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
         """Return how gradients are accumulated, given what the Accelerator was asked for.
 
         Raises:
@@ -164,8 +164,14 @@ class Strategy(ABC):
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
-    def use_handlers(self, handlers: Mapping[type, Any]) -> None:
-        """Use the Accelerator's ``kwargs_handlers``, by type, for models that are set up from now on."""
+    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
+        """Use handlers that the user has assigned to the Accelerator (``ddp_handler``) for models set up from now on.
+
+        Those that were passed to its constructor are not passed here.
+
+        Args:
+            handlers: all of the Accelerator's, by type.
+        """
 
     def adapt_precision(self, precision: Precision) -> Precision:
         """Return the precision that models compute in, where the strategy does a part of that itself."""

@@ -1,4 +1,4 @@
-"""Strategies without a plugin: every rank has a replica of the whole model.
+"""Strategies for models that every rank has whole: what is used where the user passes no plugin.
 
     DdpStrategy            torch's wrapper averages gradients during backward
     ReduceAtStepStrategy   gradients are averaged where the optimizer steps, without a wrapper
@@ -120,7 +120,7 @@ class DdpStrategy(Strategy):
     def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
         self.options = options or DistributedDataParallelKwargs()
 
-    def use_handlers(self, handlers: Mapping[type, Any]) -> None:
+    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
         self.options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
@@ -212,9 +212,10 @@ class DdpStrategy(Strategy):
 
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:
-    """Return the names of frozen weights that ranks have in common, as far as they lie in host memory.
+    """Return the names of frozen weights that DDP need not send: equal on all ranks, or of a kind that it can't send.
 
-    DDP would send those of rank 0 to all. Ranks that share the pages of a base model would each get a copy of it.
+    A collective. DDP would send those of rank 0 to all: ranks that share the pages of a base model in host memory
+    would each get a copy of it.
     """
     frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
     # DDP can't send tensors that are made of several, as torchao's quantised weights are.
@@ -287,8 +288,8 @@ def _own(prepared: Any) -> Any:
     return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else models.uncompiled(prepared)
 
 
-class DefaultPlugin(StrategyPlugin):
-    """The choice among a lone process, DistributedDataParallel, and gradients averaged at the optimizer's step.
+class ReplicatedPlugin(StrategyPlugin):
+    """Builds the strategy of replicas: of a lone process, by DistributedDataParallel, or averaging at the step.
 
     Args:
         options: arguments of DistributedDataParallel.

@@ -164,7 +164,7 @@ class DeepSpeedSettings:
             )
         return asked
 
-    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+    def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
         """Return how gradients are accumulated: see ``StrategyPlugin``."""
         key = "gradient_accumulation_steps"
         steps: Any = self.get_value(key)

@@ -336,8 +336,8 @@ class DeepSpeedPlugins(NamedSettings, StrategyPlugin):
     def precision_name(self, asked: str | None, backend: Backend) -> str | None:
         return self.active.precision_name(asked, backend)
 
-    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        return self.active.accumulation(asked)
+    def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        return self.active.accumulation_settings(asked)
 
     def build(self, setup: TrainingSetup) -> Strategy:
         return DeepSpeedStrategy(self, setup)
