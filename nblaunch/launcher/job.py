@@ -1,4 +1,7 @@
-"""Job: a launch as a future. ``notebook_launcher`` waits for one; with ``background=True`` it hands one out."""
+"""Job: a launch as a future, which reads what the job's runner keeps.
+
+``notebook_launcher`` runs a job to its end in the calling thread; with ``background=True`` it returns the Job before.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Job:
     and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
 
     Args:
-        state: kept by what runs the job, or follows one that another process runs.
+        state: the ``JobRunner`` of a job that this process runs; the ``JobFollower`` of one that another one runs.
     """
 
     def __init__(self, state: JobState) -> None:

@@ -1,8 +1,8 @@
 """JobState: keeps the state of a job, and sends its events and readings of the board to listeners.
 
-The :class:`nblaunch.launcher.job.Job` that a caller holds reads the state.
-``JobRunner`` (``runner.py``) keeps it for a job that it runs in this process, ``JobFollower`` (``detached/``) for one
-that another process runs.
+The :class:`nblaunch.launcher.job.Job` that a caller holds reads the state. It is the base of ``JobRunner``
+(``runner.py``), which runs a job in this process, and of ``JobFollower`` (``detached/``), which follows one of another
+process.
 """
 
 from __future__ import annotations

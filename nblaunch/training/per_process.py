@@ -72,8 +72,8 @@ class PerProcessParts:
             self._arguments = {**named, **variables["unsupported"]}
             self._home, self._own_parts = context.current(), {}
 
-    def _build_parts(self, arguments: Mapping[str, Any]) -> None:
-        """Build the parts of this process, as the constructor does: that of the class itself, not of one below it."""
+    def _call_constructor_again(self, arguments: Mapping[str, Any]) -> None:
+        """Build the parts of this process by the constructor: the Accelerator's own, not that of a user's subclass."""
         own = next(cls for cls in type(self).__mro__ if PerProcessParts in cls.__bases__)
         own.__init__(self, **arguments)  # type: ignore[misc]
 
@@ -91,7 +91,7 @@ class PerProcessParts:
         """Make this process the object's own: it has no launcher, and the object was unpickled in it."""
         self._home = here
         if not self._own_parts:
-            self._build_parts(self._arguments)
+            self._call_constructor_again(self._arguments)
         return self._own_parts
 
     def _build_here(self, here: WorkerContext) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class PerProcessParts:
         parts: dict[str, Any] = {}
         here.object_parts[id(self)] = self, parts
         try:
-            self._build_parts(arguments)
+            self._call_constructor_again(arguments)
         except BaseException:
             del here.object_parts[id(self)]
             raise

@@ -3,9 +3,6 @@
 To a worker:
 
     assignment.py       the call, and what one worker has to do
-    payload.py          values in memory files, pickled
-    argument_paths.py   torch modules and optimizers in the arguments, by argument path
-    pickle_errors.py    which part of a value can't be pickled
     accelerate_states.py  states of Hugging Face Accelerate, which join the worker
 
 From a worker:
@@ -20,6 +17,9 @@ From a worker:
 
 Both ways between launcher and workers:
 
+    payload.py          values in memory files, pickled
+    argument_paths.py   torch modules and optimizers in the arguments, by argument path
+    pickle_errors.py    which part of a value can't be pickled
     command_connection.py  a pair of sockets for commands
     session_messages.py  commands of a session
     debug_messages.py   the debugger's: commands, lines, prompts

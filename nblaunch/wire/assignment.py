@@ -40,7 +40,7 @@ class Assignment:
         attempt: number of the attempt in this launcher, from 0; restarts of nodes are in ``environment``.
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
-        outbox_fd: empty memory file for its result; -1 where none is wanted.
+        outbox_fd: empty memory file for its return value and trained states; -1 where none is wanted.
         command_fd: socket on which the kernel sends it commands; -1 where it sends none.
         debug_fd: socket to the debugger in it; -1 where there is none.
         log_path: file for everything it prints.

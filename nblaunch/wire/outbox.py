@@ -43,7 +43,7 @@ class RankResult:
 
 
 class Outbox:
-    """The worker's end.
+    """What a worker writes its return value and trained states to; :func:`read` is for its launcher.
 
     Args:
         fd: an empty memory file.
@@ -63,9 +63,9 @@ class Outbox:
         return ValueLocation(value_at, os.fstat(self._fd).st_size, unpicklable)
 
     def put_state(
-        self, path: ArgPath, state: Mapping[str, Any], tests: Mapping[int, Callable[[Any], bool]]
+        self, path: ArgPath, state: Mapping[str, Any], equality_tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, int, str]:
-        """Write a state dict without the tensors that pass their test (``PayloadWriter.append``).
+        """Write a state dict, with an ``Unchanged`` for each tensor whose test says that the launcher has its values.
 
         Returns:
             Where it is, where it ends, and the parts that were left out because they can't be pickled.
@@ -73,21 +73,21 @@ class Outbox:
         Raises:
             Exception: as :meth:`put_value`; the file then has what it had before.
         """
-        at, parts = self._append(state, f"{path_name(path)}.state_dict()", tests)
+        at, parts = self._append(state, f"{path_name(path)}.state_dict()", equality_tests)
         return at, os.fstat(self._fd).st_size, "; ".join(parts)
 
     def _append(
-        self, value: Any, name: str, tests: Mapping[int, Callable[[Any], bool]]
+        self, value: Any, name: str, equality_tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, tuple[str, ...]]:
         """Write ``value``; return where it is, and the parts of it that were left out."""
         try:
-            return self._writer.append(value, main_by_reference=True, tests=tests), ()
+            return self._writer.append(value, main_by_reference=True, tests=equality_tests), ()
         except Exception:
             parts = pickle_errors.unpicklable_parts(value, name)
             if not parts:
                 raise
             at = self._writer.append(
-                pickle_errors.without_unpicklable(value), main_by_reference=True, tests=tests
+                pickle_errors.without_unpicklable(value), main_by_reference=True, tests=equality_tests
             )
             return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
