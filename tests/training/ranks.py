@@ -14,7 +14,7 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -33,24 +33,42 @@ class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
+# What most modules of tests import besides, which every rank imports with the module whose function it calls.
+_IMPORTED = (
+    "torch",
+    "torch.distributed",
+    "nblaunch.training.accelerator",
+    "tests.training.ranks",
+    "hypothesis",
+)
+_preloaded: tuple[str, ...] | None = None
+
+
 @pytest.fixture(scope="module", autouse=True)
-def rank_server(request: pytest.FixtureRequest) -> Iterator[None]:
+def rank_server(request: pytest.FixtureRequest) -> None:
     """The process that the ranks of a module's tests are forked from, which never touches a device.
 
-    A test module, or a folder's conftest, takes it by importing it. Every rank imports the module, whose functions it
-    calls, and with it half a second of others: where no device is looked for, the server has done so.
+    A test module, or a folder's conftest, takes it by importing it. It serves the next module, too, if that needs the
+    same: ranks of those that compare with Hugging Face Accelerate all import it.
     """
-    has_devices = request.node.get_closest_marker("cuda") is not None
-    start_server(*[] if has_devices else [request.module.__name__])
-    yield
-    stop_server()
+    request.config.add_cleanup(stop_server)
+    start_server(*["accelerate"] if hasattr(request.module, "accelerate") else [])
 
 
 def start_server(*preload: str) -> None:
-    """Start the process that ranks are forked from, with torch and the modules ``preload`` imported once."""
+    """Start the process that ranks are forked from, with torch and the modules ``preload`` imported once.
+
+    Does nothing where one runs that has imported just these.
+    """
+    global _preloaded
+    if _preloaded == preload:
+        return
+    if _preloaded is not None:
+        stop_server()
     server = multiprocessing.forkserver
-    server.set_forkserver_preload(["torch", "torch.distributed", "nblaunch.training.accelerator", *preload])
+    server.set_forkserver_preload([*_IMPORTED, *preload])
     server.ensure_running()
+    _preloaded = preload
     # The first store of a process makes libuv's signal pipe, which stays for good: not to be taken for a test's.
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -59,6 +77,8 @@ def stop_server() -> None:
     """Stop it, and the resource tracker that comes with it."""
     from multiprocessing import resource_tracker
 
+    global _preloaded
+    _preloaded = None
     multiprocessing.forkserver._forkserver._stop()
     resource_tracker._resource_tracker._stop()
 

@@ -16,7 +16,6 @@ from nblaunch import Accelerator, context
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
 from tests.training import ranks
-from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 Loop = Callable[..., None]
 

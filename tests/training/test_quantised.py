@@ -15,7 +15,6 @@ from nblaunch import Accelerator, CheckpointError, notebook_launcher
 from nblaunch.wire import quantised
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, LinearPacked, train_one_step
-from tests.training.ranks import rank_server  # noqa: F401 (a fixture of this module)
 
 
 class Fixed(torch.nn.Linear):
