@@ -32,7 +32,8 @@ TOKEN_LENGTH = 16
 
 # torch._dynamo is what the first optimizer imports: a second in each rank whose kernel has not.
 _IMPORTS = (
-    "ipykernel.kernelapp", "ipywidgets", "cloudpickle", "psutil", "torch", "torch.distributed", "torch._dynamo",
+    "ipykernel.kernelapp", "ipykernel.debugger", "ipywidgets", "cloudpickle", "psutil", "torch", "torch.distributed",
+    "torch._dynamo",
 )  # fmt: skip
 # No import reads these (or only OpenMP, where a test knows it), so they may differ between kernels.
 _FREE_VARIABLES = (
