@@ -36,9 +36,9 @@ IMAGE_VENV = .venv-image-$(PROFILE)
 CONSTRAINTS ?= constraints.txt
 # Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
-# How many tests run at a time: three more than there are cores, since tests wait for processes and kernels half of
-# their time. A module's tests stay together.
-WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 3 )))
+# How many tests run at a time: two more than there are cores, since tests wait for processes and kernels half of their
+# time. With three more on two cores nothing waits, but all takes longer. A module's tests stay together.
+WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
 # Anything here has files with failed tests of a whole run tried once more, one test at a time and by name.
 AGAIN ?=
 
@@ -111,7 +111,7 @@ endif
 # Run all of one suite. $(1): the interpreter, $(2): where the tests are, $(3): options. What is tried again are whole
 # files: tests of a notebook in a browser go on from where those before them have left it.
 define whole_suite
-	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 5 --no-loadscope-reorder || { status=$$?; \
+	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 4 --no-loadscope-reorder || { status=$$?; \
 	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
 	files=$$($(1) -m pytest $(2) $(3) --last-failed --last-failed-no-failures none --collect-only --quiet | sed -n 's/::.*//p' | sort -u); \
 	if [ -z "$$files" ]; then exit $$status; fi; \
