@@ -16,8 +16,8 @@ LOOP = """
 import subprocess, sys, time
 
 child = subprocess.Popen(["sleep", "1000"])
-print("ready", child.pid, flush=True)
 try:
+    print("ready", child.pid, flush=True)
     while True:
         time.sleep(0.01)
 finally:
