@@ -157,11 +157,11 @@ def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -
 def test_the_environment_asks_for_it_where_it_is_possible_and_time_ends_it(kernel: Kernel) -> None:
     kernel.run(
         PREAMBLE
-        + "from nblaunch.launcher import post_mortem\npost_mortem.KEPT_S = 1.0\n%env NBLAUNCH_POST_MORTEM=1"
+        + "from nblaunch.launcher import post_mortem\npost_mortem.KEPT_S = 5.0\n%env NBLAUNCH_POST_MORTEM=1"
     )
     kernel.run("notebook_launcher(train, num_processes=2)", raises="ValueError")
     assert kernel.run("nblaunch.last_job().has_debugged_workers").value is True
-    kernel.wait_for_no_processes()
+    kernel.wait_for_no_processes(20.0)
     kernel.run("nblaunch.debug()", raises="RuntimeError")
     elsewhere = "num_nodes=2, node_rank=1, use_port=1, rdzv_timeout_s=0.1"
     kernel.run(f"notebook_launcher(train, {elsewhere})", raises="LaunchError")  # and no ValueError

@@ -154,6 +154,8 @@ def test_a_job_runs_although_its_kernel_is_killed_while_it_starts(desk: Desk) ->
 def test_sigterm_to_the_job_process_lets_the_loops_end(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
+    logs = "[job.logs(rank) for rank in range(2)]"
+    kernel.wait_until(lambda: all("waiting" in log for log in kernel.run(logs).value), 60, "both loops")
     job_process = psutil.Process(kernel.run("job.pids[0]").value).parent()
     assert job_process is not None
     job_process.terminate()
@@ -261,7 +263,8 @@ def test_a_job_whose_process_is_killed_is_lost_with_its_workers(desk: Desk) -> N
 def test_a_job_whose_folder_was_removed_can_be_ended_by_its_process(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
-    kernel.run("import shutil; shutil.rmtree(job.log_dir)")
+    # In one step: the job's process writes there meanwhile.
+    kernel.run("import shutil; shutil.rmtree(job.log_dir.rename(f'{job.log_dir}-removed'))")
     error = kernel.run("job.result(60)", raises="JobLost", timeout_s=120).error
     assert error is not None
     assert "was removed" in error.value

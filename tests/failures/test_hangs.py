@@ -103,7 +103,10 @@ notebook_launcher(train, num_processes=3, start_method={method!r}, interrupt_gra
 def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
     cell = shared.run(
         TRAIN.format(body=shape.body)
-        + LAUNCH.format(method=method, timeout_s=shape.timeout_s, on_hang="stop"),
+        # Fresh interpreters are not ready at the same time: a rank may be waited for that still imports torch.
+        + LAUNCH.format(
+            method=method, timeout_s=5.0 if method == "spawn" else shape.timeout_s, on_hang="stop"
+        ),
         raises="JobHung",
     )
     assert cell.error is not None
@@ -133,6 +136,8 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: S
         TRAIN.format(body=shape.body)
         + LAUNCH.format(method="fork", timeout_s=shape.timeout_s, on_hang="report")
     )
+    # A report that comes while ranks still join the group only supposes a hang, and gives no seconds.
+    cell.wait_for(lambda cell: re.search(r"no progress for \d+ s:", _shown(cell)), 30, "the time")
     cell.wait_for(lambda cell: shape.lines[-1] in _shown(cell), 30, "the report")
     cell.wait_for(lambda cell: "waiting in all_reduce (cell " in _shown(cell), 30, "the state of a rank")
     assert _shown(cell).count(shape.lines[-1]) == 1
@@ -320,18 +325,22 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
         return all("ready" in log for log in logs)
 
     shared.wait_until(are_ready, 30, "all ranks")
-    lines: list[str] = []
+    expected = (
+        "ranks 0, 4: waiting in all_reduce",
+        "in train: collections.deque(itertools.repeat(None), maxlen=0)",
+        "rank 2: no answer: the process is stopped by a signal",
+        "rank 3: Cell In[",
+        "in train: time.sleep(3600)",
+    )
+    text = ""
 
     def are_there() -> bool:  # the ranks go on for a moment after their last print
-        lines[:] = value_of(shared, "job.stacks()").splitlines()
-        return "ranks 0, 4: waiting in all_reduce" in lines[0] and "stopped" in "".join(lines)
+        nonlocal text
+        text = value_of(shared, "job.stacks()")
+        return all(part in text for part in expected)
 
-    shared.wait_until(are_there, 10, "the ranks to be where they wait")
-    text = "\n".join(lines)
-    assert "in train: collections.deque(itertools.repeat(None), maxlen=0)" in text, text
-    assert "rank 2: no answer: the process is stopped by a signal" in text, text
-    assert "rank 3: Cell In[" in text, text
-    assert "in train: time.sleep(3600)" in text, text
+    shared.wait_until(are_there, 20, "the ranks to be where they wait")
+    assert text.startswith(expected[0]), text
     assert "have not entered" not in text, "ranks that have worked a moment ago do not hang"
     cell = shared.run("job.cancel(); job.result()", raises="JobCancelled")
     assert cell.error is not None
@@ -344,7 +353,7 @@ def test_questions_about_stacks_never_outlive_their_job(shared: Kernel) -> None:
     shared.run(
         """
 def short():
-    time.sleep(0.3)
+    time.sleep(2)
 def ask_until_the_end():
     job = notebook_launcher(short, (), 2, background=True, dashboard="none")
     answers = []
@@ -354,7 +363,7 @@ def ask_until_the_end():
     return answers + [job.stacks()]
 for _ in range(3):
     answers = ask_until_the_end()
-    assert any("short: time.sleep(0.3)" in answer for answer in answers), answers
+    assert any("short: time.sleep(2)" in answer for answer in answers), answers
     assert not any("ask_until_the_end" in answer for answer in answers), answers
     assert answers[-1] == "no worker runs any more", answers
 """

@@ -169,7 +169,8 @@ def test_nothing_outlives_a_kernel_killed_while_workers_start(
     kernel.submit(TRAIN + f"notebook_launcher(train, num_processes=4, start_method={method!r})")
     kernel.wait_until(lambda: len(kernel.processes()) > len(before), 20, "the first process")
     kernel.kill()
-    _, left = psutil.wait_procs(kernel.processes(), LIMIT_S)
+    # A fresh interpreter looks for its parent when it has imported nblaunch, which takes seconds on busy cores.
+    _, left = psutil.wait_procs(kernel.processes(), 20.0)
     assert left == []
     assert kernel.processes() == []
 

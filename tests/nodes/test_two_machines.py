@@ -226,7 +226,7 @@ def test_a_cut_is_reported_and_survived_if_it_is_short(cable: Pair, static: Sett
     cable.cut()
     for rank, launch in enumerate(launches):
         launch.wait_for(f"node {1 - rank} (host ")
-        assert "has sent no heartbeat for 2 s" in launch.output
+        assert re.search(r"has sent no heartbeat for [2-9] s", launch.output)
     cable.mend()
     for launch in launches:
         assert launch.result()["value"] == [2]
