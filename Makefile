@@ -37,7 +37,7 @@ CONSTRAINTS ?= constraints.txt
 # Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
 # How many tests run at a time: two more than there are cores, since tests wait for processes and kernels half of their
-# time. With three more on two cores nothing waits, but all takes longer. A module's tests stay together.
+# time. A module's tests stay together.
 WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
 # Anything here has files with failed tests of a whole run tried once more, one test at a time and by name.
 AGAIN ?=

@@ -1,6 +1,7 @@
 """Job: a launch as a future, which reads what the job's runner keeps.
 
-``notebook_launcher`` runs a job to its end in the calling thread; with ``background=True`` it returns the Job before.
+``notebook_launcher`` runs a job to its end in the calling thread; with ``background=True`` it returns
+the Job while the workers run.
 """
 
 from __future__ import annotations

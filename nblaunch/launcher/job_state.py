@@ -1,6 +1,6 @@
 """JobState: keeps the state of a job, and sends its events and readings of the board to listeners.
 
-The :class:`nblaunch.launcher.job.Job` that a caller holds reads the state. It is the base of ``JobRunner``
+The :class:`nblaunch.launcher.job.Job` that a caller holds reads it. JobState is the base of ``JobRunner``
 (``runner.py``), which runs a job in this process, and of ``JobFollower`` (``detached/``), which follows one of another
 process.
 """

@@ -128,7 +128,7 @@ def notes_of_detached(
 
 
 def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
-    """Load a state dict with nothing missing into ``module``, any of the user's.
+    """Load a state dict, which must be complete, into ``module``.
 
     Raises:
         ValueError: it does not fit, and nothing of it was loaded.

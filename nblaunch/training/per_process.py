@@ -72,7 +72,7 @@ class PerProcessParts:
             self._arguments = {**named, **variables["unsupported"]}
             self._home, self._own_parts = context.current(), {}
 
-    def _call_constructor_again(self, arguments: Mapping[str, Any]) -> None:
+    def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
         """Build the parts of this process by the constructor: the Accelerator's own, not that of a user's subclass."""
         own = next(cls for cls in type(self).__mro__ if PerProcessParts in cls.__bases__)
         own.__init__(self, **arguments)  # type: ignore[misc]
@@ -91,7 +91,7 @@ class PerProcessParts:
         """Make this process the object's own: it has no launcher, and the object was unpickled in it."""
         self._home = here
         if not self._own_parts:
-            self._call_constructor_again(self._arguments)
+            self._call_constructor(self._arguments)
         return self._own_parts
 
     def _build_here(self, here: WorkerContext) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class PerProcessParts:
         parts: dict[str, Any] = {}
         here.object_parts[id(self)] = self, parts
         try:
-            self._call_constructor_again(arguments)
+            self._call_constructor(arguments)
         except BaseException:
             del here.object_parts[id(self)]
             raise

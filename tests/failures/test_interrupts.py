@@ -28,6 +28,7 @@ class State:
         grace_s: between the steps of the escalation.
         at_least_s: before that the kernel must not be idle again: the grace is honoured.
         leaves_word: its ``finally`` runs, and writes a file.
+        end_s: how long the processes that workers have forked may take to end, once they are killed.
     """
 
     name: str
@@ -35,6 +36,7 @@ class State:
     grace_s: float
     at_least_s: float
     leaves_word: bool
+    end_s: float = 0.0
 
 
 STATES = (
@@ -72,6 +74,7 @@ STATES = (
         GRACE_S,
         0.0,
         True,
+        end_s=2.0,
     ),
 )
 
@@ -127,7 +130,7 @@ def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: Stat
     shared.interrupt()
     cell.wait(30)
     elapsed_s = time.monotonic() - begun_s
-    shared.wait_for_no_processes(2.0)
+    shared.wait_for_no_processes(state.end_s)
     assert cell.error is not None
     assert cell.error.name == "KeyboardInterrupt", cell.describe()
     assert len(cell.error.lines) <= 25, cell.describe()

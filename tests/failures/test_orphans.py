@@ -170,7 +170,7 @@ def test_nothing_outlives_a_kernel_killed_while_workers_start(
     kernel.wait_until(lambda: len(kernel.processes()) > len(before), 20, "the first process")
     kernel.kill()
     # A fresh interpreter looks for its parent when it has imported nblaunch, which takes seconds on busy cores.
-    _, left = psutil.wait_procs(kernel.processes(), 20.0)
+    _, left = psutil.wait_procs(kernel.processes(), 20.0 if method == "spawn" else LIMIT_S)
     assert left == []
     assert kernel.processes() == []
 

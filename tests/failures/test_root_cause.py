@@ -59,9 +59,9 @@ notebook_launcher(train, ({str(tmp_path)!r},), 3)
 """,
         raises="LookupError",
     )
+    shared.run("escalation.COLLECT_S = usual_s")
     assert cell.error is not None
     assert cell.error.value == "the first"
-    shared.run("escalation.COLLECT_S = usual_s")
     assert "rank 0: ValueError: 0 is later; rank 1: ValueError: 1 is later" in cell.error.lines
     assert_as_before(shared)
 
