@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from nblaunch.start_methods import fork
+
+
+@pytest.fixture(autouse=True)
+def frozen_for_other_tests() -> Iterator[None]:
+    yield
+    gc.freeze()
 
 
 @pytest.mark.parametrize("num_before", [0, 375])
@@ -23,9 +30,6 @@ def test_the_collector_has_its_objects_back(num_before: int, monkeypatch: pytest
 
 def test_a_heap_that_the_user_froze_stays_frozen() -> None:
     gc.freeze()
-    try:
-        with fork._frozen_heap():
-            pass
-        assert gc.get_freeze_count() > 2000
-    finally:
-        gc.unfreeze()
+    with fork._frozen_heap():
+        pass
+    assert gc.get_freeze_count() > 2000

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -337,15 +336,6 @@ def test_who_logs_when(tmp_path: Any) -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def little_to_collect() -> Iterator[None]:
-    """Every attempt collects garbage, which takes long among all that the tests' process has imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("little_to_collect")
 def test_batches_shrink_until_they_fit() -> None:
     tried = []
 
@@ -362,7 +352,6 @@ def test_batches_shrink_until_they_fit() -> None:
         train(128, "size")
 
 
-@pytest.mark.usefixtures("little_to_collect")
 def test_batches_shrink_as_the_user_says_and_end_at_zero() -> None:
     sizes = iter([2, 1, 0])
 
