@@ -66,7 +66,7 @@ def start_server(*preload: str) -> None:
     if _preloaded is not None:
         stop_server()
     server = multiprocessing.forkserver
-    server.set_forkserver_preload([*_IMPORTED, *preload])
+    server.set_forkserver_preload([*_IMPORTED, *preload, "tests.training.frozen_heap"])
     server.ensure_running()
     _preloaded = preload
     # The first store of a process makes libuv's signal pipe, which stays for good: not to be taken for a test's.
