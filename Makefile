@@ -62,11 +62,12 @@ $(FASTAI_STAMP): tests/integration/fastai.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(FASTAI) --requirement $<
 	@touch $@
 
-# Make .venv with what pip is to install, $(1).
+# Make .venv with what pip is to install, $(1). The pip that comes with an older Python takes minutes to choose releases.
 define install
 @test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found;" \
 	"install one or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
 $(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --upgrade pip
 $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable $(1)
 @touch $@
 endef

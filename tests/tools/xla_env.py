@@ -146,6 +146,7 @@ def _install(folder: Path) -> None:
     venv.create(folder, with_pip=True, symlinks=True)
     print(f"Installing {' and '.join(TORCH)} into {folder} (1 GB to download) ...", flush=True)
     pip = (_python(folder), "-m", "pip", "install", "--quiet")
+    _pip(*pip, "--upgrade", "pip")  # an older one takes minutes to choose releases
     _pip(*pip, "--no-deps", *TORCH)
     constrained = (*pip, "--constraint", str(_constraints()))
     _pip(*constrained, *NEEDED, *TESTED_WITH, *NEEDED_BY_FRAMEWORKS)
