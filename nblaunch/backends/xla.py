@@ -216,7 +216,7 @@ class XlaBackend(Backend):
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         kind = xla_runtime.kind()
-        changes: dict[str, str | None] = {"PJRT_DEVICE": kind}
+        changes: dict[str, str | None] = {"PJRT_DEVICE": kind, **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
         if kind == "TPU":
             is_v7x = "v7x" in tpu.chips()
             changes |= tpu.topology_env(topology.local_rank, topology.local_world_size, is_v7x)
