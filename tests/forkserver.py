@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -38,6 +38,8 @@ _IMPORTS = (
     "ipykernel.kernelapp", "ipykernel.debugger", "ipywidgets", "cloudpickle", "psutil", "torch", "torch.distributed",
     "torch._dynamo",
 )  # fmt: skip
+# What torch_xla imports, which takes ten times as long as the rest of it; a kernel that does so may be what is tested.
+_IMPORTS_FOR_XLA = ("torch._inductor.fx_passes.post_grad", "requests")
 # No import reads these (or only OpenMP, where a test knows it), so they may differ between kernels.
 _FREE_VARIABLES = (
     "CPU_NUM_DEVICES", "IPYTHONDIR", "JPY_PARENT_PID", "MPLBACKEND", "NBLAUNCH_", "OMP_NUM_THREADS", "PJRT_DEVICE",
@@ -199,7 +201,8 @@ def _show_token(token: str) -> None:
 
 def serve(fd: int) -> str:
     """Import, then fork for the requests that come; returns in the new processes only: the module to run."""
-    for name in _IMPORTS:
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    for name in (*_IMPORTS, *(_IMPORTS_FOR_XLA if has_xla else ())):
         with contextlib.suppress(ModuleNotFoundError):  # the packages of Colab's kernel are fewer
             importlib.import_module(name)
     with socket.socket(fileno=fd) as channel:
