@@ -5,7 +5,16 @@ import random
 import urllib.error
 import urllib.request
 
-SUBJECTS = ["Maria", "Mr Chen", "the old captain", "our neighbour", "Amina", "the new teacher", "my brother", "Dr Weiss"]
+SUBJECTS = [
+    "Maria",
+    "Mr Chen",
+    "the old captain",
+    "our neighbour",
+    "Amina",
+    "the new teacher",
+    "my brother",
+    "Dr Weiss",
+]
 DEEDS = [
     ("bought", "a red bicycle", "{0} was bought by {1}"),
     ("repaired", "the broken radio", "{0} was mended by {1}"),
@@ -48,7 +57,11 @@ def make_pair(draw):
         place = other(PLACES, place, draw) if changed == "place" else place
     second = f"{deed[2].format(deed[1], who)} {place[1]}"
     second = f"{time[1]}, {second}." if draw.random() < 0.5 else f"{second} {time[1]}."
-    return {"sentence1": first[0].upper() + first[1:], "sentence2": second[0].upper() + second[1:], "label": label}
+    return {
+        "sentence1": first[0].upper() + first[1:],
+        "sentence2": second[0].upper() + second[1:],
+        "label": label,
+    }
 
 
 def other(choices, than, draw):

@@ -82,7 +82,9 @@ def test_a_sanitised_page_keeps_the_words(notebooks: dict[tuple[bool, bool], Any
     """GitHub and others drop styles, SVG and whatever else they do not know."""
     page, _ = HTMLExporter(sanitize_html=True).from_notebook_node(notebooks[True, True])
     # The finished table is also in the state of a widget, for a page that was reloaded while the cell ran.
-    page = re.sub(r'<script type="application/vnd.jupyter.widget-state\+json">.*?</script>', "", page, flags=re.DOTALL)
+    page = re.sub(
+        r'<script type="application/vnd.jupyter.widget-state\+json">.*?</script>', "", page, flags=re.DOTALL
+    )
     assert "<svg" not in page.partition("<body")[2]
     text = visible_text(page)
     assert re.search(r"^0 ✓ done .*30/30", text, re.MULTILINE)

@@ -74,8 +74,7 @@ def test_its_checks_are_in_the_tests(path: Path) -> None:
     asserted = [
         cell.id
         for cell in read(path).cells
-        if cell.cell_type == "code"
-        and any(isinstance(node, ast.Assert) for node in ast.walk(code_of(cell)))
+        if cell.cell_type == "code" and any(isinstance(node, ast.Assert) for node in ast.walk(code_of(cell)))
     ]
     assert asserted == []
     assert path.stem in CHECKS
@@ -111,7 +110,9 @@ def test_it_shows_nothing_of_where_it_was_executed(path: Path) -> None:
     text = json.dumps([cell.get("outputs") for cell in read(path).cells])
     assert str(ROOT) not in text
     assert str(Path.home()) + "/" not in text
-    assert not re.search(r"Warning: |\[WARNING\]|WARNING: ", text), "a warning, which a reader takes for a fault of theirs"
+    assert not re.search(r"Warning: |\[WARNING\]|WARNING: ", text), (
+        "a warning, which readers take for a fault of theirs"
+    )
 
 
 def test_it_explains_more_than_it_computes(path: Path) -> None:
