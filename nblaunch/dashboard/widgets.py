@@ -101,7 +101,8 @@ class WidgetsDashboard(ViewingDashboard):
             except Exception as error:
                 self._give_up(error)
         if self._is_plain:
-            self._output.show(mimebundle(view, with_output=self._is_background))
+            # What workers print is held back until the end of the cell, as the widgets would have shown it.
+            self._output.show(mimebundle(view, with_output=True))
 
     def _show_panel(self, view: JobView) -> None:
         if self._panel is None:

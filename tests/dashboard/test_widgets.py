@@ -381,6 +381,23 @@ def test_widgets_that_break_become_html_in_the_same_output(
     assert panel.lasting != ""  # what was opened is closed
 
 
+@pytest.mark.parametrize("breaks_at", [0, 7])
+def test_what_workers_print_is_shown_while_the_job_runs_also_where_widgets_break(breaks_at: int) -> None:
+    """A printer beside the dashboard holds the lines back until the end, so that nothing else shows them."""
+    shown, clock = Publications(), Clock()
+    widgets = WidgetsDashboard(publish=shown, open_panel=FakePanel(breaks_at), clock=clock)
+    for event in [*started(2), LogLines(1, START_S, lines=("epoch 0: loss 0.5",))]:
+        widgets.on_event(event)
+    for tick in range(100):
+        clock.now_s += 0.1
+        widgets.on_readings([sample(rank, tick) for rank in range(2)])
+    assert all("[1] epoch 0: loss 0.5" in text for text in shown.bundles[-1].values())
+    for event in ended(2, 10.0):
+        widgets.on_event(event)
+    widgets.close()
+    assert not any("epoch 0: loss 0.5" in text for text in shown.bundles[-1].values())
+
+
 def test_without_ipywidgets_it_says_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
     def missing(last_lines: LastLines) -> FakePanel:
         raise ModuleNotFoundError("No module named 'ipywidgets'")
