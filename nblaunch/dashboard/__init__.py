@@ -17,9 +17,8 @@ html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 html_rows.py       its rows
 palette.py         colours and shapes of states
-notebook.py        the dashboard for notebooks: an output of a cell that is updated
-widgets.py         the dashboard with live widgets
-  widget_panel.py      headline, buttons, charts
+notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
+  widget_panel.py      the widgets: headline, buttons, charts
   widget_rows.py       rows of the ranks
   widget_logs.py       what they print
   widget_throttle.py   updates within a budget
@@ -41,7 +40,6 @@ from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard, NullD
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
 from nblaunch.dashboard.terminal import TextDashboard, open_live
-from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.events import JobEnded
 from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
@@ -85,11 +83,9 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         live = None if background else open_live()
         return [GuardedDashboard(LinesPrinter(live=live)), GuardedDashboard(TextDashboard(live=live))]
     is_watched = is_interactive()
-    is_live = is_watched and (kind == "widgets" or (kind == "auto" and is_installed("ipywidgets")))
-    table: Dashboard = (
-        WidgetsDashboard(background=background)
-        if is_live
-        else NotebookDashboard(background=background, is_html=kind != "text", is_watched=is_watched)
+    has_widgets = is_watched and (kind == "widgets" or (kind == "auto" and is_installed("ipywidgets")))
+    table = NotebookDashboard(
+        background=background, has_widgets=has_widgets, is_html=kind != "text", is_watched=is_watched
     )
     if background:
         return [GuardedDashboard(table)]

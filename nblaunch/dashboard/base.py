@@ -9,9 +9,9 @@ from __future__ import annotations
 import abc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from nblaunch.dashboard.fold import fold, fold_log_lines, fold_readings
 from nblaunch.dashboard.view import JobView
@@ -28,6 +28,9 @@ from nblaunch.events import (
 from nblaunch.wire.board import SlotReading
 
 _log = logging.getLogger(__name__)
+
+Bundle = Mapping[str, Any]
+"""MIME type -> data, as in ``display(..., raw=True)``."""
 
 RATE_BYTES_S = 17_500.0
 """Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 22 kB/s in all."""

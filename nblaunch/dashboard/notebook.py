@@ -1,72 +1,37 @@
 """The dashboard for notebooks: one output of a cell, updated in place through its display id.
 
-Each update is complete (HTML and text), so that a saved notebook keeps the last one without widget state. Updates reach
-the output from any thread, and in all cells that show it. While a cell runs, most kernels receive no clicks:
-:class:`CellWatch` reports whether one runs.
+It shows live widgets, or a table. Each table is complete (HTML and text), so that a saved notebook keeps the last one
+without widget state. Updates reach the output from any thread, and in all cells that show it. ipywidgets is imported
+when the first panel is opened.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from nblaunch.dashboard.base import Pace, ViewingDashboard
+from nblaunch.dashboard.base import Bundle, Controls, Pace, ViewingDashboard
 from nblaunch.dashboard.html import mimebundle
+from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
+from nblaunch.events import Event
 
-SHORT_S = 0.5
-"""Seconds for which a cell may run before buttons are disabled; a click waits for a shorter cell."""
+if TYPE_CHECKING:
+    from nblaunch.dashboard.widget_panel import Panel
 
+_log = logging.getLogger(__name__)
 
-class CellWatch:
-    """Tracks whether a cell of the kernel is running, from the current cell until it is closed.
-
-    Args:
-        shell: of IPython, in the thread of its cells; None = no cell ever runs.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, shell: Any | None, clock: Callable[[], float] = monotonic) -> None:
-        self._events = getattr(shell, "events", None)
-        self._clock = clock
-        self._since_s: float | None = None
-        self._hooks = (("pre_run_cell", self._on_begin), ("post_run_cell", self._on_end))
-        if self._events is not None:
-            self._since_s = clock()
-            for name, hook in self._hooks:
-                self._events.register(name, hook)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a cell has been running for at least :data:`SHORT_S`."""
-        since_s = self._since_s
-        return since_s is not None and self._clock() - since_s >= SHORT_S
-
-    def close(self) -> None:
-        """Unregister the hooks. Calls after the first do nothing."""
-        events, self._events, self._since_s = self._events, None, None
-        if events is not None:
-            for name, hook in self._hooks:
-                events.unregister(name, hook)
-
-    def _on_begin(self, *info: Any) -> None:
-        self._since_s = self._clock()
-
-    def _on_end(self, *result: Any) -> None:
-        self._since_s = None
-
-
-Bundle = Mapping[str, Any]
-"""MIME type -> data, as in ``display(..., raw=True)``."""
+WIDGETS_S = 0.2
+"""Seconds between updates of widgets."""
 
 Publish = Callable[[Bundle, str, bool], None]
 """``publish(bundle, display_id, is_update)``."""
-
 
 NUM_LIVE_CELLS = 3
 """Number of cells in which an output is updated while a job runs: those that showed it last. Its end is in all."""
@@ -153,15 +118,20 @@ def running_request() -> Mapping[str, Any]:
 
 @final
 class NotebookDashboard(ViewingDashboard):
-    """The table of a job in the output of a cell.
+    """A job in the output of a cell: live widgets that a table replaces at the end, or a table from the beginning.
+
+    A short job publishes its final table only. Where widgets fail, the table takes their place.
 
     Args:
         background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
             and includes the last lines of all ranks: text printed by another thread would appear in another cell.
+            Widgets have buttons, since the kernel can receive clicks.
+        has_widgets: show widgets while the job runs; ``is_html`` must be True.
         is_html: publish HTML and text; text alone if False.
         is_watched: a user may be looking at the cell. The last lines of output are then part of the table while the job
             runs: printed below it, they would push it out of sight.
         publish: default: through IPython.
+        open_panel: creates the widgets; default: those of ``widget_panel.py``.
         clock: monotonic seconds.
     """
 
@@ -169,31 +139,71 @@ class NotebookDashboard(ViewingDashboard):
         self,
         *,
         background: bool = False,
+        has_widgets: bool = False,
         is_html: bool = True,
         is_watched: bool = False,
         publish: Publish | None = None,
+        open_panel: Callable[[LastLines], Panel] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        # A short job publishes its final table only.
-        super().__init__(Pace(first_s=0.0 if background else 0.25, clock=clock))
+        super().__init__(_pace(has_widgets=has_widgets, background=background, clock=clock))
         self._is_background = background
+        self._has_widgets = has_widgets
         self._is_html = is_html
         self._is_watched = is_watched
         self._output = Output(publish)
+        self._open_panel = open_panel or _open_panel
+        self._panel: Panel | None = None
+        self._last_lines = LastLines()
         self._drawn: tuple[JobView, int] | None = None
         if background:
-            self._show(self._view)
+            self._draw()
+
+    def on_event(self, event: Event) -> None:
+        super().on_event(event)
+        if self._has_widgets:
+            self._last_lines.add(event)
+
+    def control(self, controls: Controls) -> None:
+        if self._is_background and self._panel is not None:
+            self._panel.connect(controls)
 
     def show_again(self) -> bool:
         return self._output.show_again()
 
     def _draw(self) -> None:
-        if self._may_differ():
-            self._show(self._view)
+        if self._has_widgets:
+            try:
+                self._show_panel()
+            except Exception as error:
+                self._give_up_widgets(error)
+        if not self._has_widgets and self._may_differ():
+            self._show_table()
 
     def _draw_last(self, view: JobView) -> None:
+        table = self._table(view)
         if view.is_started or self._output.shown is not None:
-            self._show(view, is_final=True)
+            self._output.show(table, is_final=True)
+        # After the output was replaced, so that no empty output is visible.
+        if self._panel is not None:
+            self._panel.close(table["text/html"])
+
+    def _show_panel(self) -> None:
+        if self._panel is None:
+            self._panel = self._open_panel(self._last_lines)
+            self._panel.show(self._view)
+            self._output.show(self._panel.bundle(self._view))
+        else:
+            self._panel.show(self._view)
+        self._pace.note_published()
+
+    def _give_up_widgets(self, error: Exception) -> None:
+        """Show the table in the same output from now on."""
+        self._has_widgets = False
+        if isinstance(error, ImportError):
+            _log.warning("the job is shown as HTML, without widgets: %s (pip install ipywidgets)", error)
+        else:
+            _log.warning("ipywidgets failed; the job is shown as HTML instead", exc_info=True)
 
     def _may_differ(self) -> bool:
         """Return whether the table may have changed: after an event, or in another second."""
@@ -203,11 +213,26 @@ class NotebookDashboard(ViewingDashboard):
             return True
         return last[0].notes is not self._view.notes or last[0].tail is not self._view.tail
 
-    def _show(self, view: JobView, *, is_final: bool = False) -> None:
+    def _show_table(self) -> None:
+        table = self._table(self._view)
+        if num_cells := self._output.show(table):
+            self._pace.note_published(num_cells * sum(map(len, table.values())))
+
+    def _table(self, view: JobView) -> Bundle:
         with_output = self._is_background or (self._is_watched and not view.is_over)
         if self._is_html:
-            bundle: Bundle = mimebundle(view, with_output=with_output)
-        else:
-            bundle = {"text/plain": render_text(view, with_output=with_output)}
-        if num_cells := self._output.show(bundle, is_final=is_final):
-            self._pace.note_published(num_cells * sum(map(len, bundle.values())))
+            return mimebundle(view, with_output=with_output)
+        return {"text/plain": render_text(view, with_output=with_output)}
+
+
+def _pace(*, has_widgets: bool, background: bool, clock: Callable[[], float]) -> Pace:
+    first_s = 0.0 if background else 0.25
+    if has_widgets:  # the panel itself limits what it sends
+        return Pace(first_s=first_s, interval_s=WIDGETS_S, slow_s=WIDGETS_S, clock=clock)
+    return Pace(first_s=first_s, clock=clock)
+
+
+def _open_panel(last_lines: LastLines) -> Panel:
+    from nblaunch.dashboard.widget_panel import Panel
+
+    return Panel(last_lines)

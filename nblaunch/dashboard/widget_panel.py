@@ -25,11 +25,10 @@ import ipywidgets as widgets
 from IPython import get_ipython
 
 from nblaunch.dashboard import html
-from nblaunch.dashboard.base import Controls
+from nblaunch.dashboard.base import Bundle, Controls
 from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.html_rows import STYLE_SHEET
 from nblaunch.dashboard.lines import LastLines
-from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
@@ -46,6 +45,47 @@ STOP_REQUESTED = (
 INTERRUPT_REQUESTED = "interrupted: finally blocks run, then the workers end"
 KILL_REQUESTED = "killed"
 BUSY = "a cell is running; the kernel receives clicks only when it has ended"
+
+SHORT_S = 0.5
+"""Seconds for which a cell may run before buttons are disabled; a click waits for a shorter cell."""
+
+
+class CellWatch:
+    """Tracks whether a cell of the kernel is running, from the current cell until it is closed.
+
+    Args:
+        shell: of IPython, in the thread of its cells; None = no cell ever runs.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, shell: Any | None, clock: Callable[[], float] = monotonic) -> None:
+        self._events = getattr(shell, "events", None)
+        self._clock = clock
+        self._since_s: float | None = None
+        self._hooks = (("pre_run_cell", self._on_begin), ("post_run_cell", self._on_end))
+        if self._events is not None:
+            self._since_s = clock()
+            for name, hook in self._hooks:
+                self._events.register(name, hook)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a cell has been running for at least :data:`SHORT_S`."""
+        since_s = self._since_s
+        return since_s is not None and self._clock() - since_s >= SHORT_S
+
+    def close(self) -> None:
+        """Unregister the hooks. Calls after the first do nothing."""
+        events, self._events, self._since_s = self._events, None, None
+        if events is not None:
+            for name, hook in self._hooks:
+                events.unregister(name, hook)
+
+    def _on_begin(self, *info: Any) -> None:
+        self._since_s = self._clock()
+
+    def _on_end(self, *result: Any) -> None:
+        self._since_s = None
 
 
 class Buttons:

@@ -48,7 +48,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
     ("nblaunch.dashboard.terminal", "nblaunch.dashboard.live_table"): "needs rich, which may be missing",
     (
-        "nblaunch.dashboard.widgets",
+        "nblaunch.dashboard.notebook",
         "nblaunch.dashboard.widget_panel",
     ): "needs ipywidgets, which may be missing",
 }

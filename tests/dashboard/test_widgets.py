@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from nblaunch import dashboard
-from nblaunch.dashboard.base import Controls
+from nblaunch.dashboard.base import Bundle, Controls
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.lines import NUM_LINES, LastLines, LinesPrinter
-from nblaunch.dashboard.notebook import Bundle
+from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_panel import Buttons
 from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
-from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.events import AttemptStarted, Displayed, LogLines, Metric, Note, StatusLine
 from nblaunch.wire.board import LossCurve
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started, trained, view_of
@@ -323,7 +322,11 @@ class FakePanel:
         self.lasting = lasting
 
 
-def drive(widgets: WidgetsDashboard, clock: Clock, *, seconds: float = 10.0, step_s: float = 0.02) -> None:
+def with_widgets(**options: Any) -> NotebookDashboard:
+    return NotebookDashboard(has_widgets=True, is_watched=True, **options)
+
+
+def drive(widgets: NotebookDashboard, clock: Clock, *, seconds: float = 10.0, step_s: float = 0.02) -> None:
     """Feed a job of two ranks that is looked at far oftener than anything should be sent."""
     for event in started(2):
         widgets.on_event(event)
@@ -337,7 +340,7 @@ def drive(widgets: WidgetsDashboard, clock: Clock, *, seconds: float = 10.0, ste
 
 def test_at_most_ten_updates_a_second_and_one_replacement() -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel()
-    drive(WidgetsDashboard(publish=shown, open_panel=panel, clock=clock), clock)
+    drive(with_widgets(publish=shown, open_panel=panel, clock=clock), clock)
     assert 20 <= len(panel.views) <= 100
     assert shown.updates == [False, True]
     assert shown.bundles[0] == {"widget": 1}  # filled before it is shown
@@ -347,14 +350,14 @@ def test_at_most_ten_updates_a_second_and_one_replacement() -> None:
 
 def test_a_short_job_opens_nothing() -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel()
-    drive(WidgetsDashboard(publish=shown, open_panel=panel, clock=clock), clock, seconds=0.2)
+    drive(with_widgets(publish=shown, open_panel=panel, clock=clock), clock, seconds=0.2)
     assert panel.views == []
     assert shown.updates == [False]
 
 
 def test_a_background_job_is_shown_at_once_and_has_controls() -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel()
-    widgets = WidgetsDashboard(background=True, publish=shown, open_panel=panel, clock=clock)
+    widgets = with_widgets(background=True, publish=shown, open_panel=panel, clock=clock)
     assert shown.updates == [False]
     controls: Any = object()
     dashboard.connect([widgets], controls)
@@ -369,7 +372,7 @@ def test_widgets_that_break_become_html_in_the_same_output(
 ) -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel(breaks_at)
     with caplog.at_level(logging.WARNING):
-        drive(WidgetsDashboard(publish=shown, open_panel=panel, clock=clock), clock)
+        drive(with_widgets(publish=shown, open_panel=panel, clock=clock), clock)
     assert [record.message for record in caplog.records] == [
         "ipywidgets failed; the job is shown as HTML instead"
     ]
@@ -385,7 +388,7 @@ def test_widgets_that_break_become_html_in_the_same_output(
 def test_what_workers_print_is_shown_while_the_job_runs_also_where_widgets_break(breaks_at: int) -> None:
     """A printer beside the dashboard holds the lines back until the end, so that nothing else shows them."""
     shown, clock = Publications(), Clock()
-    widgets = WidgetsDashboard(publish=shown, open_panel=FakePanel(breaks_at), clock=clock)
+    widgets = with_widgets(publish=shown, open_panel=FakePanel(breaks_at), clock=clock)
     for event in [*started(2), LogLines(1, START_S, lines=("epoch 0: loss 0.5",))]:
         widgets.on_event(event)
     for tick in range(100):
@@ -404,14 +407,14 @@ def test_without_ipywidgets_it_says_what_to_install(caplog: pytest.LogCaptureFix
 
     clock = Clock()
     with caplog.at_level(logging.WARNING):
-        drive(WidgetsDashboard(publish=Publications(), open_panel=missing, clock=clock), clock)
+        drive(with_widgets(publish=Publications(), open_panel=missing, clock=clock), clock)
     (record,) = caplog.records
     assert "pip install ipywidgets" in record.message
 
 
 def test_a_job_that_was_broken_off_leaves_the_widgets_closed() -> None:
     shown, panel = Publications(), FakePanel()
-    WidgetsDashboard(background=True, publish=shown, open_panel=panel).close()
+    with_widgets(background=True, publish=shown, open_panel=panel).close()
     assert shown.bundles[-1]["text/plain"] == "not started"
     assert "not started" in panel.lasting
 

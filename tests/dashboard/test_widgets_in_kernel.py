@@ -188,7 +188,7 @@ names = [name for name in sys.modules if name.startswith(("ipywidgets", "nblaunc
 kept = {{name: sys.modules.pop(name) for name in names}}
 sys.modules["ipywidgets"] = {fault}
 try:
-    run(dashboard.choose("widgets"), 2, 12)
+    run(dashboard.choose("widgets"), 2, 30)
 finally:
     del sys.modules["ipywidgets"]
     sys.modules.update(kept)
