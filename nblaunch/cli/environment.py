@@ -300,8 +300,12 @@ def _device_text(found: Mapping[str, Any]) -> str:
     text = formatting.count(found["count"], found["noun"])
     if "of_machine" not in found:
         return text
-    quota = f", a quota of {found['quota']:g}" if found["quota"] else ""
-    return f"{text} usable (the machine has {found['of_machine']}, this process may run on {found['affinity']}{quota})"
+    bounds = [f"the machine has {found['of_machine']}"]
+    if found["affinity"] is not None:  # macOS binds no process to cores
+        bounds.append(f"this process may run on {found['affinity']}")
+    if found["quota"]:
+        bounds.append(f"a quota of {found['quota']:g}")
+    return f"{text} usable ({', '.join(bounds)})"
 
 
 def _size(num_bytes: int | None) -> str:

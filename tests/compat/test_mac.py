@@ -1,13 +1,19 @@
-"""A launch on a Linux that lacks what macOS lacks. What it decides there: ``tests/backends/test_other_gpus.py``."""
+"""nblaunch on a Linux that lacks what macOS lacks. What it decides there: ``tests/backends/test_other_gpus.py``."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+AS_ON_MAC = {
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "mac"), str(Path(__file__).parents[2])])
+}
+"""Variables of a process that lacks what macOS lacks."""
 
 PROGRAM = """
 import pathlib, signal, sys
@@ -44,10 +50,9 @@ def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
     script, pipe = tmp_path / "launch.py", tmp_path / "pipe"
     script.write_text(PROGRAM)
     os.mkfifo(pipe)
-    paths = [str(Path(__file__).parent / "mac"), str(Path(__file__).parents[2])]
     launcher = subprocess.Popen(
         [sys.executable, str(script), str(pipe)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
+        env={**os.environ, **AS_ON_MAC, "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
     )  # fmt: skip
     with launcher, pipe.open() as workers:
         up = [workers.readline(), workers.readline()]  # empty where the program has ended
@@ -55,3 +60,13 @@ def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
         output = launcher.communicate()[0]
         assert up == ["up\n"] * 2, output
         assert workers.read() == ""  # which returns when no worker has the pipe open any more
+
+
+@pytest.mark.timeout(100)
+def test_the_report_of_a_machine_says_nothing_of_cores_that_a_process_is_bound_to() -> None:
+    report = subprocess.run(
+        [sys.executable, "-m", "nblaunch", "env"],
+        capture_output=True, text=True, timeout=90, check=True, env={**os.environ, **AS_ON_MAC},
+    ).stdout  # fmt: skip
+    cores = os.cpu_count()
+    assert re.search(rf"^  cpu +{cores} CPU cores? usable \(the machine has {cores}\)$", report, re.MULTILINE)
