@@ -86,7 +86,6 @@ TABLE = {
         Variable("NO_COLOR", _TEXT, "", "anything: no colours on terminals"),
         Variable("FORCE_COLOR", _TEXT, "", "anything: colours, also where the output is no terminal"),
         Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
-        Variable("APPDATA", _TEXT, "", "folder of configuration files on Windows"),
         Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),
         Variable("CUDA_VISIBLE_DEVICES", _TEXT, None, "GPUs to use, in CUDA's format"),
         Variable("HIP_VISIBLE_DEVICES", _TEXT, None, "AMD GPUs to use; CUDA_VISIBLE_DEVICES where it is unset"),

@@ -51,8 +51,6 @@ class Machine:
 
 Answers = dict[str, Any]
 
-_OTHER_COMPILER = "other"
-
 
 @dataclass(frozen=True)
 class Question:

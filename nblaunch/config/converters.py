@@ -25,7 +25,6 @@ class Converter(ABC):
     """Conversion of a value to the type of a setting."""
 
     metavar = ""
-    choices: tuple[str, ...] = ()
 
     @abstractmethod
     def convert(self, value: Any) -> Any:
@@ -108,10 +107,9 @@ class Switch(Flag):
 
 @dataclass(frozen=True)
 class Choice(Converter):
-    """One of ``choices``, case ignored; ``synonyms`` maps other spellings to choices."""
+    """One of ``choices``, case ignored."""
 
     choices: tuple[str, ...] = ()
-    synonyms: Mapping[str, str] | None = None
 
     @property
     def metavar(self) -> str:  # type: ignore[override]
@@ -121,10 +119,8 @@ class Choice(Converter):
     def convert(self, value: Any) -> str:
         # YAML reads unquoted no and yes as booleans.
         text = {False: "no", True: "yes"}.get(value, value) if isinstance(value, bool) else value
-        text = str(text).strip()
         by_lower = {choice.lower(): choice for choice in self.choices}
-        wanted = (self.synonyms or {}).get(text.lower(), text)
-        found = by_lower.get(wanted.lower())
+        found = by_lower.get(str(text).strip().lower())
         if found is None:
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         return found

@@ -99,11 +99,11 @@ def default_path() -> Path:
 def _platform_folder() -> Path:
     """Return the folder for users' configuration.
 
-    Source: XDG Base Directory Specification; Apple's File System Programming Guide; Windows' known folders.
+    Source: XDG Base Directory Specification; Apple's File System Programming Guide.
     """
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support"
-    chosen = env.read("APPDATA" if sys.platform == "win32" else "XDG_CONFIG_HOME")
+    chosen = env.read("XDG_CONFIG_HOME")
     # XDG: a relative path is invalid and must be ignored.
     return Path(chosen) if chosen and Path(chosen).is_absolute() else Path.home() / ".config"
 
