@@ -16,7 +16,7 @@ terminal.py        the dashboard for scripts and terminals
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 html_rows.py       its rows
-palette.py         colours and shapes of states
+palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
   widget_panel.py      the widgets: headline, buttons, charts
   widget_rows.py       rows of the ranks

@@ -6,27 +6,9 @@ import os
 from typing import Any
 
 from nblaunch import env
-from nblaunch.events import WorkerState
 
 _DEFAULT_SIZE = (80, 24)
 _CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
-
-STATE_STYLES = {
-    WorkerState.STARTING: "dim",
-    WorkerState.RUNNING: "cyan",
-    WorkerState.TRAINING: "cyan",
-    WorkerState.EVALUATING: "magenta",
-    WorkerState.WAITING: "yellow",
-    WorkerState.COMPILING: "magenta",
-    WorkerState.FINISHING: "green",
-    WorkerState.DONE: "green",
-    WorkerState.FAILED: "red",
-    WorkerState.STOPPED: "dim",
-}
-"""Names of colours, for :func:`paint` and for rich."""
-
-OUTCOME_STYLES = {"": "cyan", "done": "green", "failed": "red"}
-"""Colours of jobs by outcome, as in :class:`nblaunch.events.JobEnded`; others are yellow."""
 
 
 def is_terminal(stream: Any) -> bool:

@@ -15,7 +15,7 @@ from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.html_rows import INLINE, MONO, collapsed_html, rows_html, tiles_html
 from nblaunch.dashboard.notices import Notice
-from nblaunch.dashboard.palette import BAD, CAUTION, MUTED, ink, outcome_colour, outcome_shape
+from nblaunch.dashboard.palette import BAD, CAUTION, MUTED, ink, outcome_look
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
@@ -60,7 +60,8 @@ def render_html(view: JobView, *, with_output: bool = False, table: Table | None
 
 def title(view: JobView, table: Table) -> str:
     """Return name, state and setting of the job, and a second line if its start method is not the usual one."""
-    shape = _shape(outcome_shape(view.outcome), outcome_colour(view.outcome))
+    look = outcome_look(view.outcome)
+    shape = _shape(look.shape, look.colour)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
     setting = f' <span style="{MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from nblaunch.dashboard.palette import COLOURS, MUTED, STATE_COLOURS, ink, shape_of
+from nblaunch.dashboard.palette import COLOURS, MUTED, STATE_LOOKS, ink, shape_of
 from nblaunch.dashboard.rows import Row, Tile, full_length, in_lines, runs
 from nblaunch.dashboard.table import Table
 from nblaunch.events import WorkerState
@@ -153,7 +153,7 @@ def _bar(row: Row, markup: Markup) -> str:
     if start < row.fraction:
         width += f";--from:{_percent(start)};animation:{_GLIDE} {_GLIDE_S:g}s linear"
     about = "the job" if row.rank is None else f"rank {row.rank}"
-    bar = f"<div {markup.of(f'bar{COLOURS.index(STATE_COLOURS[row.state])}', width)}></div>"
+    bar = f"<div {markup.of(f'bar{COLOURS.index(STATE_LOOKS[row.state].colour)}', width)}></div>"
     return (
         f'<div role="progressbar" aria-label="{about}" aria-valuemin="0" aria-valuemax="100" '
         f'aria-valuenow="{int(100 * row.fraction)}" {markup.of("track")}>{bar}</div>'

@@ -21,7 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, has_colour, moves_cursor, size_of
+from nblaunch.dashboard.ansi import has_colour, moves_cursor, size_of
+from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look
 from nblaunch.dashboard.rows import Row
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.text import (
@@ -109,7 +110,7 @@ def renderable(view: JobView, width: int) -> RenderableType:
     table = tabulate(view)
     head = Text(no_wrap=True, overflow="ellipsis")
     head.append(f"{table.name} ", style="bold")
-    head.append(table.headline, style=OUTCOME_STYLES.get(view.outcome, "yellow"))
+    head.append(table.headline, style=outcome_look(view.outcome).style)
     head.append(f" on {table.setting}", style="dim")
     remarks = [Text(f"{label}: {text}", style="red") for label, text in table.failures]
     for notice in table.notices:
@@ -158,13 +159,13 @@ def _rows(view: JobView, table: Table, width: int) -> tuple[RichTable, bool]:
 
 
 def _state(row: Row, instead: str) -> Text:
-    return Text(instead or row.state_text, style="dim" if instead else STATE_STYLES[row.state])
+    return Text(instead or row.state_text, style="dim" if instead else STATE_LOOKS[row.state].style)
 
 
 def _bar(row: Row) -> RenderableType:
     if row.fraction is None:
         return ""
-    style = STATE_STYLES[row.state]
+    style = STATE_LOOKS[row.state].style
     return ProgressBar(
         total=1.0, completed=row.fraction, width=BAR_WIDTH, complete_style=style, finished_style=style
     )

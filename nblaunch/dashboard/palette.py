@@ -1,4 +1,4 @@
-"""Colours and shapes of states, for light and dark themes.
+"""Colours and shapes of states, for light and dark themes and for terminals.
 
 The colour of running text is not known, only inherited. So coloured text mixes its colour with the inherited one, which
 keeps a contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3) on any background that the theme's own text is legible on. Bars
@@ -6,6 +6,8 @@ and curves, which are no text, have the colour itself. States of different colou
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from nblaunch.events import WorkerState
 
@@ -19,44 +21,43 @@ INK_PERCENT = 55
 MUTED = "opacity:.7"
 """Style of text of less weight. Not for text inside such text, which would become too faint."""
 
-STATE_COLOURS = {
-    WorkerState.STARTING: CALM,
-    WorkerState.RUNNING: LIVE,
-    WorkerState.TRAINING: LIVE,
-    WorkerState.EVALUATING: VIOLET,
-    WorkerState.WAITING: CAUTION,
-    WorkerState.COMPILING: VIOLET,
-    WorkerState.FINISHING: GOOD,
-    WorkerState.DONE: GOOD,
-    WorkerState.FAILED: BAD,
-    WorkerState.STOPPED: CALM,
+
+class Look(NamedTuple):
+    """How a state or an outcome is shown."""
+
+    colour: str
+    shape: str
+    style: str
+    """Colour on terminals, for :func:`nblaunch.dashboard.ansi.paint` and for rich."""
+
+
+STATE_LOOKS = {
+    WorkerState.STARTING: Look(CALM, "○", "dim"),
+    WorkerState.RUNNING: Look(LIVE, "●", "cyan"),
+    WorkerState.TRAINING: Look(LIVE, "●", "cyan"),
+    WorkerState.EVALUATING: Look(VIOLET, "◆", "magenta"),
+    WorkerState.WAITING: Look(CAUTION, "◐", "yellow"),
+    WorkerState.COMPILING: Look(VIOLET, "◇", "magenta"),
+    WorkerState.FINISHING: Look(GOOD, "✓", "green"),
+    WorkerState.DONE: Look(GOOD, "✓", "green"),
+    WorkerState.FAILED: Look(BAD, "✗", "red"),
+    WorkerState.STOPPED: Look(CALM, "■", "dim"),
 }
 
-STATE_SHAPES = {
-    WorkerState.STARTING: "○",
-    WorkerState.RUNNING: "●",
-    WorkerState.TRAINING: "●",
-    WorkerState.EVALUATING: "◆",
-    WorkerState.WAITING: "◐",
-    WorkerState.COMPILING: "◇",
-    WorkerState.FINISHING: "✓",
-    WorkerState.DONE: "✓",
-    WorkerState.FAILED: "✗",
-    WorkerState.STOPPED: "■",
+_OUTCOME_LOOKS = {
+    "": Look(LIVE, "●", "cyan"),
+    "done": Look(GOOD, "✓", "green"),
+    "failed": Look(BAD, "✗", "red"),
 }
+_OTHER_OUTCOME = Look(CALM, "■", "yellow")
 
 MARKED_SHAPE = "▲"
 """Shape of a rank that differs from the others while it runs."""
 
 
-def outcome_colour(outcome: str) -> str:
-    """Return the colour of a job; ``outcome`` as in :class:`nblaunch.events.JobEnded`, empty while it runs."""
-    return {"": LIVE, "done": GOOD, "failed": BAD}.get(outcome, CALM)
-
-
-def outcome_shape(outcome: str) -> str:
-    """Return the shape that stands for a job."""
-    return {"": "●", "done": "✓", "failed": "✗"}.get(outcome, "■")
+def outcome_look(outcome: str) -> Look:
+    """Return how a job is shown; ``outcome`` as in :class:`nblaunch.events.JobEnded`, empty while it runs."""
+    return _OUTCOME_LOOKS.get(outcome, _OTHER_OUTCOME)
 
 
 def ink(colour: str) -> str:
@@ -68,4 +69,5 @@ def shape_of(state: WorkerState, *, is_marked: bool = False) -> tuple[str, str]:
     """Return the shape of a state and its colour."""
     if is_marked and not state.is_final:
         return MARKED_SHAPE, CAUTION
-    return STATE_SHAPES[state], STATE_COLOURS[state]
+    look = STATE_LOOKS[state]
+    return look.shape, look.colour

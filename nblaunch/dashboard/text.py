@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nblaunch import formatting
-from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, unpainted
+from nblaunch.dashboard.ansi import unpainted
 from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.notices import as_of_now
+from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look
 from nblaunch.dashboard.rows import Tile, epoch_of, full_length, furthest_behind, in_lines
 from nblaunch.dashboard.table import Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
@@ -150,7 +151,7 @@ def render_text(
     table = table or tabulate(view)
     lines = _table_lines(table, paint, width, has_blocks=has_blocks) if table.rows else []
     lines += collapsed_lines(table)
-    headline = paint(table.headline, OUTCOME_STYLES.get(view.outcome, "yellow"))
+    headline = paint(table.headline, outcome_look(view.outcome).style)
     lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
     lines += [table.fallback] if table.fallback else []
     lines += [f"{paint(label, 'red')}: {text}" for label, text in table.failures]
@@ -191,7 +192,7 @@ def _table_lines(table: Table, paint: Paint, width: int | None, *, has_blocks: b
         widths["output"] += 0 if width is None else width - total_width(widths, shown)
         columns["output"] = [row.detail_within(widths["output"]) for row in table.rows]
     rows = [list(shown), *zip(*(columns[name] for name in shown), strict=True)]
-    styles = ["", *(STATE_STYLES[row.state] for row in table.rows)]
+    styles = ["", *(STATE_LOOKS[row.state].style for row in table.rows)]
     lines = []
     for cells, style in zip(rows, styles, strict=True):
         padded = []

@@ -15,11 +15,9 @@ from nblaunch.dashboard.palette import (
     COLOURS,
     INK_PERCENT,
     MUTED,
-    STATE_COLOURS,
-    STATE_SHAPES,
+    STATE_LOOKS,
     ink,
-    outcome_colour,
-    outcome_shape,
+    outcome_look,
     shape_of,
 )
 from nblaunch.dashboard.rows import MAX_DIFFERING_ROWS, STATE_LENGTH, _counted, _RankStatus
@@ -277,12 +275,10 @@ def test_bars_glide_from_where_they_were() -> None:
 
 def test_states_differ_in_shape_wherever_they_differ_in_colour() -> None:
     looks = {shape_of(state, is_marked=marked) for state in WorkerState for marked in (False, True)}
-    looks |= {
-        (outcome_shape(outcome), outcome_colour(outcome)) for outcome in ("", "done", "failed", "cancelled")
-    }
+    looks |= {(look.shape, look.colour) for look in map(outcome_look, ("", "done", "failed", "cancelled"))}
     shapes = [shape for shape, _ in looks]
     assert len(shapes) == len(set(shapes))
-    assert set(STATE_SHAPES) == set(STATE_COLOURS) == set(WorkerState)
+    assert set(STATE_LOOKS) == set(WorkerState)
 
 
 # --- contrast --------------------------------------------------------------------------------------------------------
