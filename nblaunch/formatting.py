@@ -1,4 +1,4 @@
-"""Sizes, counts, ranks, durations, rates and losses as text, the same in messages, notes and dashboards."""
+"""Sizes, counts, ranks, durations, rates, losses and columns as text, the same in messages, notes and dashboards."""
 
 from __future__ import annotations
 
@@ -111,6 +111,25 @@ def loss(value: float) -> str:
 def percent(fraction: float) -> str:
     """Return a fraction as ``0%``, ``45%``, ``100%``, rounded down."""
     return f"{min(int(100 * fraction), 100)}%"
+
+
+def columns(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
+    """Return rows as lines whose cells stand below each other, two spaces apart.
+
+    Args:
+        rows: each with the same number of cells.
+        num_left: number of columns, from the first, that are aligned to the left, others to the right; None = all.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    num_left = len(widths) if num_left is None else num_left
+    lines = []
+    for cells in rows:
+        padded = [
+            cell.ljust(width) if index < num_left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def single_line(text: str) -> str:

@@ -100,3 +100,10 @@ def test_sizes_are_read(text: Any, size: int) -> None:
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a size; valid are"):
         formatting.parse_size(text)
+
+
+def test_cells_stand_below_each_other() -> None:
+    rows = [("job", "status", "n"), ("train-1", "done", "12"), ("x", "", "")]
+    assert formatting.columns(rows) == ["job      status  n", "train-1  done    12", "x"]
+    assert formatting.columns(rows, num_left=1) == ["job      status   n", "train-1    done  12", "x"]
+    assert formatting.columns([]) == []

@@ -29,14 +29,15 @@ remedy, and exit code 2.
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nblaunch.host import descriptors
 
@@ -50,6 +51,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) -> tuple[str, Any]:
+    """Return name and value of ``epochs=3``, where the value is a literal of Python, or else text.
+
+    Args:
+        option: to which ``text`` was given.
+        text: of the form ``name=value``.
+        words: in lower case, and what they stand for besides.
+
+    Raises:
+        UsageError: ``text`` has another form.
+    """
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise UsageError(f"{option} {text!r} is not of the form name=value")
+    if words is not None and value.lower() in words:
+        return name, words[value.lower()]
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 COMMANDS = {

@@ -7,7 +7,6 @@ arithmetic and its sources are in ``memory_needs.py``.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import importlib
 import json
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import formatting
-from nblaunch.cli import UsageError
+from nblaunch.cli import UsageError, named_value
 from nblaunch.cli import memory_needs as needs
 from nblaunch.cli.memory_needs import ModelSize
 from nblaunch.packages import is_installed
@@ -97,7 +96,7 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
     """
     import torch
 
-    arguments = dict(_parse_setting(setting) for setting in settings)
+    arguments = dict(named_value("--set", setting) for setting in settings)
     try:
         with torch.device("meta"):
             model = _from_module(name, arguments) if ":" in name else _from_transformers(name, arguments)
@@ -151,16 +150,6 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     if architecture is not None:
         return architecture(config)  # includes the head
     return transformers.AutoModel.from_config(config)
-
-
-def _parse_setting(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator or not name.isidentifier():
-        raise UsageError(f"--set {text!r} is not of the form name=value")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _first_line(error: BaseException) -> str:
@@ -337,14 +326,7 @@ def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]], capacity: i
         if capacity is not None:
             cells.append("yes" if row["device_bytes"] <= capacity else "no")
         grid.append(cells)
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index < 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in grid
-    ]
+    return formatting.columns(grid, num_left=2)
 
 
 def _cell(num_bytes: int) -> str:

@@ -41,9 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for one in found
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(formatting.columns(rows)))
     return 0
 
 

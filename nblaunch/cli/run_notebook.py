@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nblaunch.cli import UsageError
+from nblaunch.cli import UsageError, named_value
 from nblaunch.cli.screen import Screen, without_colours
 from nblaunch.packages import is_installed
 
-_LITERALS = {"true": True, "false": False, "null": None, "none": None}
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+"""Values of parameters that are no literals of Python."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Execute the notebook and return the exit code."""
     _check_packages()
     notebook = _read(arguments.notebook)
-    set_parameters(notebook, dict(_parse(text) for text in arguments.parameters))
+    set_parameters(notebook, dict(named_value("--parameters", text, _WORDS) for text in arguments.parameters))
     folder = arguments.cwd or arguments.notebook.absolute().parent
     for option, path in (
         ("--cwd", folder),
@@ -135,19 +136,6 @@ def _write(notebook: Any, path: Path) -> None:
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
-
-
-def _parse(text: str) -> tuple[str, Any]:
-    """Parse ``epochs=3`` into name and value: a Python literal, true, false, null, or text."""
-    name, separator, value = text.partition("=")
-    if not separator or not name.isidentifier():
-        raise UsageError(f"--parameters {text!r} is not of the form name=value")
-    if value.lower() in _LITERALS:
-        return name, _LITERALS[value.lower()]
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:

@@ -49,20 +49,16 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
         for name in SETTINGS
         if resolved.sources[name] != DEFAULT or resolved[name] not in (None, False)
     ]
-    print("\n".join(_columns([("setting", "value", "from"), *rows])))
+    print("\n".join(formatting.columns([("setting", "value", "from"), *rows])))
     if spec.accelerator:
         print("\nAccelerator() in the script uses, unless the script passes another value:")
-        print(
-            "\n".join(
-                _columns(
-                    [(f"  {name}", _text(value), "") for name, value in spec.accelerator_defaults.items()]
-                )
-            )
-        )
+        defaults = [(f"  {name}", _text(value)) for name, value in spec.accelerator_defaults.items()]
+        print("\n".join(formatting.columns(defaults)))
     print()
-    plan = plan_of(spec)
-    if isinstance(plan, str):
-        print(f"on this machine: not possible: {plan}")
+    try:
+        plan = _plan_of(spec)
+    except UsageError as refusal:
+        print(f"on this machine: not possible: {refusal}")
     else:
         machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
         print(
@@ -75,13 +71,6 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     for note in resolved.notes:
         print(f"note: {note}")
     return 0
-
-
-def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
 
 
 def _text(value: object) -> str:
@@ -100,7 +89,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
         UsageError: the launch is not possible; nothing was started.
     """
     spec = spec_of_script(resolved, script, arguments, is_module=is_module)
-    plan = _plan_or_usage_error(spec)
+    plan = _plan_of(spec, checks_port=True)
     store = _StorePreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
     try:
@@ -151,9 +140,18 @@ def spec_of_script(
         raise UsageError(str(error)) from None
 
 
-def _plan_or_usage_error(spec: LaunchSpec) -> LaunchPlan:
+def _plan_of(spec: LaunchSpec, *, checks_port: bool = False) -> LaunchPlan:
+    """Return the plan of the launch on this machine.
+
+    Args:
+        spec: the launch.
+        checks_port: look whether the port of the rendezvous is free, too.
+
+    Raises:
+        UsageError: the launch is not possible.
+    """
     try:
-        if spec.master_port and not spec.is_elastic:
+        if checks_port and spec.master_port and not spec.is_elastic:
             store.StoreHost(spec.master_addr, spec.master_port).close()
         return plan_launch(spec)
     except (LaunchError, ValueError, RuntimeError) as error:
@@ -268,11 +266,3 @@ def _exit_now(code: int) -> NoReturn:
 
 def _in_one_line(error: BaseException) -> str:
     return with_setting_names(" ".join(str(error).split()))
-
-
-def plan_of(spec: LaunchSpec) -> LaunchPlan | str:
-    """Return the plan of the launch on this machine, or why it is not possible."""
-    try:
-        return plan_launch(spec)
-    except (LaunchError, ValueError, RuntimeError) as error:
-        return _in_one_line(error)

@@ -235,11 +235,7 @@ def total_width(widths: Mapping[str, int], shown: Sequence[str]) -> int:
 
 
 def _epoch_lines(table: EpochTable) -> list[str]:
-    grid = [table.columns, *table.rows] if table.columns else []
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in grid
-    ]
+    lines = formatting.columns([table.columns, *table.rows], num_left=0) if table.columns else []
     return [*lines, *[""] * table.num_free, *[table.note] * bool(table.note)]
 
 
