@@ -24,17 +24,22 @@ registers it itself. Nothing else of nblaunch names a device family where this i
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from nblaunch.backends import process_group
 from nblaunch.host.meter import DeviceMeter
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
 
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""The network interface of connections that stay on this machine."""
 
 NO_FP8 = "fp8 needs an NVIDIA GPU of compute capability 8.9 or more (L4, H100); use mixed_precision='bf16'"
 """Why a device can't compute in fp8."""
@@ -187,9 +192,16 @@ class Backend(ABC):
             RuntimeError: the device's library can't be imported, or the process has used the device already.
         """
 
-    @abstractmethod
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        """Return the environment that a worker needs besides ``Topology.to_env()``; None removes a variable."""
+        """Return the environment that a worker needs besides ``Topology.to_env()``; None removes a variable.
+
+        A family adds what its devices need.
+        """
+        changes: dict[str, str | None] = {**process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
+        if topology.num_nodes == 1:
+            # Gloo listens on the address that the host name resolves to; nothing of one machine's job leaves it.
+            changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
+        return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
         """Return changes to :meth:`worker_env` for one worker that drives all devices; None where it can't."""
@@ -220,8 +232,6 @@ class Backend(ABC):
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         """Join the default process group of the job, unless that was done. A process on its own joins none."""
-        from nblaunch.backends import process_group
-
         process_group.join(self.dist_backend, topology, timeout_s)
 
     def enable_spmd(self) -> None:

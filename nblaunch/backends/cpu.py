@@ -10,16 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nblaunch.backends import process_group
 from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.host import proc
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
-
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""The network interface of connections that stay on this machine."""
 
 
 class CpuBackend(Backend):
@@ -48,15 +44,11 @@ class CpuBackend(Backend):
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         # Accelerate would otherwise make N unconnected processes of N workers on a machine without a GPU.
-        changes: dict[str, str | None] = {
+        return {
+            **super().worker_env(topology),
             "ACCELERATE_USE_CPU": "true",
             "USE_TORCH_XLA": "false",  # as installed, it is the device of Accelerate and transformers before any other
-            **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON,
         }
-        if topology.num_nodes == 1:
-            # Gloo listens on the address that the host name resolves to; nothing of one machine's job leaves it.
-            changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        return changes
 
     def device(self, topology: Topology) -> torch.device:
         import torch

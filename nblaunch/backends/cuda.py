@@ -8,7 +8,6 @@ from typing import Any
 from nblaunch import env
 from nblaunch.backends import first_use
 from nblaunch.backends.base import NO_FP8
-from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.backends.gpu import GpuBackend
 from nblaunch.host import gpus
 from nblaunch.host.meter import DeviceMeter
@@ -82,8 +81,6 @@ class CudaBackend(GpuBackend):
         is_set = env.read("NCCL_P2P_DISABLE") is not None
         if topology.local_world_size > 1 and not is_set and gpus.lacks_p2p() is not None:
             changes |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-        if topology.num_nodes == 1:
-            changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
         instances = self._instances()
         if instances:
             changes["CUDA_VISIBLE_DEVICES"] = instances[topology.local_rank % len(instances)]

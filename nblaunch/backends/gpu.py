@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import formatting
 from nblaunch.backends import first_use, gpu_errors, process_group
-from nblaunch.backends.base import NO_FP8, Backend
-from nblaunch.backends.cpu import LOOPBACK
+from nblaunch.backends.base import LOOPBACK, NO_FP8, Backend
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -71,10 +70,10 @@ class GpuBackend(Backend):
         )
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        changes: dict[str, str | None] = {**process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
-        if topology.num_nodes == 1:
+        changes = super().worker_env(topology)
+        if self.dist_backend == "nccl" and topology.num_nodes == 1:
             # Rendezvous of one machine's processes only; their data goes through links of GPUs or shared memory.
-            changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
     # --- worker's half -------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.backends import process_group
 from nblaunch.backends.base import NO_FP8, Backend
-from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -65,11 +63,7 @@ class MpsBackend(Backend):
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         # Operations that Metal lacks are computed on the CPU, as Accelerate has it.
-        return {
-            "PYTORCH_ENABLE_MPS_FALLBACK": "1",
-            "GLOO_SOCKET_IFNAME": LOOPBACK,
-            **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON,
-        }
+        return {**super().worker_env(topology), "PYTORCH_ENABLE_MPS_FALLBACK": "1"}
 
     def device(self, topology: Topology) -> torch.device:
         import torch

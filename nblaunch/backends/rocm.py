@@ -7,11 +7,9 @@ process, since no fork of a kernel with ROCm's libraries loaded has been tried.
 from __future__ import annotations
 
 from nblaunch.backends import first_use
-from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.backends.gpu import GpuBackend
 from nblaunch.host import drm
 from nblaunch.host.meter import DeviceMeter
-from nblaunch.topology import Topology
 
 
 class RocmBackend(GpuBackend):
@@ -55,12 +53,6 @@ class RocmBackend(GpuBackend):
 
     def open_meter(self) -> DeviceMeter:
         return drm.AmdMeter(drm.visible_amd_gpus())
-
-    def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        changes = super().worker_env(topology)
-        if topology.num_nodes == 1:
-            changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
-        return changes
 
 
 BACKEND = RocmBackend()

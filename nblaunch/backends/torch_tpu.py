@@ -25,9 +25,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env, formatting
-from nblaunch.backends import first_use, process_group
+from nblaunch.backends import first_use
 from nblaunch.backends.base import NO_FP8, Backend
-from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.host import tpu
 from nblaunch.packages import is_installed, torch_mismatch
 from nblaunch.topology import Topology
@@ -166,7 +165,7 @@ class TorchTpuBackend(Backend):
             )
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        changes: dict[str, str | None] = dict.fromkeys((*tpu.TOPOLOGY_VARIABLES, *_LEFT_BEHIND))
+        changes = super().worker_env(topology) | dict.fromkeys((*tpu.TOPOLOGY_VARIABLES, *_LEFT_BEHIND))
         count, local_rank = topology.local_world_size, str(topology.local_rank)
         ports = range(_BASE_PORT, _BASE_PORT + count)
         changes |= {
@@ -178,9 +177,7 @@ class TorchTpuBackend(Backend):
         }
         if self.device_count():
             changes |= self._slice().completed()
-        if topology.num_nodes == 1:
-            changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        return {**changes, **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
+        return changes
 
     # --- worker's half -------------------------------------------------------------------------------------------
 

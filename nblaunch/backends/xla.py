@@ -35,7 +35,7 @@ from nblaunch import env, packages
 from nblaunch.backends import first_use, process_group, xla_runtime, xla_world
 from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
-from nblaunch.backends.cpu import LOOPBACK, usable_cores
+from nblaunch.backends.cpu import usable_cores
 from nblaunch.backends.xla_spmd import SpmdDevices
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
@@ -216,15 +216,13 @@ class XlaBackend(Backend):
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         kind = xla_runtime.kind()
-        changes: dict[str, str | None] = {"PJRT_DEVICE": kind, **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
+        changes = {**super().worker_env(topology), "PJRT_DEVICE": kind}
         if kind == "TPU":
             is_v7x = "v7x" in tpu.chips()
             changes |= tpu.topology_env(topology.local_rank, topology.local_world_size, is_v7x)
             changes |= xla_runtime.host_env()
         else:
             changes |= dict.fromkeys(tpu.TOPOLOGY_VARIABLES)
-        if topology.num_nodes == 1:
-            changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:

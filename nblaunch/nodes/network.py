@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import ClassVar
 
-from nblaunch.backends.cpu import LOOPBACK
+from nblaunch.backends.base import LOOPBACK
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.store import StoreHost, family_of
 

@@ -45,7 +45,6 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.notebook", "nblaunch.nodes.link"): "a launch on one machine does not load it",
     ("nblaunch.session.session", "nblaunch.nodes.link"): "a session on one machine does not load it",
-    ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
     ("nblaunch.dashboard.terminal", "nblaunch.dashboard.live_table"): "needs rich, which may be missing",
     (
         "nblaunch.dashboard.notebook",

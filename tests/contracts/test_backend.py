@@ -115,6 +115,7 @@ def test_the_environment_of_a_worker_is_text_and_keeps_to_this_machine(backend: 
     )
     assert not changes.keys() & TOPOLOGY.to_env().keys()
     assert changes.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
+    assert changes["TORCH_DIST_INIT_BARRIER"] == "1", "no rank may leave while others still join"
 
 
 def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:

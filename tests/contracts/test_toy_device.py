@@ -44,7 +44,7 @@ class Toy(Backend):
         return None
 
     def worker_env(self, topology):
-        return {"TOY_VISIBLE_CHIPS": str(topology.local_rank), "GLOO_SOCKET_IFNAME": "lo"}
+        return {**super().worker_env(topology), "TOY_VISIBLE_CHIPS": str(topology.local_rank)}
 
     def device(self, topology):
         return torch.device("cpu", topology.local_rank)

@@ -56,6 +56,6 @@ class _Library(ctypes.CDLL):
 ctypes.CDLL = _Library
 sys.platform = "darwin"
 
-from nblaunch.backends import cpu  # noqa: E402
+from nblaunch.backends import base  # noqa: E402
 
-cpu.LOOPBACK = "lo"  # the interface of the machine that this is
+base.LOOPBACK = "lo"  # the interface of the machine that this is
