@@ -33,7 +33,6 @@ from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.notebook import make_runner
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.board import SlotReading
 from nblaunch.worker.script import Script
 
 
@@ -177,12 +176,6 @@ class _Failures(Dashboard):
         elif isinstance(event, JobEnded) and event.failed_rank is not None:
             self._failed_rank = event.failed_rank
 
-    def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
     def report(self, error: BaseException) -> None:
         """Print the root cause to stderr: traceback, then the notes about its place and the other ranks."""
         root = self._failed.get(self._failed_rank)
@@ -249,12 +242,6 @@ class _StorePreloader(Dashboard):
         elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()
-
-    def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _exit_now(code: int) -> NoReturn:

@@ -36,7 +36,7 @@ from functools import cache
 from typing import Any
 
 from nblaunch import env
-from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard, NullDashboard
+from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
 from nblaunch.dashboard.terminal import TextDashboard, open_live
@@ -68,7 +68,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
             output, and this function must be called from the thread of the cell.
 
     Returns:
-        Dashboards that never raise into the launcher.
+        Dashboards that never raise into the launcher; none for ``"none"``.
 
     Raises:
         ValueError: unknown ``kind``.
@@ -76,7 +76,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     if kind not in KINDS:
         raise ValueError(f"dashboard={kind!r} is not one of {', '.join(map(repr, KINDS))}")
     if kind == "none":
-        return [GuardedDashboard(NullDashboard())]
+        return []
     shell = kernel_shell()
     if shell is None:
         # Other output would break a line that is redrawn in place, and the caller of a background job may print.

@@ -65,19 +65,17 @@ class Dashboard(abc.ABC):
     and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. Where a session's command is
     interrupted, ``close`` comes without ``JobEnded``.
 
-    ``control`` and ``show_again`` are for dashboards that have buttons, or an output that can be shown in several
-    cells. They are called from the thread of a cell.
+    Methods with an empty body are for what only some dashboards do. ``control`` and ``show_again`` are for those that
+    have buttons, or an output that can be shown in several cells; they are called from the thread of a cell.
     """
 
     @abc.abstractmethod
     def on_event(self, event: Event) -> None:
         """Handle an event of the job."""
 
-    @abc.abstractmethod
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Handle readings of the progress board, one per rank. Also the tick at which dashboards publish."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Show the final state of the job. Calls after the first do nothing."""
 
@@ -87,20 +85,6 @@ class Dashboard(abc.ABC):
     def show_again(self) -> bool:
         """Show the job in the running cell as well; return False if there is nothing to show."""
         return False
-
-
-@final
-class NullDashboard(Dashboard):
-    """A dashboard that shows nothing."""
-
-    def on_event(self, event: Event) -> None:
-        pass
-
-    def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @final

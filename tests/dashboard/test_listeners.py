@@ -499,11 +499,12 @@ def test_outside_of_a_kernel_text_goes_to_stderr_and_output_to_stdout(
     assert "train: done in 12 s" in err
 
 
-def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for listener in dashboard.choose("none"):
-        feed(listener, [*started(2), lines_of(1, 0, 1), *ended(2)])
-        listener.on_readings([])
-        listener.close()
+@pytest.mark.parametrize("background", [False, True])
+def test_none_is_no_dashboard_and_shows_nothing(background: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = dashboard.choose("none", background=background)
+    assert chosen == []
+    assert not dashboard.show_again(chosen)
+    dashboard.close_refused(chosen, ValueError("no such device"))
     assert capsys.readouterr() == ("", "")
 
 
