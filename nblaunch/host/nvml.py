@@ -6,13 +6,14 @@ NVML makes no CUDA context and does not open ``/dev/nvidia-uvm``, so that a proc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.packages import is_installed
+
+_Answer = TypeVar("_Answer")
 
 _LIBRARY_NOT_FOUND = 12  # source: nvml.h, nvmlReturn_t
 _without_driver: Any = None
@@ -43,25 +44,12 @@ class Gpu:
 
 def list_gpus() -> tuple[Gpu, ...] | None:
     """Return the GPUs of this host in the driver's order; None where NVML can't be asked."""
-    with _opened() as pynvml:
-        if pynvml is None:
-            return None
-        try:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            return tuple(_describe(pynvml, handle) for handle in handles)
-        except pynvml.NVMLError:
-            return None
+    return _ask(_gpus, otherwise=None)
 
 
 def driver_version() -> str | None:
     """Return the version as ``"550.54.15"``; None where NVML can't be asked."""
-    with _opened() as pynvml:
-        if pynvml is None:
-            return None
-        try:
-            return _text(pynvml.nvmlSystemGetDriverVersion())
-        except pynvml.NVMLError:
-            return None
+    return _ask(lambda pynvml: _text(pynvml.nvmlSystemGetDriverVersion()), otherwise=None)
 
 
 def refusal() -> str | None:
@@ -79,17 +67,7 @@ def refusal() -> str | None:
 
 def descriptions() -> list[str]:
     """Return name, driver and memory of each GPU of this host, as ``"Tesla T4, 550.54.15, 15360 MiB"``."""
-    with _opened() as pynvml:
-        if pynvml is None:
-            return []
-        try:
-            driver = _text(pynvml.nvmlSystemGetDriverVersion())
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            sizes = [pynvml.nvmlDeviceGetMemoryInfo(handle).total >> 20 for handle in handles]
-            names = [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
-        except pynvml.NVMLError:
-            return []
-    return [f"{name}, {driver}, {size} MiB" for name, size in zip(names, sizes, strict=True)]
+    return _ask(_descriptions, otherwise=[])
 
 
 class NvmlMeter(DeviceMeter):
@@ -173,14 +151,34 @@ def _initialised() -> Any:
     return pynvml
 
 
-@contextmanager
-def _opened() -> Iterator[Any]:
+def _ask(question: Callable[[Any], _Answer], otherwise: _Answer) -> _Answer:
+    """Return what ``question`` learns from the module, while NVML is open; ``otherwise`` where it can't be asked."""
     pynvml = _initialised()
+    if pynvml is None:
+        return otherwise
     try:
-        yield pynvml
+        return question(pynvml)
+    except pynvml.NVMLError:
+        return otherwise
     finally:
-        if pynvml is not None:
-            pynvml.nvmlShutdown()
+        pynvml.nvmlShutdown()
+
+
+def _handles(pynvml: Any) -> list[Any]:
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+
+def _descriptions(pynvml: Any) -> list[str]:
+    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    return [
+        f"{_text(pynvml.nvmlDeviceGetName(handle))}, {driver}, "
+        f"{pynvml.nvmlDeviceGetMemoryInfo(handle).total >> 20} MiB"
+        for handle in _handles(pynvml)
+    ]
+
+
+def _gpus(pynvml: Any) -> tuple[Gpu, ...]:
+    return tuple(_describe(pynvml, handle) for handle in _handles(pynvml))
 
 
 def _describe(pynvml: Any, handle: Any) -> Gpu:
