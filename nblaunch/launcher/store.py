@@ -12,9 +12,13 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+from typing import TYPE_CHECKING
 
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _BACKLOG = 1024
 _STORE_DESCRIPTORS = 16  # its event loop, and its connection to itself; with some to spare
@@ -46,7 +50,7 @@ class StoreHost:
 
     def __init__(self, address: str, port: int | None) -> None:
         self.address = address
-        self._store: object | None = None
+        self._store: TCPStore | None = None
         self._socket: socket.socket | None = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             if port:
@@ -72,11 +76,6 @@ class StoreHost:
         """
         if self._socket is None:
             return
-        import torch
-        from torch.distributed import TCPStore
-
-        # Until torch 2.7 the store's newer server, the default, refuses a socket that is open (pytorch/pytorch#150215).
-        takes_sockets = torch.__version__ >= "2.8"  # compares versions, not text
         try:
             # The store itself would try again for minutes.
             descriptors.check_room(_STORE_DESCRIPTORS)
@@ -88,13 +87,10 @@ class StoreHost:
         try:
             # The store would leak its descriptors if its thread were refused: ask for one first.
             threading.Thread(target=str).start()
-            fd = self._socket.detach()  # the store owns and closes it from here on
+            fd = self._socket.detach()
             self._socket = None
             _running.add(self.port)
-            self._store = TCPStore(
-                self.address, self.port, None, True, wait_for_workers=False, master_listen_fd=fd,
-                use_libuv=takes_sockets,
-            )  # fmt: skip
+            self._store = store_behind(fd, self.address, self.port)
         except RuntimeError as error:  # a thread was refused, most likely
             raise LaunchError(
                 f"the rendezvous store could not be started: {error}. If a limit on processes is reached (ulimit -u, "
@@ -109,6 +105,27 @@ class StoreHost:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def store_behind(fd: int, address: str, port: int) -> TCPStore:
+    """Start a store behind a listening socket, which it owns and closes from here on.
+
+    Args:
+        fd: descriptor of the socket.
+        address: where it listens.
+        port: likewise.
+
+    Raises:
+        RuntimeError: the store can't be started.
+    """
+    import torch
+    from torch.distributed import TCPStore
+
+    # Until torch 2.7 the store's newer server, the default, refuses a socket that is open (pytorch/pytorch#150215).
+    takes_sockets = torch.__version__ >= "2.8"  # compares versions, not text
+    return TCPStore(
+        address, port, None, True, wait_for_workers=False, master_listen_fd=fd, use_libuv=takes_sockets
+    )
 
 
 def family_of(address: str) -> socket.AddressFamily:

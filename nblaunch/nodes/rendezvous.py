@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from nblaunch.launcher.store import store_behind
 from nblaunch.nodes.agent_process import RendezvousConfig
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
 from nblaunch.wire import schema
@@ -49,9 +50,7 @@ def open_store(config: RendezvousConfig) -> TCPStore:
         RuntimeError: it did not respond in time.
     """
     store = (
-        TCPStore(
-            config.host, config.port, None, True, wait_for_workers=False, master_listen_fd=config.listen_fd
-        )
+        store_behind(config.listen_fd, config.host, config.port)
         if config.listen_fd >= 0
         else connect(config, config.timeout_s)
     )

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, HashStore
+import torch
+from torch.distributed import DistNetworkError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.torch_version import TorchVersion
 
 from nblaunch.nodes import messages
 from nblaunch.nodes.agent_process import RendezvousConfig
 from nblaunch.nodes.heartbeats import HeartbeatStore
 from nblaunch.nodes.messages import Heartbeat
-from nblaunch.nodes.rendezvous import PlainBackend, StaticRendezvous, is_connection_error
+from nblaunch.nodes.rendezvous import PlainBackend, StaticRendezvous, is_connection_error, open_store
 from nblaunch.wire import schema
 
 
@@ -38,6 +42,27 @@ def handler(store: Any, rank: int, id: str = "", **settings: Any) -> StaticRende
 def meet(*handlers: StaticRendezvous) -> list[Any]:
     with ThreadPoolExecutor(len(handlers)) as pool:
         return list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def first_store() -> None:
+    """Start a store once: torch's store library makes a pipe at its first use and keeps it for good."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("version", [torch.__version__, TorchVersion("2.7.1")])
+def test_the_node_that_hosts_the_store_gives_it_an_open_socket(
+    version: TorchVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        fd = listening.detach()
+    hosting = replace(config(0), port=port, listen_fd=fd)
+    store = open_store(hosting)
+    assert store.libuvBackend == (version >= "2.8"), "up to torch 2.7 that server takes no open socket"
+    open_store(replace(hosting, listen_fd=-1)).set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_nodes_meet_by_their_ranks_and_what_one_round_has_stored_is_not_in_the_next() -> None:
