@@ -30,7 +30,7 @@ _STACKS_S = 10.0
 
 
 class RequestServer:
-    """The job process's end: serves requests in a thread, from now on.
+    """The job process's end: serves requests from now on, each in a thread.
 
     Args:
         folder: of the job.
@@ -63,11 +63,21 @@ class RequestServer:
                 connection, _ = self._socket.accept()
             except OSError:
                 return  # it was closed
-            # A client that has gone, or sends nothing or nonsense, must not end the service.
-            with connection, suppress(OSError, ValueError, FutureTimeout):
-                connection.settimeout(_PATIENCE_S)
-                if _is_own_user(connection) and (request := connection.recv(_MAX_REQUEST_BYTES)):
-                    connection.sendall(self._handle(request.decode(errors="replace")).encode())
+            # Stacks take seconds to find, and a client may be slow: a stop or an interrupt does not wait for that.
+            thread = threading.Thread(
+                target=self._answer, args=(connection,), name="nblaunch-request", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # the system refuses threads: one request after the other, then
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Serve one request. A client that has gone, or sends nothing or nonsense, does no harm."""
+        with connection, suppress(OSError, ValueError, FutureTimeout):
+            connection.settimeout(_PATIENCE_S)
+            if _is_own_user(connection) and (request := connection.recv(_MAX_REQUEST_BYTES)):
+                connection.sendall(self._handle(request.decode(errors="replace")).encode())
 
     def _handle(self, request: str) -> str:
         name, _, argument = request.strip().partition(" ")

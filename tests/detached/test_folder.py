@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,47 @@ def test_nonsense_does_not_end_the_service(own_folder: Path, server: _Requests) 
             assert b"ok" not in _read(client)
     requests.RemoteRequests(own_folder).stop()
     assert server.stopped.wait(10)
+
+
+class _SlowRequests(_Requests):
+    """Answers where the ranks are when a stop is requested, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+        self.stacks: Future[str] = Future()
+
+    def ask_stacks(self) -> Future[str]:
+        self.asked.set()
+        return self.stacks
+
+    def stop(self) -> None:
+        super().stop()
+        self.stacks.set_result("in the loop")
+
+
+def test_a_stop_does_not_wait_until_the_stacks_are_known(own_folder: Path) -> None:
+    made = _SlowRequests()
+    server = requests.RequestServer(own_folder, made)
+    remote = requests.RemoteRequests(own_folder)
+    stacks = remote.ask_stacks()
+    assert made.asked.wait(10)
+    remote.stop()
+    assert stacks.result(20) == "in the loop"
+    server.close()
+    made.close()
+
+
+def test_requests_are_served_where_the_system_refuses_threads(
+    own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):
+        requests.RemoteRequests(own_folder).interrupt()
+    assert server.interrupts == 2
 
 
 def test_events_that_the_disk_has_no_room_for_cost_no_others(
