@@ -22,6 +22,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -309,7 +310,10 @@ def check_private(path: Path) -> None:
 
 def list_jobs() -> list[JobSummary]:
     """Return all jobs of this user on this machine, the newest last."""
-    summaries = [JobFolder(path).summary() for path in root().iterdir() if path.is_dir()]
+    summaries = []
+    for path in filter(Path.is_dir, root().iterdir()):
+        with suppress(FileNotFoundError):  # another process prunes it at the same time
+            summaries.append(JobFolder(path).summary())
     return sorted((one for one in summaries if one is not None), key=lambda one: one.started_s)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import socket
 import threading
 from concurrent.futures import Future
@@ -89,6 +90,24 @@ def test_a_job_of_another_version_is_listed_and_refused(
     printed = capsys.readouterr()
     assert "other version" in printed.out
     assert "another version" in printed.err
+
+
+def test_a_job_that_another_process_prunes_while_jobs_are_listed_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("train-3f9a2c", "pruned-4f9a2c"):
+        path = folders.root() / name
+        path.mkdir(mode=0o700)
+        (path / "record").write_bytes(b"cnblaunch.detached.gone\nRecord\n.")
+    check = folders.check_private
+
+    def prune(path: Path) -> None:
+        if path.name == "pruned-4f9a2c":
+            shutil.rmtree(path)
+        check(path)
+
+    monkeypatch.setattr(folders, "check_private", prune)
+    assert [one.id for one in nblaunch.jobs()] == ["train-3f9a2c"]
 
 
 class _Requests(JobRequests):
