@@ -1,4 +1,4 @@
-"""Readings of devices from outside of the workers: memory in use, in all and by process, and utilisation.
+"""Readings of devices from outside of the workers: memory in use, and utilisation.
 
 Done by the launcher while workers run, so it must not create a device context. What a worker knows of its own memory
 it reports by itself (``Backend.device_memory``).
@@ -6,7 +6,6 @@ it reports by itself (``Backend.device_memory``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -19,7 +18,6 @@ class DeviceReading:
         used_bytes: of its memory, by all processes of the host.
         total_bytes: of its memory.
         utilisation: share of the last moments in which it computed, 0 to 1; None where it is not known.
-        by_process: process id -> bytes, as far as the driver knows. In a container these are the host's numbers.
         position: its number among all devices of the meter, where others may be missing; None: none is.
     """
 
@@ -27,7 +25,6 @@ class DeviceReading:
     used_bytes: int
     total_bytes: int
     utilisation: float | None = None
-    by_process: Mapping[int, int] = field(default_factory=dict)
     position: int | None = field(default=None, compare=False)
 
 

@@ -80,8 +80,6 @@ class NvmlMeter(DeviceMeter):
 
     def __init__(self, uuids: Sequence[str], pynvml: Any) -> None:
         self._pynvml = pynvml
-        # For functions that drivers before 510 lack, pynvml raises another error type.
-        self._refusals = (pynvml.NVMLError, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError))
         self._handles: list[tuple[int, Any]] = []
         self.num_devices = len(uuids)
         for index, uuid in enumerate(uuids):
@@ -109,7 +107,6 @@ class NvmlMeter(DeviceMeter):
                     int(memory.used),
                     int(memory.total),
                     self._utilisation(handle),
-                    self._processes(handle),
                     position=index,
                 )
             )
@@ -120,13 +117,6 @@ class NvmlMeter(DeviceMeter):
             return int(self._pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
         except self._pynvml.NVMLError:
             return None  # MIG instances have no such counter
-
-    def _processes(self, handle: Any) -> dict[int, int]:
-        try:
-            running = self._pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except self._refusals:
-            return {}
-        return {int(process.pid): int(process.usedGpuMemory or 0) for process in running}
 
     def close(self) -> None:
         self._handles = []

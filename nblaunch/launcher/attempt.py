@@ -27,7 +27,7 @@ from nblaunch.host.descendants import Descendants
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.logtail import LogTail
-from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
+from nblaunch.launcher.monitor import Monitor
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
@@ -161,7 +161,6 @@ class RunningAttempt:
         memory: host memory from before the start on.
         monitor: samples the workers' memory and devices.
         guardian: kills the workers if this process dies; not started yet.
-        leak_check: compares the memory of the devices before and after.
         left_running: what was ended when the attempt was closed, though it had left the workers' process groups.
     """
 
@@ -176,7 +175,6 @@ class RunningAttempt:
     memory: MemoryRecord
     monitor: Monitor
     guardian: Guardian
-    leak_check: DeviceLeakCheck
     left_running: list[str]
     _resources: ExitStack = field(repr=False)
 
@@ -197,9 +195,8 @@ def start_attempt(attempt: Attempt, method: StartMethod | None = None) -> Runnin
         LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
     """
     method = method or start_methods.find(attempt.plan.start_method)
-    leak_check = DeviceLeakCheck(attempt.plan.backend)
     with ExitStack() as stack, refusals_as_launch_errors(attempt):
-        return _start(attempt, method, leak_check, stack)
+        return _start(attempt, method, stack)
 
 
 @contextmanager
@@ -214,9 +211,7 @@ def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
         ) from error
 
 
-def _start(
-    attempt: Attempt, method: StartMethod, leak_check: DeviceLeakCheck, stack: ExitStack
-) -> RunningAttempt:
+def _start(attempt: Attempt, method: StartMethod, stack: ExitStack) -> RunningAttempt:
     """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     descendants = Descendants()
@@ -243,7 +238,7 @@ def _start(
     stack.callback(guardian.dismiss)
     return RunningAttempt(
         attempt, assignments, group, board, links, tails, store,
-        selector, memory, monitor, guardian, leak_check, left_running, stack.pop_all(),
+        selector, memory, monitor, guardian, left_running, stack.pop_all(),
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """What workers take of the host and of its devices, read from outside while they run.
 
-    Monitor             events about each rank's host memory and the utilisation of its device, once a second
-    DeviceLeakCheck     the memory of the devices before the workers start, compared with that after they have ended
+    Monitor     events about each rank's host memory and the utilisation of its device, once a second
 
 Workers notice nothing of it. A device is read in about a millisecond (NVML for GPUs). What a worker has taken of its
 device's memory it reports by itself.
@@ -13,11 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nblaunch import formatting
 from nblaunch.backends.base import Backend
 from nblaunch.events import DeviceUse, Event, HostMemory
 from nblaunch.host import memory, proc
-from nblaunch.host.meter import DeviceMeter, DeviceReading
+from nblaunch.host.meter import DeviceMeter
 
 INTERVAL_S = 1.0
 """Between two samples."""
@@ -26,12 +24,6 @@ PROPORTIONAL_INTERVAL_S = 2.0
 """Between two readings of the proportional memory of a rank, at least."""
 
 _MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
-
-_LEAK_BYTES = 64 << 20
-"""Less comes and goes with the driver's own tables, and with what else uses a GPU that shows a desktop."""
-
-_LEAK_PATIENCE_S = 1.0
-_LEAK_INTERVAL_S = 0.05
 
 
 class Monitor:
@@ -177,64 +169,3 @@ class MemorySampler:
         if known.proportional is None:
             return HostMemory(rank, time.time(), own, is_proportional=False)
         return HostMemory(rank, time.time(), max(known.proportional + own - known.own, 0))
-
-
-class DeviceLeakCheck:
-    """Compares the memory of the devices before a launch with that after it.
-
-    Reads the devices when it is made, which is before workers start, and once more when all have ended.
-
-    Args:
-        backend: whose devices.
-        patience_s: how long the driver may take to free the memory of ended processes.
-    """
-
-    def __init__(self, backend: Backend, patience_s: float = _LEAK_PATIENCE_S) -> None:
-        self._backend = backend
-        self._patience_s = patience_s
-        self._before = {reading.name: reading for reading in self._read()}
-
-    def leaks(self) -> list[str]:
-        """Return a sentence for each device of which clearly more memory is taken than before."""
-        if not self._before:
-            return []
-        deadline_s = time.monotonic() + self._patience_s
-        while True:
-            grown = [reading for reading in self._read() if self._growth(reading) > _LEAK_BYTES]
-            if not grown or time.monotonic() >= deadline_s:
-                return [self._describe(reading) for reading in grown]
-            time.sleep(_LEAK_INTERVAL_S)
-
-    def _read(self) -> tuple[DeviceReading, ...]:
-        meter = self._backend.open_meter()
-        try:
-            return meter.read()
-        finally:
-            meter.close()
-
-    def _growth(self, reading: DeviceReading) -> int:
-        before = self._before.get(reading.name)
-        return 0 if before is None else reading.used_bytes - before.used_bytes
-
-    def _describe(self, reading: DeviceReading) -> str:
-        growth = formatting.size(self._growth(reading))
-        text = f"{reading.name}: {growth} more of its memory is used than before the launch"
-        owners = _growing(self._before[reading.name].by_process, reading.by_process)
-        if not owners:
-            return f"{text}, though all its processes have ended; another program uses it (nvidia-smi lists them)"
-        return f"{text}: " + ", ".join(f"{_name(pid)} took {formatting.size(taken)}" for pid, taken in owners)
-
-
-def _growing(before: Mapping[int, int], after: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return the processes that take more than before, with how much more, the greatest first."""
-    more = {pid: taken - before.get(pid, 0) for pid, taken in after.items()}
-    return sorted(
-        ((pid, taken) for pid, taken in more.items() if taken > 0), key=lambda one: one[1], reverse=True
-    )
-
-
-def _name(pid: int) -> str:
-    command = proc.read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
-    if not command:
-        return f"process {pid} of the host"  # this is a container, which sees its own processes only
-    return f"process {pid} ({command:.60})"

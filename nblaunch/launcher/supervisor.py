@@ -143,8 +143,6 @@ class Supervisor:
             self.close()
             raise
         self.close()
-        for line in self._running.leak_check.leaks():
-            self._note(line, "warning")
         return self._report, rank_results
 
     def _leave_workers(self) -> tuple[AttemptReport, dict[int, RankResult]]:

@@ -17,10 +17,6 @@ class NVMLError(Exception):
         self.value = value
 
 
-class NVMLLibraryMismatchError(Exception):
-    """As pynvml's own, which is no NVMLError: the driver lacks what the module calls."""
-
-
 @dataclass
 class FakeGpu:
     """What NVML reports of one GPU, or of one MIG instance. ``None`` where it says that it does not support that.
@@ -33,31 +29,27 @@ class FakeGpu:
     used: int = 0
     total: int = 16 << 30
     utilisation: int | None = 0
-    processes: dict[int, int | None] = field(default_factory=dict)
     instances: list[FakeGpu | None] = field(default_factory=list)
     is_mig: bool = False
     is_lost: bool = False
 
 
 class FakeNvml(types.ModuleType):
-    """A driver with these GPUs; ``has_driver=False``: none is installed; ``is_old``: it is of before 510."""
+    """A driver with these GPUs; ``has_driver=False``: none is installed."""
 
     NVMLError = NVMLError
-    NVMLLibraryMismatchError = NVMLLibraryMismatchError
 
     def __init__(
         self,
         gpus: Sequence[FakeGpu] = (),
         driver: str = "550.54.15",
         has_driver: bool = True,
-        is_old: bool = False,
     ) -> None:
         super().__init__("pynvml")
         self.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
         self.gpus = list(gpus)
         self.driver = driver
         self.has_driver = has_driver
-        self.is_old = is_old
         self.num_open = 0
         self.num_tries = 0
 
@@ -117,8 +109,3 @@ class FakeNvml(types.ModuleType):
         if handle.utilisation is None:
             raise NVMLError("Not Supported")
         return types.SimpleNamespace(gpu=handle.utilisation)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[Any]:
-        if self.is_old:
-            raise NVMLLibraryMismatchError("Unversioned function called")
-        return [types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.processes.items()]

@@ -1,4 +1,4 @@
-"""Samples of workers' host memory and devices, and the check for device memory that a launch leaves taken."""
+"""Samples of workers' host memory and devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from nblaunch.events import AttemptStarted, Exited, Started, WorkerState
 from nblaunch.host.memory import proportional_bytes
 from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.host.nvml import NvmlMeter
-from nblaunch.launcher.monitor import PROPORTIONAL_INTERVAL_S, DeviceLeakCheck, DeviceSampler, MemorySampler
+from nblaunch.launcher.monitor import PROPORTIONAL_INTERVAL_S, DeviceSampler, MemorySampler
 from nblaunch.wire.board import SlotReading
 from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 MB = 1_000_000
-GB = 1_000_000_000
 
 
 @dataclass
@@ -185,62 +184,3 @@ def test_the_table_shows_the_utilisation_while_the_rank_runs() -> None:
     assert "2.00 GB of 16.0 GB, 25% busy" in table.rows[0].cells
     ended = tabulate(fold(view, Exited(0, 4.0)))
     assert not any("busy" in cell for cell in ended.rows[0].cells)
-
-
-class _Readings(DeviceMeter):
-    def __init__(self, backend: _Devices) -> None:
-        self._backend = backend
-        backend.num_open += 1
-
-    def read(self) -> tuple[DeviceReading, ...]:
-        readings = self._backend.readings
-        return readings.pop(0) if len(readings) > 1 else readings[0]
-
-    def close(self) -> None:
-        self._backend.num_open -= 1
-
-
-class _Devices(CpuBackend):
-    """Devices that read as given, one reading after the other, the last one again and again."""
-
-    def __init__(self, *readings: tuple[DeviceReading, ...]) -> None:
-        self.readings = list(readings)
-        self.num_open = 0
-
-    def open_meter(self) -> DeviceMeter:
-        return _Readings(self)
-
-
-def _gpu(used: float, by_process: dict[int, int] | None = None, name: str = "GPU 0") -> DeviceReading:
-    return DeviceReading(name, int(used * GB), 16 * GB, None, by_process or {})
-
-
-def test_no_leak_where_all_memory_is_free_again() -> None:
-    backend = _Devices((_gpu(1.0), _gpu(2.0, name="GPU 1")), (_gpu(1.05), _gpu(1.0, name="GPU 1")))
-    assert DeviceLeakCheck(backend).leaks() == []
-    assert backend.num_open == 0
-
-
-def test_the_driver_has_a_moment_to_free_memory() -> None:
-    backend = _Devices((_gpu(1.0),), (_gpu(9.0),), (_gpu(5.0),), (_gpu(1.0),))
-    assert DeviceLeakCheck(backend, patience_s=60).leaks() == []
-
-
-def test_a_process_that_keeps_memory_is_named() -> None:
-    mine, hosts = os.getpid(), 2**31 - 7
-    before, after = {mine: GB // 2, 5: GB}, {mine: GB, hosts: 2 * GB, 5: GB}
-    (line,) = DeviceLeakCheck(_Devices((_gpu(1.0, before),), (_gpu(3.5, after),)), patience_s=0).leaks()
-    assert line.startswith(
-        "GPU 0: 2.50 GB more of its memory is used than before the launch: "
-        f"process {hosts} of the host took 2.00 GB, process {mine} ("
-    )
-    assert line.endswith("took 500 MB")
-
-
-def test_an_unknown_owner_of_memory() -> None:
-    (line,) = DeviceLeakCheck(_Devices((_gpu(1.0),), (_gpu(2.0),)), patience_s=0).leaks()
-    assert "another program" in line
-
-
-def test_a_backend_without_devices_of_its_own_has_nothing_to_compare() -> None:
-    assert DeviceLeakCheck(CpuBackend()).leaks() == []
