@@ -5,7 +5,7 @@
         record                      what was launched
         events                      what has happened, appended as it happens: the packets of ``wire/channel.py``
         snapshot                    the last readings of the board, replaced several times a second
-        result, weights, others     what the ranks returned, trained weights, and what else their state dicts hold
+        result, weights             what the ranks returned, and trained weights
         end                         how the job ended
         socket                      for requests, while the job process runs
         job.log                     what the job process printed
@@ -183,13 +183,8 @@ class JobFolder(LogFolder):
 
     @property
     def weights_path(self) -> Path:
-        """The file of trained weights."""
+        """The file of trained weights, if there are any."""
         return self.path / "weights"
-
-    @property
-    def others_path(self) -> Path:
-        """The file of what is in state dicts besides tensors, if there is anything."""
-        return self.path / "others"
 
     @property
     def has_job_process(self) -> bool:

@@ -6,8 +6,10 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.wire import exceptions, payload
-from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.channel import EventReceiver
 
@@ -228,7 +229,7 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
         headline=end.headline,
         is_early=end.is_early,
         values=_Stored(lambda: _load_values(folder)),
-        unloaded_weights=_Stored(lambda: _load_weights(folder)),
+        unloaded_weights=_Stored(lambda: _load(folder.weights_path)),
     )
 
 
@@ -244,30 +245,18 @@ def _error_of(end: End) -> BaseException | None:
     return error
 
 
-class _Stored(Mapping[Any, Any]):
-    """A mapping that is read from the job's folder when it is needed."""
+class _Stored(UserDict[Any, Any]):
+    """A dictionary that is read from the job's folder when it is needed."""
 
-    def __init__(self, load: Callable[[], Mapping[Any, Any]]) -> None:
+    def __init__(self, load: Callable[[], dict[Any, Any]]) -> None:
         self._load = load
-        self._loaded: Mapping[Any, Any] | None = None
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._contents[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._contents)
-
-    def __len__(self) -> int:
-        return len(self._contents)
-
-    @property
-    def _contents(self) -> Mapping[Any, Any]:
-        if self._loaded is None:
-            self._loaded = self._load()
-        return self._loaded
+    @cached_property
+    def data(self) -> dict[Any, Any]:  # type: ignore[override]
+        return self._load()
 
 
-def _load_values(folder: JobFolder) -> Mapping[int, Any]:
+def _load_values(folder: JobFolder) -> Any:
     try:
         return _load(folder.result_path)
     except Exception as error:  # of the user's classes, which this process may not have
@@ -277,17 +266,8 @@ def _load_values(folder: JobFolder) -> Mapping[int, Any]:
         ) from error
 
 
-def _load_weights(folder: JobFolder) -> Mapping[ArgPath, Mapping[str, Any]]:
-    if not folder.weights_path.exists():
-        return {}
-    import torch
-
-    tensors = torch.load(folder.weights_path, map_location="cpu", weights_only=True, mmap=True)
-    others = _load(folder.others_path)
-    return {path: {**state, **others.get(path, {})} for path, state in tensors.items()}
-
-
 def _load(path: Path) -> Any:
+    """Return what a file holds, with tensors on its pages; an empty dictionary without the file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

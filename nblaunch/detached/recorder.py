@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,35 +124,12 @@ def _end_of(outcome: JobOutcome, unsaved: str) -> End:
 
 
 def _save_values(folder: JobFolder, outcome: JobOutcome) -> None:
-    """Write what the ranks returned, and trained weights: tensors by torch, to be read without running any code."""
-    tensors, others = _divided(outcome.unloaded_weights)
-    if tensors:
-        import torch
-
-        folder.replace(folder.weights_path, lambda file: torch.save(tensors, file))
-    if any(others.values()):
-        _write(folder, folder.others_path, others)
+    """Write what the ranks returned, and trained weights."""
+    if outcome.unloaded_weights:
+        _write(folder, folder.weights_path, dict(outcome.unloaded_weights))
     if outcome.status == "done":
         _write(folder, folder.result_path, dict(outcome.values))
 
 
 def _write(folder: JobFolder, path: Path, value: Any) -> None:
     folder.replace(path, lambda file: PayloadWriter(file.fileno()).append(value, main_by_reference=True))
-
-
-def _divided(
-    weights: Mapping[Any, Mapping[str, Any]],
-) -> tuple[dict[Any, dict[str, Any]], dict[Any, dict[str, Any]]]:
-    """Return the plain tensors of state dicts, and all else in them."""
-    tensors: dict[Any, dict[str, Any]] = {}
-    others: dict[Any, dict[str, Any]] = {}
-    for path, state in weights.items():
-        tensors[path] = {name: value for name, value in state.items() if _is_plain_tensor(value)}
-        others[path] = {name: value for name, value in state.items() if not _is_plain_tensor(value)}
-    return tensors, others
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    import torch
-
-    return type(value) in (torch.Tensor, torch.nn.Parameter)

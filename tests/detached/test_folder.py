@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nblaunch
 from nblaunch import cli
 from nblaunch.detached import folder as folders
-from nblaunch.detached import requests
+from nblaunch.detached import follower, requests
 from nblaunch.detached.folder import JobFolder, Record
 from nblaunch.detached.recorder import Recorder
-from nblaunch.events import Fact, Note
+from nblaunch.events import Fact, JobEnded, Note
+from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.wire.channel import EventReceiver
 
@@ -220,6 +222,29 @@ def test_requests_are_served_where_the_system_refuses_threads(
     for _ in range(2):
         requests.RemoteRequests(own_folder).interrupt()
     assert server.interrupts == 2
+
+
+def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
+    path = own_folder / "job"
+    path.mkdir(mode=0o700)
+    folder = JobFolder(path)
+    weight = torch.arange(2048.0)
+    states = {0: {"weight": weight, "tied": weight, "_extra_state": {"seen": 3}}, "args[1]['a']": {}}
+    recorder = Recorder(folder, lambda: JobOutcome("done", values={0: 7}, unloaded_weights=states))
+    recorder.on_event(JobEnded(-1, 1.0, "done"))
+    os.close(recorder._sender.fd)
+    assert 8192 < folder.weights_path.stat().st_size < 16384, "what is tied is written once"
+    end = folder.read_end()
+    assert end is not None
+    outcome = follower._outcome_of(folder, end)
+    assert (outcome.error, dict(outcome.values)) == (None, {0: 7})
+    state = outcome.unloaded_weights[0]
+    assert torch.equal(state["weight"], weight)
+    assert state["tied"] is state["weight"]
+    assert state["_extra_state"] == {"seen": 3}
+    assert outcome.unloaded_weights["args[1]['a']"] == {}
+    folder.weights_path.unlink()
+    assert dict(follower._outcome_of(folder, end).unloaded_weights) == {}
 
 
 def test_events_that_the_disk_has_no_room_for_cost_no_others(
