@@ -208,7 +208,7 @@ class JobFollower(JobState):
             self.emit(ended)
             self._close_listeners()
         finally:
-            self._set_ended()
+            self._ended.set()
             self._launch_settled.set()
 
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     import pandas
 
 
+_AWAIT_POLL_S = 0.05
+"""Between two looks of ``await job``."""
+
+
 class Job:
     """One launch, running or ended.
 
@@ -106,7 +110,7 @@ class Job:
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Wait by ``await job`` in a cell for :meth:`result`, with the kernel's event loop free meanwhile."""
-        return self._ended().__await__()
+        return self._awaited().__await__()
 
     @property
     def status(self) -> str:
@@ -370,17 +374,10 @@ class Job:
         if self._outcome.is_released:
             raise RuntimeError(f"{self!r} has given up its result and weights: release() was called")
 
-    async def _ended(self) -> Any:
+    async def _awaited(self) -> Any:
         __tracebackhide__ = True
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def wake() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(ended.set)
-
-        self._state.call_at_end(wake)
-        await ended.wait()
+        while self.is_running:
+            await asyncio.sleep(_AWAIT_POLL_S)
         return self.result()
 
 

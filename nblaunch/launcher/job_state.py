@@ -8,7 +8,7 @@ process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -112,8 +112,6 @@ class JobState:
         self._listeners = list(listeners)
         self._launch_settled = threading.Event()  # started, waiting for other machines, or ended
         self._ended = threading.Event()
-        self._end_lock = threading.Lock()
-        self._at_end: list[Callable[[], None]] = []
 
     @property
     def ranks(self) -> range:
@@ -130,14 +128,6 @@ class JobState:
         while timeout is None and not self._ended.wait(_LOOK_S):
             pass  # an interrupt that the system has given to another thread is seen between two looks
         return self._ended.wait(timeout)
-
-    def call_at_end(self, call: Callable[[], None]) -> None:
-        """Call ``call()`` when the job has ended, in the thread that ended it; at once if it has."""
-        with self._end_lock:
-            if self.is_running:
-                self._at_end.append(call)
-                return
-        call()
 
     def raise_if_not_started(self) -> None:
         """Raise what kept the workers of a job in the background from starting, if anything did.
@@ -176,10 +166,3 @@ class JobState:
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-
-    def _set_ended(self) -> None:
-        """Let those that wait for the end go on."""
-        with self._end_lock:
-            self._ended.set()
-        for call in self._at_end:
-            call()

@@ -238,7 +238,7 @@ class JobRunner(JobState):
         self.requests.close()
         self.command_connections = {}
         self.log.end()
-        self._set_ended()
+        self._ended.set()
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
