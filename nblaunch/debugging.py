@@ -7,7 +7,7 @@ The debugger's modules, in the folders of the processes and of what they serve:
     debugging.py                   asks the user, in the kernel
     launcher/debug_client.py       commands and lines to the workers of a job or session, replies and prompts from them
     launcher/post_mortem.py        failures that are kept for it
-      session/failed_command.py    that of a session's command
+      session/client.py            that of a session's command
     launcher/comparison.py         values by rank; the variables of a function over all ranks
     wire/debug_messages.py         what client and worker send each other; replies in ``wire/replies.py``
     worker/debugger.py             answers in a worker, with pdb
@@ -16,11 +16,9 @@ The debugger's modules, in the folders of the processes and of what they serve:
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
@@ -29,6 +27,7 @@ from nblaunch.events import Note
 from nblaunch.launcher import post_mortem
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job import last_job
+from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.wire.debug_messages import Prompted
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def answer_prompt(debugger: DebugClient, interrupt: Callable[[], None]) -> None:
     rank = debugger.next_prompt()
     if rank is None:
         return
-    with _interruptible():
+    with interrupts_as_requests(_raise_interrupt):  # the launcher counts them otherwise
         try:
             debugger.send_line(rank, _ask(rank, debugger.prompts[rank]))
         except KeyboardInterrupt:
@@ -149,14 +148,5 @@ def _print(text: str) -> None:
         print(text, end="" if text.endswith("\n") else "\n", flush=True)
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt while a user is asked; the launcher counts it otherwise."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
+def _raise_interrupt() -> None:
+    raise KeyboardInterrupt

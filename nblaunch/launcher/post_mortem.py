@@ -3,7 +3,7 @@
 a rank raises ──> the job has failed, its error is raised, its workers stay ── inspect, compare, pdb
                   the next launch, release(), 30 minutes, or the end of this process ──> they end
 
-A command of a session that has failed is kept likewise (``session/failed_command.py``).
+A command of a session that has failed is kept likewise (``session/client.py``).
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@
        └── JobRunner: starts the workers, watches them, follows their logs, as for any job, of the function ``serve``
 
 session.py       Session: what the caller holds
-client.py        in the kernel: sends commands to the ranks, waits for their replies
+client.py        in the kernel: sends commands and variables to the ranks, waits for replies, keeps what failed
 server.py        in each worker: executes commands
   cells.py       code that runs like a notebook cell
-failed_command.py  a command that has failed, kept for the debugger
-values.py        variables that are sent to the ranks
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        what ranks print while a command runs, shown in the cell
 """

@@ -10,6 +10,8 @@ import sys
 from types import CodeType
 from typing import Any
 
+from nblaunch.worker import output
+
 _FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -65,6 +67,5 @@ def remember_source(filename: str, source: str) -> None:
 
 def _transformed(code: str) -> str:
     """Return ``code`` in plain Python: IPython's magics and shell commands are calls in it."""
-    ipython: Any = sys.modules.get("IPython.core.interactiveshell")
-    shell = ipython.InteractiveShell._instance if ipython is not None else None
+    shell = output.current_shell()
     return code if shell is None else str(shell.transform_cell(code))

@@ -1,4 +1,4 @@
-"""The client of a session: sends a command to the ranks, waits for their replies, and handles failures."""
+"""The client of a session: sends commands and variables to the ranks, waits for replies, and handles failures."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
+from typing import Any
 
-from nblaunch import debugging
-from nblaunch.errors import JobCancelled, LaunchError
+from nblaunch import debugging, formatting
+from nblaunch.errors import JobCancelled, LaunchError, PayloadError
 from nblaunch.events import Failed, GroupAbandoned, Note
+from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import BUSY, SessionOutput
+from nblaunch.wire import payload, pickle_errors
+from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.replies import ReceivedReply, receive_reply
 from nblaunch.wire.session_messages import Close, DropFrames, Execute, LeaveGroup, RunFunction, SessionCommand
@@ -335,3 +340,55 @@ def _described(abandoned: GroupAbandoned) -> str:
     rank, failed = min(abandoned.failed.items(), key=lambda one: one[1].time_s)
     lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
     return f"rank {rank} on {abandoned.label} raised {lines[0]}"
+
+
+class FailedCommand(KeptFailure):
+    """The frames of the ranks on which a command has raised, those that were interrupted among them.
+
+    Args:
+        client: of the session.
+        failed_rank: with the root cause.
+        ranks: that have raised.
+    """
+
+    def __init__(self, client: SessionClient, failed_rank: int, ranks: Sequence[int]) -> None:
+        super().__init__(client.debugger, failed_rank)
+        self._client = client
+        self._ranks = ranks
+
+    def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
+        """As of any failure; pdb opens on ranks that have raised."""
+        found = super().find_debugger(rank)
+        if found[1] not in self._ranks:
+            raise ValueError(
+                f"rank {rank} has ended the command; it failed on {formatting.ranks(self._ranks)}. "
+                "session.inspect('name') shows variables of every rank"
+            )
+        return found
+
+    def _release(self) -> None:
+        self._client.forget(self._ranks)
+
+
+@contextmanager
+def saved_values(values: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the descriptor of a memory file with ``values``, pickled once for all ranks.
+
+    Raises:
+        PayloadError: one can't be pickled.
+    """
+    fd = create_memory_file("nblaunch-values")
+    try:
+        try:
+            payload.dump(values, fd)
+        except Exception as error:
+            parts = [
+                part
+                for name, value in values.items()
+                for part in pickle_errors.unpicklable_parts(value, name)
+            ]
+            named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
+            raise PayloadError(f"put() sends pickled values, and this can't be pickled: {named}") from error
+        yield fd
+    finally:
+        os.close(fd)

@@ -214,8 +214,7 @@ def _display_of(value: Any) -> dict[str, Any]:
     """Return the display of a cell's last value by MIME type; nothing for None."""
     if value is None:
         return {}
-    ipython: Any = sys.modules.get("IPython.core.interactiveshell")
-    shell = ipython.InteractiveShell._instance if ipython is not None else None
+    shell = output.current_shell()
     if shell is None:
         return {"text/plain": repr(value)}
     data, _ = shell.display_formatter.format(value)

@@ -29,11 +29,9 @@ from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner, NodeAttempts
 from nblaunch.session import cells
-from nblaunch.session.client import Replies, SessionClient, failed_ranks
-from nblaunch.session.failed_command import FailedCommand
+from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks, saved_values
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
-from nblaunch.session.values import saved_values
 from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import modules_in

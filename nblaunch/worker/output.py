@@ -166,7 +166,7 @@ class EventPublisher:
 
 def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
     """Send the displays of this process to the launcher; does nothing in a process without IPython."""
-    shell = _current_shell()
+    shell = current_shell()
     if shell is None:
         return
     # tqdm.auto and others take this key as "widgets will work here".
@@ -199,6 +199,7 @@ def show_pending_figures() -> None:
     inline.flush_figures()
 
 
-def _current_shell() -> Any:
+def current_shell() -> Any:
+    """Return IPython's shell of this process; None if there is none. Does not import IPython."""
     module: Any = sys.modules.get("IPython.core.interactiveshell")
     return module.InteractiveShell._instance if module is not None else None
