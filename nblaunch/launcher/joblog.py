@@ -26,8 +26,8 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nblaunch import env
 from nblaunch.errors import LaunchError
@@ -39,7 +39,6 @@ _PRUNE_EVERY = 20
 """jobs of a kernel. Most prune once their workers run; those that are over before that must not pile up."""
 
 _STAMP_NAME = ".nblaunch_job.json"
-_MAX_STAMP_BYTES = 4096
 
 _REMEDY = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
 
@@ -99,14 +98,20 @@ class JobLog(LogFolder):
         self._max_jobs: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
         super().__init__(self._root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"))
-        stamp = _FolderStamp(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
+        stamp = {
+            "job": self.path.name,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "number": number,  # of the job in this process
+            "made_s": time.time(),
+        }
         try:
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise _refusal(f"the job's log folder {self.path} can't be made", self.path, error) from error
         # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
         with suppress(OSError):
-            stamp.write(self.path)
+            (self.path / _STAMP_NAME).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
         _in_use.add(self.path)
         if number % _PRUNE_EVERY == 0:
             with suppress(OSError):  # old logs are no reason to refuse a job
@@ -188,70 +193,43 @@ def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
     return LaunchError(f"{what}: {disk.reason(path, error)}. {_REMEDY}")
 
 
-@dataclass(frozen=True)
-class _FolderStamp:
-    """What a job's folder carries.
+def _stamp_of(folder: Path) -> dict[str, Any] | None:
+    """Return the stamp of a folder that a :class:`JobLog` of this machine has made and that was not moved, else None.
 
-    Args:
-        job: name of the folder.
-        host: of the kernel.
-        pid: of the kernel.
-        number: of the job in that kernel.
-        made_s: ``time.time()`` of its start.
+    Whether a process of another machine that shares the folder still runs can't be seen from here.
     """
-
-    job: str
-    host: str
-    pid: int
-    number: int
-    made_s: float
-
-    def write(self, folder: Path) -> None:
-        """Stamp ``folder``."""
-        (folder / _STAMP_NAME).write_text(json.dumps(vars(self)) + "\n", encoding="utf-8")
-
-    @classmethod
-    def of(cls, folder: Path) -> _FolderStamp | None:
-        """Return the stamp of a folder that :class:`JobLog` has made and that was not moved; None of any other."""
-        if folder.is_symlink():
+    path = folder / _STAMP_NAME
+    try:
+        status = path.lstat()
+        if folder.is_symlink() or not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             return None
-        try:
-            # Not through a link, and not from a named pipe, which would never answer.
-            fd = os.open(folder / _STAMP_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
-            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-            text = file.read(_MAX_STAMP_BYTES) if is_ours else b""
-        try:
-            stamp = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            return None
-        is_whole = all(isinstance(value, int) for value in (stamp.pid, stamp.number)) and stamp.pid in range(
-            1, 1 << 31
-        )
-        return stamp if is_whole and isinstance(stamp.made_s, float) and stamp.job == folder.name else None
+        stamp: dict[str, Any] = json.loads(path.read_bytes())
+        is_ours = stamp["job"] == folder.name and stamp["host"] == socket.gethostname()
+        stamp["made_s"], stamp["number"] = float(stamp["made_s"]), int(stamp["number"])
+    except (OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError):
+        return None  # it is not one that we have written
+    return stamp if is_ours else None
 
 
 def _prune(root: Path, max_jobs: int, current: str) -> None:
     """Remove the oldest jobs beyond ``max_jobs`` of this machine, but none that still runs, in whichever process."""
-    found = [_FolderStamp.of(root / name) for name in os.listdir(root) if name != current]
-    # Whether a process of another machine that shares the folder still runs can't be seen from here.
-    stamps = [stamp for stamp in found if stamp is not None and stamp.host == socket.gethostname()]
-    stamps.sort(key=lambda stamp: (stamp.made_s, stamp.number))
+    found = [_stamp_of(root / name) for name in os.listdir(root) if name != current]
+    stamps = [stamp for stamp in found if stamp is not None]
+    stamps.sort(key=lambda stamp: (stamp["made_s"], stamp["number"]))
     for stamp in stamps[: max(0, len(stamps) - (max_jobs - 1))]:
-        folder = root / stamp.job
-        is_over = folder not in _in_use if stamp.pid == os.getpid() else not _is_alive(stamp.pid)
+        folder = root / stamp["job"]
+        pid = stamp.get("pid")
+        is_over = folder not in _in_use if pid == os.getpid() else not _is_alive(pid)
         if is_over:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_alive(pid: int) -> bool:
+def _is_alive(pid: Any) -> bool:
+    """Return whether a process runs, or may run: also of what is no number of a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (PermissionError, OverflowError, TypeError):
         return True
     return True
