@@ -7,11 +7,13 @@ which any process that reaches the store could replace; here it is plain data.
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import time
-from dataclasses import dataclass
+from dataclasses import astuple
 from datetime import datetime, timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -35,7 +37,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from nblaunch.launcher.store import store_behind
 from nblaunch.nodes.agent_process import RendezvousConfig
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
-from nblaunch.wire import schema
 
 _READ_TIMEOUT_S = 60.0
 _LAST_CALL_S = 30.0
@@ -102,66 +103,41 @@ def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: 
     return create_handler(store, PlainBackend(store, config.run_id), parameters)
 
 
-@dataclass(frozen=True)
-class _Node:
-    """torch's ``_NodeDesc``."""
-
-    addr: str
-    pid: int
-    local_id: int
-
-
-@dataclass(frozen=True)
-class _State:
-    """torch's ``_RendezvousState``; times as ISO 8601."""
-
-    round: int
-    complete: bool
-    deadline: str | None
-    closed: bool
-    participants: tuple[tuple[_Node, int], ...]
-    wait_list: tuple[_Node, ...]
-    redundancy_list: tuple[_Node, ...]
-    last_heartbeats: tuple[tuple[_Node, str], ...]
-
-    @classmethod
-    def of(cls, state: _RendezvousState) -> _State:
-        """Return a copy of ``state``."""
-        return cls(
+def _to_plain(state: _RendezvousState) -> bytes:
+    """Return torch's state as JSON: a list of its entries, with times in ISO 8601."""
+    return json.dumps(
+        [
             state.round,
             state.complete,
-            state.deadline.isoformat() if state.deadline is not None else None,
             state.closed,
-            tuple((_node(node), rank) for node, rank in state.participants.items()),
-            tuple(map(_node, state.wait_list)),
-            tuple(map(_node, state.redundancy_list)),
-            tuple((_node(node), time.isoformat()) for node, time in state.last_heartbeats.items()),
-        )
-
-    def restore(self) -> _RendezvousState:
-        """Return torch's state.
-
-        Raises:
-            ValueError: a time is not ISO 8601.
-        """
-        state = _RendezvousState()
-        state.round, state.complete, state.closed = self.round, self.complete, self.closed
-        state.deadline = datetime.fromisoformat(self.deadline) if self.deadline is not None else None
-        state.participants = {_description(node): rank for node, rank in self.participants}
-        state.wait_list = set(map(_description, self.wait_list))
-        state.redundancy_list = set(map(_description, self.redundancy_list))
-        state.last_heartbeats = {
-            _description(node): datetime.fromisoformat(time) for node, time in self.last_heartbeats
-        }
-        return state
+            state.deadline.isoformat() if state.deadline is not None else None,
+            [[*astuple(node), rank] for node, rank in state.participants.items()],
+            [astuple(node) for node in state.wait_list],
+            [astuple(node) for node in state.redundancy_list],
+            [[*astuple(node), time.isoformat()] for node, time in state.last_heartbeats.items()],
+        ]
+    ).encode()
 
 
-def _node(description: _NodeDesc) -> _Node:
-    return _Node(description.addr, description.pid, description.local_id)
+def _from_plain(plain: bytes) -> _RendezvousState:
+    """Return the state of which :func:`_to_plain` has made ``plain``.
+
+    Raises:
+        ValueError, TypeError, OverflowError, RecursionError: it has made no such thing.
+    """
+    round, complete, closed, deadline, participants, waiting, redundant, heartbeats = json.loads(plain)
+    state = _RendezvousState()
+    state.round, state.complete, state.closed = int(round), bool(complete), bool(closed)
+    state.deadline = datetime.fromisoformat(deadline) if deadline is not None else None
+    state.participants = {_node(*node): int(rank) for *node, rank in participants}
+    state.wait_list = {_node(*node) for node in waiting}
+    state.redundancy_list = {_node(*node) for node in redundant}
+    state.last_heartbeats = {_node(*node): datetime.fromisoformat(time) for *node, time in heartbeats}
+    return state
 
 
-def _description(node: _Node) -> _NodeDesc:
-    return _NodeDesc(node.addr, node.pid, node.local_id)
+def _node(addr: Any, pid: Any, local_id: Any) -> _NodeDesc:
+    return _NodeDesc(str(addr), int(pid), int(local_id))
 
 
 class PlainBackend(RendezvousBackend):
@@ -187,15 +163,15 @@ class PlainBackend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """Write ``state`` if the version is still ``token``; return the new value, and whether it was written."""
-        plain = schema.dump(_State.of(pickle.loads(state)))  # pickled by torch in this process
+        plain = _to_plain(pickle.loads(state))  # pickled by torch in this process
         found = self._backend.set_state(plain, token)
         return (_pickled(found[0]), *found[1:]) if found is not None else None
 
 
 def _pickled(plain: bytes) -> bytes:
     try:
-        return pickle.dumps(schema.load(_State, plain).restore())
-    except ValueError as error:
+        return pickle.dumps(_from_plain(plain))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RendezvousStateError(
             f"the state of the rendezvous was not written by a node of this job ({error}). Other processes can reach "
             "the rendezvous: keep it on a network of your own, and use the same version of nblaunch on all nodes"
