@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import string
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nblaunch import Accelerator, CheckpointError
+from nblaunch import Accelerator, CheckpointError, utils
 from nblaunch.topology import Topology
 from nblaunch.training.checkpoints import model_files, safe_save
 from nblaunch.training.checkpoints.dispatching import load_checkpoint_in_model
@@ -134,6 +136,41 @@ def test_what_can_not_be_read_is_reported(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="is not an index of weights"):
         load_checkpoint_in_model(model, tmp_path)
+
+
+def _cut(path: Path) -> None:
+    torch.save(nn.Linear(1, 1).state_dict(), path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(b"no weights"), r"can't be read; is it damaged\? \(UnpicklingError: "),
+        (_cut, r"can't be read; is it damaged\?"),
+        (lambda path: torch.save([1, 2], path), r"can't be read; is it damaged\? \(TypeError: "),
+        (
+            lambda path: torch.save({"weight": string.Template("runs code")}, path),
+            r"holds objects of classes that are not trusted \(.*string\.Template",
+        ),
+    ],
+    ids=["other bytes", "cut short", "list", "untrusted"],
+)
+def test_what_is_no_state_dict_is_refused(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    damage(path)
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.register_load_state_pre_hook(lambda models, folder: None)
+    for load in (
+        lambda: load_checkpoint_in_model(model, path),
+        lambda: utils.load_state_dict(path),
+        lambda: accelerator.load_state(tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match=f"{path.name} {message}"):
+            load()
 
 
 def test_names_of_wrappers_are_not_on_disk(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training.checkpoints import files
+from nblaunch.training.checkpoints import files, model_files
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.loading import view_of
 from nblaunch.training.checkpoints.snapshot import CheckpointSources
@@ -126,11 +126,8 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
         strict: names must be the same.
     """
     module = bare_module(model)
-    saved = _saved_shapes(path)
     state = module.state_dict()
-    own = {
-        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in state.items()
-    }
+    saved, own = _shapes(model_files.read_weights(path)), _shapes(state)
     if saved and all(name.startswith("module.") for name in saved) and not own.keys() & saved.keys():
         saved = {name.removeprefix("module."): shape for name, shape in saved.items()}
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -154,18 +151,8 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
         raise CheckpointError(f"{path} does not fit the model. {'; '.join(wrong[:_MAX_NAMED])}{more}")
 
 
-def _saved_shapes(path: Path) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes in a file by name; None where a value is no tensor. Nothing is read of what is damaged."""
-    library = files.safetensors() if path.suffix == ".safetensors" else None
-    try:
-        if library is not None:
-            with library.safe_open(path, framework="pt") as file:
-                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-                aliases = file.metadata() or {}
-            return {**shapes, **{alias: shapes[name] for alias, name in aliases.items() if name in shapes}}
-        weights = torch.load(path, map_location="meta", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{path} can't be read; is it damaged? ({error})") from error
+def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Return shapes by name; None where a value is no tensor."""
     return {
         name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
         for name, value in weights.items()

@@ -325,15 +325,23 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
     except Exception as error:
-        if weights_only and _NOT_PLAIN.search(str(error)):
-            reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
-            raise CheckpointError(
-                f"{path} holds objects of classes that are not trusted ({reason or error}). If you "
-                'trust where it comes from: load_state(..., load_kwargs={"weights_only": False})'
-            ) from error
-        raise CheckpointError(
-            f"{path} can't be read; is it damaged? ({type(error).__name__}: {error})"
-        ) from error
+        advice = '. If you trust where it comes from: load_state(..., load_kwargs={"weights_only": False})'
+        raise unreadable(path, error, advice) from error
+
+
+def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointError:
+    """Return what to raise where a file can't be read: it is damaged, or holds objects that only code can make.
+
+    Args:
+        path: the file.
+        error: of the library that reads it.
+        advice: for a file that holds such objects.
+    """
+    # torch says first what else one might do, with weights_only=False.
+    reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
+    if _NOT_PLAIN.search(str(error)):
+        return CheckpointError(f"{path} holds objects of classes that are not trusted ({reason}){advice}")
+    return CheckpointError(f"{path} can't be read; is it damaged? ({type(error).__name__}: {reason})")
 
 
 def _not_yet_safe(types: Sequence[Any]) -> list[Any]:

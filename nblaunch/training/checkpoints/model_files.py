@@ -24,6 +24,7 @@ from nblaunch.training.checkpoints.files import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     safetensors,
+    unreadable,
 )
 from nblaunch.training.checkpoints.loading import WeightLoading, view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
@@ -218,7 +219,8 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
     On the CPU, tensors lie on the pages of the file, which are read when they are used and copied when written to.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or in safetensors' format without that library.
+        CheckpointError: the file is missing, damaged, no state dict of plain values, or in safetensors' format without
+            that library.
     """
     if path.suffix == ".safetensors":
         return _read_safetensors(path, device)
@@ -227,8 +229,8 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
         return dict(torch.load(path, map_location=device, weights_only=True, mmap=is_zip))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (RuntimeError, EOFError, OSError) as error:
-        raise _damaged(path, error) from error
+    except Exception as error:  # torch's, pickle's, the system's; TypeError where it is no dict
+        raise unreadable(path, error) from error
 
 
 def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
@@ -239,14 +241,10 @@ def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (library.SafetensorError, RuntimeError, OSError) as error:
-        raise _damaged(path, error) from error
+    except Exception as error:
+        raise unreadable(path, error) from error
     weights.update({alias: weights[name] for alias, name in metadata.items() if name in weights})
     return weights
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} can't be read; is it damaged? ({error})")
 
 
 def load_weights(
