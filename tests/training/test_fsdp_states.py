@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,39 @@ def test_models_and_optimizers_come_back(kind: str, tmp_path: Path) -> None:
         merged = load_file(path) if safe else torch.load(path, weights_only=True)
         assert {name: value.tolist() for name, value in merged.items()} == first[0]
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_states_that_are_damaged_or_of_another_model_are_refused(kind: str, tmp_path: Path) -> None:
+    def save_those_of_another_model() -> None:
+        plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        module = nn.Sequential(nn.Linear(3, 2))
+        model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+        accelerator.backward(model(torch.ones(2, 3)).pow(2).sum())
+        optimizer.step()
+        utils.save_fsdp_model(plugin, accelerator, model, tmp_path)
+        utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path)
+
+    def problems() -> list[str]:
+        plugin, accelerator, model, optimizer = _trained(kind, 1)
+        messages = []
+        for load in (
+            lambda: utils.load_fsdp_model(plugin, accelerator, model, tmp_path),
+            lambda: utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                load()
+            messages.append(str(caught.value))
+        return messages
+
+    names = ["pytorch_model_fsdp", "optimizer"]
+    ranks.run(save_those_of_another_model, 2)
+    for found in ranks.run(problems, 2):
+        for name, message in zip(names, found, strict=True):
+            assert re.search(rf"{name}(_0|\.bin) does not fit what is prepared, or is damaged", message)
+    for path in (path for name in names for path in tmp_path.glob(f"{name}*")):
+        (path if path.is_file() else path / ".metadata").write_bytes(b"no states")
+    for found in ranks.run(problems, 2):
+        for name, message in zip(names, found, strict=True):
+            assert re.search(rf"{name}(_0|\.bin) does not fit what is prepared, or is damaged", message)

@@ -64,12 +64,12 @@ def load_fsdp_model(
 
     module, options = bare_module(model), _options(fsdp_plugin, adapter_only)
     current = states.get_model_state_dict(module, options=options)
-    loaded = _load(
-        fsdp_plugin, accelerator, {"model": current}, Path(input_dir), FSDP_MODEL_NAME, model_index
-    )
-    return states.set_model_state_dict(
-        module, loaded["model"], options=_options(fsdp_plugin, adapter_only, strict=not adapter_only)
-    )
+    path = _place(fsdp_plugin, Path(input_dir), FSDP_MODEL_NAME, model_index)
+    loaded = _read(fsdp_plugin, accelerator, {"model": current}, path)
+    with distributed_checkpoint.loading(path):
+        return states.set_model_state_dict(
+            module, loaded["model"], options=_options(fsdp_plugin, adapter_only, strict=not adapter_only)
+        )
 
 
 def save_fsdp_optimizer(
@@ -106,10 +106,10 @@ def load_fsdp_optimizer(
 
     module, inner = bare_module(model), getattr(optimizer, "optimizer", optimizer)
     current = states.get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
-    loaded = _load(
-        fsdp_plugin, accelerator, {"optimizer": current}, Path(input_dir), _OPTIMIZER, optimizer_index
-    )
-    states.set_optimizer_state_dict(module, inner, loaded["optimizer"], options=_options(fsdp_plugin))
+    path = _place(fsdp_plugin, Path(input_dir), _OPTIMIZER, optimizer_index)
+    loaded = _read(fsdp_plugin, accelerator, {"optimizer": current}, path)
+    with distributed_checkpoint.loading(path):
+        states.set_optimizer_state_dict(module, inner, loaded["optimizer"], options=_options(fsdp_plugin))
 
 
 def merge_fsdp_weights(
@@ -182,19 +182,23 @@ def _save(
         )
 
 
-def _load(
-    plugin: Any, accelerator: Any, state: dict[str, Any], input_dir: Path, name: str, index: int
-) -> dict[str, Any]:
+def _place(plugin: Any, input_dir: Path, name: str, index: int) -> Path:
+    """Return the file of full tensors, or the folder of shards, which may be ``input_dir`` itself."""
+    if _is_full(plugin):
+        return _file(input_dir, name, index)
+    folder = input_dir / f"{name}_{index}"
+    return folder if folder.is_dir() else input_dir
+
+
+def _read(plugin: Any, accelerator: Any, state: dict[str, Any], path: Path) -> dict[str, Any]:
     if not _is_full(plugin):
-        folder = input_dir / f"{name}_{index}"
-        folder = folder if folder.is_dir() else input_dir
-        distributed_checkpoint.read(state, folder, is_alone=accelerator.num_processes == 1)
+        distributed_checkpoint.read(state, path, is_alone=accelerator.num_processes == 1)
         return state
-    path = _file(input_dir, name, index)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     (kind,) = state
-    return {kind: torch.load(path, map_location="cpu", weights_only=True)}
+    with distributed_checkpoint.loading(path):
+        return {kind: torch.load(path, map_location="cpu", weights_only=True)}
 
 
 def _file(folder: Path, name: str, index: int) -> Path:

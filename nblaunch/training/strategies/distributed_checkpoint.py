@@ -168,16 +168,23 @@ def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
         CheckpointError: the files are missing, damaged, or of another model.
     """
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
 
     if not (folder / ".metadata").is_file():
         raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
+    with loading(folder), waiting(), _quiet():
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=is_alone)
+
+
+@contextmanager
+def loading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
-        with waiting(), _quiet():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=is_alone)
+        yield
     except (CheckpointException, Exception) as error:  # the former is no Exception
         raise CheckpointError(
-            f"{folder} does not fit what is prepared, or is damaged. {_errors_of_ranks(error)}"
+            f"{path} does not fit what is prepared, or is damaged. {_errors_of_ranks(error)}"
         ) from error
 
 

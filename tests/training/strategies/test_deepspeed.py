@@ -22,6 +22,7 @@ from nblaunch.topology import Topology
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.checkpoints.dispatching import load_checkpoint_in_model
 from nblaunch.training.options import GradientAccumulationPlugin
+from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
@@ -377,6 +378,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     damaged = next((folder / "pytorch_model").glob("*rank_1*"))
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert f"{damaged.name} has 100 bytes" in ranks.run(refused, 2, 2)[0]
+
+
+def test_weights_beside_an_engine_that_are_damaged_or_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    process: Any = None  # it is asked for engines only
+    torch.save(nn.Linear(2, 1).state_dict(), path)
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin does not fit .* size mismatch for weight"):
+        checkpoint.load(tmp_path, [nn.Linear(1, 1)], process)
+    path.write_bytes(b"no weights")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin does not fit .*, or is damaged"):
+        checkpoint.load(tmp_path, [nn.Linear(1, 1)], process)
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from nblaunch.training import models
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
+from nblaunch.training.strategies import distributed_checkpoint
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.waiting import barrier
 from nblaunch.wire.sharded_tensor import TensorShard
@@ -64,7 +65,8 @@ def load(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess
         path = folder / f"{_tag(index)}.bin"
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder} has no {path.name} for model {index}")
-        bare_module(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        with distributed_checkpoint.loading(path):
+            bare_module(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
 def _tag(index: int) -> str:
