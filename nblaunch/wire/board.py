@@ -174,8 +174,36 @@ class SlotReading:
     steps_done: int = 0
 
 
+class _Word:
+    """An integer of a slot, as an attribute of it."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, slot: Slot, owner: object = None) -> int:
+        return slot._ints[self._index]
+
+    def __set__(self, slot: Slot, value: int) -> None:
+        slot._ints[self._index] = value
+
+
 class Slot:
     """The writer's side: a rank's own slot. Methods are cheap enough to be called at every step."""
+
+    epoch = _Word(_EPOCH)
+    """Number of the current or last epoch, from 1; 0 before the first."""
+    num_updates = _Word(_UPDATES)
+    """Steps of any optimizer."""
+    built_bytes = _Word(_BUILT_BYTES)
+    """Bytes of parameters that were built in this process."""
+    num_checks = _Word(_CHECKS)
+    """How often the rank has looked at ``accelerator.should_stop``; set in a copy of another machine's slot."""
+    stop_reply = _Word(_STOP_REPLY)
+    """Reply of the worker to a proposal to stop: its number, negated to refuse; 0 before the first."""
+    stop_proposal = _Word(_STOP_PROPOSAL)
+    """The check at which the launcher proposes to stop; 0 without a request. Written by the launcher."""
+    stop_decision = _Word(_STOP_DECISION)
+    """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 
     def __init__(self, memory: memoryview) -> None:
         self._write_to(memory)
@@ -198,11 +226,6 @@ class Slot:
     def set_state(self, state: WorkerState) -> None:
         """Set what the rank does."""
         self._ints[_STATE] = state
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of the current or last epoch, from 1; 0 before the first."""
-        return self._ints[_EPOCH]
 
     @property
     def loop(self) -> tuple[int, int, WorkerState, int, int, int]:
@@ -296,11 +319,6 @@ class Slot:
         """Count a step of an optimizer."""
         self._ints[_UPDATES] += 1
 
-    @property
-    def num_updates(self) -> int:
-        """Return the number of steps of any optimizer."""
-        return self._ints[_UPDATES]
-
     def note_progress(self) -> None:
         """Count a sign of progress that is no step: a collective has ended, a bar has advanced."""
         self._ints[_PROGRESS_SIGNS] += 1
@@ -312,52 +330,10 @@ class Slot:
         ints[_DEVICE_PEAK_BYTES] = peak
         ints[_DEVICE_LIMIT_BYTES] = limit
 
-    @property
-    def built_bytes(self) -> int:
-        """Return bytes of parameters that were built in this process."""
-        return self._ints[_BUILT_BYTES]
-
     def count_check(self) -> int:
         """Count a check of ``accelerator.should_stop``; return the number of checks."""
         self._ints[_CHECKS] += 1
         return self._ints[_CHECKS]
-
-    @property
-    def num_checks(self) -> int:
-        """Return how often the rank has looked at ``accelerator.should_stop``."""
-        return self._ints[_CHECKS]
-
-    @num_checks.setter
-    def num_checks(self, value: int) -> None:
-        """Set it in a copy of another machine's slot."""
-        self._ints[_CHECKS] = value
-
-    @property
-    def stop_reply(self) -> int:
-        """Return the reply of the worker to a proposal to stop: its number, negated to refuse; 0 before the first."""
-        return self._ints[_STOP_REPLY]
-
-    @stop_reply.setter
-    def stop_reply(self, value: int) -> None:
-        self._ints[_STOP_REPLY] = value
-
-    @property
-    def stop_proposal(self) -> int:
-        """Return the check at which the launcher proposes to stop; 0 without a request. Written by the launcher."""
-        return self._ints[_STOP_PROPOSAL]
-
-    @stop_proposal.setter
-    def stop_proposal(self, value: int) -> None:
-        self._ints[_STOP_PROPOSAL] = value
-
-    @property
-    def stop_decision(self) -> int:
-        """Return the proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
-        return self._ints[_STOP_DECISION]
-
-    @stop_decision.setter
-    def stop_decision(self, value: int) -> None:
-        self._ints[_STOP_DECISION] = value
 
     def read(self, rank: int) -> SlotReading:
         """Read all of it as one reading; numbers may be of different moments."""
