@@ -159,6 +159,36 @@ def test_a_strategy_of_a_users_own_trains_gathers_saves_and_loads(kernel: Kernel
     assert kernel.run(f"launch(toy.resume, {str(tmp_path / 'toy')!r})").value == [ours["losses"][1:]] * 2
 
 
+class WholePlugin(StrategyPlugin):
+    """Build a strategy with nothing but what each must have."""
+
+    name = "whole"
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        class Whole(Strategy):
+            name = "whole"
+            unjoined = "in this toy"
+
+            def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
+                return model
+
+        return Whole()
+
+
+def test_what_a_strategy_leaves_out_does_nothing_and_says_so_where_it_is_asked_for() -> None:
+    accelerator = Accelerator(strategy=WholePlugin())
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert model.weight.grad.tolist() == [[1.0]]
+    with (
+        pytest.warns(UserWarning, match="join_uneven_inputs has no effect in this toy: all ranks") as caught,
+        accelerator.join_uneven_inputs([model]),
+    ):
+        pass
+    assert [one.filename for one in caught] == [__file__]
+
+
 def test_what_is_no_plugin_is_refused_with_what_to_pass() -> None:
     with pytest.raises(ValueError, match=r"strategy=<class .*ToyPlugin'> is unknown.*strategy=plugin"):
         Accelerator(strategy=ToyPlugin)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 
 from nblaunch.backends.base import Backend
+from nblaunch.errors import warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -82,7 +83,7 @@ class StrategyPlugin(ABC):
             name = "whole"
 
             def build(self, setup):
-                return WholeStrategy()          # a Strategy with setup_module() and no_sync()
+                return WholeStrategy()          # a Strategy with setup_module()
 
         accelerator = Accelerator(strategy=Whole())
 
@@ -162,6 +163,9 @@ class Strategy(ABC):
     holds_shards = False
     """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
 
+    unjoined = ""
+    """Where :meth:`join_uneven_inputs` warns that it has no effect, as in ``"with DeepSpeed"``; empty: it does not."""
+
     # --- preparing -----------------------------------------------------------------------------------------------
 
     def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
@@ -223,9 +227,12 @@ class Strategy(ABC):
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager in which ``backward`` through ``model`` leaves gradients unreduced."""
+        """Return a context manager in which ``backward`` through ``model`` leaves gradients unreduced.
+
+        Overridden by strategies whose ``backward`` reduces them.
+        """
+        return nullcontext()
 
     def sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager in which ``backward`` reduces gradients though its forwards ran under ``no_sync``.
@@ -263,6 +270,11 @@ class Strategy(ABC):
 
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context manager in which ranks without data left take part in the steps of the others."""
+        if self.unjoined:
+            warn(
+                f"join_uneven_inputs has no effect {self.unjoined}: all ranks take part in every step; keep "
+                "even_batches=True"
+            )
         return nullcontext()
 
     def gradient_order(self, model: torch.nn.Module) -> list[int]:

@@ -37,6 +37,7 @@ class ReduceAtStepStrategy(Strategy):
     """Leaves the model as it is, with rank 0's weights on every rank; the backend averages gradients at the step."""
 
     name = "reduce_at_step"
+    unjoined = "on this device"
 
     def __init__(self) -> None:
         self._checksums: list[int | None] = []
@@ -61,15 +62,6 @@ class ReduceAtStepStrategy(Strategy):
             if len(set(values)) > 1:
                 operations.broadcast(tensor)
         return model
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()  # nothing is reduced before the step in any case
-
-    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        warn(
-            "join_uneven_inputs has no effect on this device: all ranks take part in every step; keep even_batches=True"
-        )
-        return nullcontext()
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -313,6 +305,3 @@ class SingleStrategy(Strategy):
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         return model
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()

@@ -6,9 +6,6 @@ mesh's dimension ``tp`` as parameters. What it needs beside is that ranks agree 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,9 +52,6 @@ class TensorParallelStrategy(DTensorStrategy):
             warn_of_unsharded(inner)
         share_weights(inner, self._parallelism)
         return model
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 def warn_of_unsharded(model: nn.Module) -> None:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
-from nblaunch.errors import warn
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess
@@ -73,6 +72,7 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     label = "DEEPSPEED"
+    unjoined = "with DeepSpeed"
     moves_models = True
     holds_shards = True
 
@@ -287,12 +287,6 @@ class DeepSpeedStrategy(Strategy):
         raise ValueError(
             "clip_grad_value_ can't be used with DeepSpeed, whose engine clips by the norm; use clip_grad_norm_"
         )
-
-    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        warn(
-            "join_uneven_inputs has no effect with DeepSpeed: all ranks take part in every step; keep even_batches=True"
-        )
-        return nullcontext()
 
     # --- states --------------------------------------------------------------------------------------------------
 

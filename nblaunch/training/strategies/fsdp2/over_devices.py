@@ -7,7 +7,6 @@ are gathered and gradients reduced. So states are read and written in full, as w
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -151,11 +150,6 @@ class DeviceShardsStrategy(Strategy):
                 ]
                 for tensor in (parameter, *alike):
                     self._backend.shard(tensor, dimension)
-
-    # --- gradients -----------------------------------------------------------------------------------------------
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()  # nothing is reduced between processes
 
 
 def sharded_dimension(shape: torch.Size, count: int) -> int | None:

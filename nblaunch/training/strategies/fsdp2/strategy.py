@@ -7,7 +7,7 @@ shards from the weights that the ranks had before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Fsdp2Strategy(DTensorStrategy):
 
     name = "fsdp2"
     label = "FSDP"
+    unjoined = "with fsdp_plugin"
 
     def __init__(
         self,
@@ -223,13 +224,6 @@ class Fsdp2Strategy(DTensorStrategy):
             if is_fsdp_module(module):
                 for gradient in fsdp_internals.unsharded_gradients(module):
                     dtensor.local(gradient).mul_(factor)
-
-    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        warn(
-            "join_uneven_inputs has no effect with fsdp_plugin: every rank has a shard of every layer, and takes part "
-            "in every step; keep even_batches=True"
-        )
-        return nullcontext()
 
     # --- states --------------------------------------------------------------------------------------------------
 
