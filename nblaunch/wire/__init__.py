@@ -30,5 +30,5 @@ Between ranks and between nodes:
 
     locks.py            between the workers of a machine
     signing.py          pickles signed with the key of the job
-    schema.py           dataclasses as JSON between nodes, never unpickled
+    schema.py           dataclasses as JSON, never unpickled
 """

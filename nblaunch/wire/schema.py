@@ -1,4 +1,4 @@
-"""Plain data as JSON, by the annotations of its dataclasses: for what comes from other machines and is never unpickled.
+"""Plain data as JSON, by the annotations of its dataclasses: for what comes from other processes, never unpickled.
 
     Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal one
 

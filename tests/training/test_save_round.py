@@ -363,7 +363,7 @@ def test_nothing_that_another_process_writes_to_the_store_is_executed(tmp_path: 
 @pytest.mark.parametrize(
     "message",
     [
-        Round(3, True, [1, 2], "a\udc80b", "c", 4),
+        Round(3, True, (1, 2), "a\udc80b", "c", 4),
         Whereabouts(3, True, False, 2, {"0/cpu": 7}),
         Report(3, "a problem", {"a/b.bin": "crc32:00000000"}),
         SaveOutcome("ValueError", "ünlucky"),

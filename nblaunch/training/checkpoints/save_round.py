@@ -16,15 +16,14 @@ of a fixed shape: any process that reaches the store may write there, so its val
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.errors import CheckpointError
 from nblaunch.training.joining import is_distributed
 from nblaunch.training.waiting import waiting
+from nblaunch.wire import schema
 
 _PREFIX = "nblaunch/saves"
 _BUSY_S = (0.001, 0.05)  # first and longest pause between two looks at the store while something is awaited
@@ -62,14 +62,10 @@ class Round:
 
     number: int
     is_decided: bool = False
-    present: list[int] = field(default_factory=list)
+    present: tuple[int, ...] = ()
     folder: str = ""
     target: str = ""
     iteration: int = 0
-
-    example: ClassVar[dict[str, Any]] = {
-        "number": 1, "is_decided": True, "present": [1], "folder": "", "target": "", "iteration": 0,
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,10 +86,6 @@ class Whereabouts:
     num_read: int
     collectives: dict[str, int]
 
-    example: ClassVar[dict[str, Any]] = {
-        "number": 1, "is_present": True, "has_left": True, "num_read": 1, "collectives": {"": 1},
-    }  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Report:
@@ -103,8 +95,6 @@ class Report:
     problem: str = ""
     checksums: dict[str, str] = field(default_factory=dict)
 
-    example: ClassVar[dict[str, Any]] = {"number": 1, "problem": "", "checksums": {"": ""}}
-
 
 @dataclass(frozen=True)
 class SaveOutcome:
@@ -112,8 +102,6 @@ class SaveOutcome:
 
     error_type: str = ""
     error: str = ""
-
-    example: ClassVar[dict[str, Any]] = {"error_type": "", "error": ""}
 
     def check(self) -> None:
         """Raise what rank 0 has raised: a ValueError for what the caller did wrong, else a CheckpointError."""
@@ -131,7 +119,7 @@ class _Mail:
         self._store = dist.PrefixStore(_PREFIX, own)
 
     def post(self, key: str, message: Round | Whereabouts | Report | SaveOutcome) -> None:
-        self._store.set(key, json.dumps(asdict(message)))
+        self._store.set(key, schema.dump(message).decode())
 
     def read(self, key: str, kind: type[Message]) -> Message | None:
         """Return the message under ``key``; None before there is one.
@@ -143,25 +131,12 @@ class _Mail:
             return None
         text = self._store.get(key)
         try:
-            values = json.loads(text)
-            if _has_shape(values, kind.example, is_record=True):
-                return kind(**values)
-        except (ValueError, RecursionError):
-            pass
-        raise CheckpointError(
-            f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank has written there. Another "
-            "program writes to the store; was it given this job's address?"
-        )
-
-
-def _has_shape(value: Any, example: Any, is_record: bool = False) -> bool:
-    if type(value) is not type(example):
-        return False
-    if isinstance(example, dict):
-        if is_record:
-            return value.keys() == example.keys() and all(_has_shape(value[k], example[k]) for k in example)
-        return all(_has_shape(item, next(iter(example.values()))) for item in value.values())
-    return not isinstance(example, list) or all(_has_shape(item, example[0]) for item in value)
+            return schema.load(kind, text)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank has written there. "
+                "Another program writes to the store; was it given this job's address?"
+            ) from error
 
 
 class _Side:
@@ -229,7 +204,7 @@ class Coordinator(_Side):
     def begin(self, folder: str, target: str, iteration: int) -> None:
         """Let the present ranks write to ``folder``."""
         self._is_decided, self._target = True, target
-        self._mail.post("round", Round(self._number, True, self.present, folder, target, iteration))
+        self._mail.post("round", Round(self._number, True, tuple(self.present), folder, target, iteration))
 
     def reports(self) -> dict[int, Report]:
         """Return what the present ranks have done, by rank; waits for it."""
@@ -263,7 +238,7 @@ class Coordinator(_Side):
         self._mail.post(f"outcome/{self._number}", outcome)
         if not self._is_decided:
             self._is_decided = True
-            self._mail.post("round", Round(self._number, True, self.present))
+            self._mail.post("round", Round(self._number, True, tuple(self.present)))
 
     def _is_through(self, rank: int) -> bool:
         found = self._mail.read(f"rank/{rank}", Whereabouts)
