@@ -557,28 +557,6 @@ def test_a_flipped_bit_in_the_list_of_files_is_reported(tmp_path: Path) -> None:
     files.read_manifest(folder)
 
 
-def test_a_manifest_with_an_earlier_name_of_a_field_is_read(tmp_path: Path) -> None:
-    files.Manifest(2, sharded_by="fsdp").write(tmp_path)
-    values = json.loads((tmp_path / files.MANIFEST).read_text())
-    del values["checksum"]  # as of format 1
-    values |= {"version": 1, "in_parts": values.pop("sharded_by")}
-    (tmp_path / files.MANIFEST).write_text(json.dumps(values))
-    assert files.read_manifest(tmp_path) == files.Manifest(2, sharded_by="fsdp")
-
-
-def test_checkpoints_without_checksums_are_read(tmp_path: Path) -> None:
-    accelerator, model, optimizer = _prepared()
-    accelerator.save_state(tmp_path / "state")
-    before = _weights(model)
-    path = tmp_path / "state" / "nblaunch_checkpoint.json"
-    values = json.loads(path.read_text())
-    del values["checksum"], values["checksums"]
-    path.write_text(json.dumps({**values, "version": 1}))
-    _step(accelerator, model, optimizer)
-    accelerator.load_state(tmp_path / "state")
-    _assert_same(_weights(model), before)
-
-
 def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BLOCK_BYTES", 7)
     data = bytes(range(100))

@@ -10,7 +10,7 @@ Where ranks hold shards of models, weights and optimizers lie in folders instead
 
 ``nblaunch_checkpoint.json`` lists every file with its size and a checksum, so that a folder that was cut short, and
 bytes that have changed, are known before anything is loaded. Checkpoints of other tools with the same file names have
-none; they are read on trust. Those of format 1 have sizes only.
+none; they are read on trust.
 
 The checksum is CRC-32, which finds every flipped bit, and is no protection against a forger. None in the standard
 library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
@@ -131,7 +131,7 @@ class Manifest:
         sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
         gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
-        checksums: of every file, likewise; empty in format 1.
+        checksums: of every file, likewise.
     """
 
     world_size: int
@@ -168,11 +168,9 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise CheckpointError(
                 f"{folder} was written by a newer nblaunch (format {version}, known is {_VERSION})"
             )
-        if version > 1 and values.pop("checksum") != _checksum_of(values):
+        if values.pop("checksum") != _checksum_of(values):
             raise ValueError("its checksum is another")
         del values["version"]
-        if "in_parts" in values:  # its earlier name
-            values["sharded_by"] = values.pop("in_parts")
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -25,13 +25,6 @@ _DTYPES = {
 }
 _TRUTH = {"true": True, "false": False}  # as files and variables have it
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-_SHARDING_NUMBERS = {
-    "1": "FULL_SHARD",
-    "2": "SHARD_GRAD_OP",
-    "3": "NO_SHARD",
-    "4": "HYBRID_SHARD",
-    "5": "HYBRID_SHARD_ZERO2",
-}
 # Fields of FSDP version 1 that torch's fully_shard has no counterpart for: field -> why it can be left out.
 _WITHOUT_EFFECT = {
     "backward_prefetch": "version 2 always gathers the next layer while the one before computes its gradients",
@@ -49,6 +42,7 @@ FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 # Accelerate's lists of names, which other libraries check their own arguments by and number from 1.
+_SHARDING_NUMBERS = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
 
 
 @dataclass
