@@ -14,7 +14,8 @@ from torch import nn
 from nblaunch import Accelerator
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints.contents import check_weights
-from nblaunch.training.checkpoints.model_files import load_weights, read_weights, write_weights
+from nblaunch.training.checkpoints.loading import load_weights
+from nblaunch.training.checkpoints.model_files import read_weights, write_weights
 
 
 class _Registered:

@@ -152,6 +152,30 @@ def test_names_of_all_files_together_are_compared(tmp_path: Path) -> None:
         load_checkpoint_in_model(other, tmp_path, strict=True)
 
 
+class _Copying(nn.Module):
+    """Loads in a way of its own, which needs all of its names at once, and memory to copy to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        with torch.no_grad():
+            self.one.copy_(state[f"{prefix}one"])
+            self.other.copy_(state[f"{prefix}other"])
+
+
+def test_a_module_that_loads_in_its_own_way_is_given_memory_and_all_of_its_names(tmp_path: Path) -> None:
+    saved = nn.Sequential(_Copying(), nn.Linear(2, 1))
+    for parameter in saved.parameters():
+        nn.init.normal_(parameter)
+    Accelerator(cpu=True).save_model(saved, tmp_path, max_shard_size=8)
+    with init_empty_weights():
+        model = nn.Sequential(_Copying(), nn.Linear(2, 1))
+    load_checkpoint_in_model(model, tmp_path, strict=True)
+    assert all(map(torch.equal, model.parameters(), saved.parameters()))
+
+
 @pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
 def test_a_file_may_have_either_name_of_tied_weights(tmp_path: Path, name: str) -> None:
     torch.save({name: torch.ones(6, 4)}, tmp_path / "pytorch_model.bin")

@@ -14,7 +14,7 @@ import torch
 
 from nblaunch.compat import delegated
 from nblaunch.training.checkpoints import model_files
-from nblaunch.training.checkpoints.loading import WeightLoading
+from nblaunch.training.checkpoints.loading import load_weights
 from nblaunch.training.models import bare_module
 
 _OF_PIECES = (
@@ -36,7 +36,7 @@ def load_checkpoint_in_model(
     device: str | torch.device = "cpu",
     **of_pieces: Any,
 ) -> None:
-    """Load into ``model`` what :meth:`Accelerator.save_model` wrote, one file after the other.
+    """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
 
     What has no memory yet (``init_empty_weights``) is not copied on the CPU, unless it is converted: it lies on the
     pages of the file, which the system reads when they are used. Programs that write to the file itself meanwhile
@@ -66,11 +66,10 @@ def load_checkpoint_in_model(
         delegated.find(delegated.LOADING)(bare_module(model), checkpoint, device_map, **of_pieces)
         return
     place = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
-    files = model_files.files_of(Path(checkpoint))
-    loading = WeightLoading(bare_module(model), Path(checkpoint), place, target)
-    for file in files:
-        loading.add(model_files.read_weights(file, device))
-    loading.finish(strict)
+    weights: dict[str, Any] = {}
+    for file in model_files.files_of(Path(checkpoint)):
+        weights |= model_files.read_weights(file, device)
+    load_weights(model, weights, Path(checkpoint), strict, place, target)
 
 
 def load_checkpoint_and_dispatch(

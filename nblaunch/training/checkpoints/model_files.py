@@ -26,10 +26,9 @@ from nblaunch.training.checkpoints.files import (
     safetensors,
     unreadable,
 )
-from nblaunch.training.checkpoints.loading import WeightLoading, view_of
+from nblaunch.training.checkpoints.loading import view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
-from nblaunch.training.models import bare_module
 from nblaunch.wire.sharded_tensor import is_sharded
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -245,19 +244,6 @@ def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
         raise unreadable(path, error) from error
     weights.update({alias: weights[name] for alias, name in metadata.items() if name in weights})
     return weights
-
-
-def load_weights(
-    model: torch.nn.Module, weights: Mapping[str, Any], source: Path, strict: bool = True
-) -> None:
-    """Load a state dict into the module inside ``model``, also one whose names begin with ``module.``.
-
-    Raises:
-        CheckpointError: names or shapes don't fit; names the file.
-    """
-    loading = WeightLoading(bare_module(model), source)
-    loading.add(weights)
-    loading.finish(strict)
 
 
 def files_of(checkpoint: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from nblaunch.training.arguments import argument_of
 from nblaunch.training.checkpoints import contents, files, model_files, safe_save
 from nblaunch.training.checkpoints.contents import Contents
 from nblaunch.training.checkpoints.files import Manifest
+from nblaunch.training.checkpoints.loading import load_weights
 from nblaunch.training.checkpoints.snapshot import CheckpointSources, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
@@ -174,7 +175,7 @@ class Restorer:
             self._check_weights(folder, models, manifest, strict)
         for index, model in enumerate(models):
             path = files.weights_file(folder, index)
-            model_files.load_weights(model, model_files.read_weights(path, device), path, strict)
+            load_weights(model, model_files.read_weights(path, device), path, strict)
         return False
 
     def _load_objects(self, folder: Path, found: Contents) -> None:
