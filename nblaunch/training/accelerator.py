@@ -38,7 +38,6 @@ from nblaunch.training.checkpoints.restoring import Restorer
 from nblaunch.training.checkpoints.safe_save import make_folder
 from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointSources, add_hook
-from nblaunch.training.collectives import operations
 from nblaunch.training.context_parallelism import context_parallel
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.skipping import skip_first_batches
@@ -529,7 +528,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             DistributedOperationException: shapes or types differ from rank to rank; on every rank, naming all (on gloo,
                 and everywhere with ``ACCELERATE_DEBUG_MODE``).
         """
-        return operations.gather(tensor)
+        return self._operations.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what ranks computed for their batches, each sample of the dataset exactly once.
@@ -551,7 +550,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
                 num_correct += (predictions == labels).sum()
         """
         window, num_ranks = self._preparer.accumulation, self._preparer.shared.num_data_ranks
-        return operations.gather_for_metrics(input_data, use_gather_object, window, num_ranks)
+        return self._operations.gather_for_metrics(input_data, use_gather_object, window, num_ranks)
 
     def gather_object(self, items: Any) -> Any:
         """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.
@@ -559,7 +558,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         Args:
             items: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
         """
-        return operations.gather_object(items)
+        return self._operations.gather_object(items)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over ranks, elementwise. The argument is not changed.
@@ -573,7 +572,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             TypeError: a leaf is not a tensor.
             ValueError: the reduction is unknown.
         """
-        return operations.reduce(tensor, reduction, scale)
+        return self._operations.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Overwrite tensors with those of one rank, in place, and return them.
@@ -586,7 +585,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             TypeError: a leaf is not a tensor.
             ValueError: there is no rank ``from_process``.
         """
-        return operations.broadcast(tensor, from_process)
+        return self._operations.broadcast(tensor, from_process)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
@@ -599,7 +598,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             pad_index: value to pad with.
             pad_first: pad in front instead of behind.
         """
-        return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return self._operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Set a flag that the next :meth:`check_trigger` reports to all ranks, as for stopping early."""
@@ -618,7 +617,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         mine = self.flag_tensor
         if mine is None:
             mine = torch.zeros(1, device=self._shared.process.device)
-        is_set = bool(operations.reduce(mine, "sum") >= 1)
+        is_set = bool(self._operations.reduce(mine, "sum") >= 1)
         if is_set:
             self.flag_tensor = None
         return is_set

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from nblaunch import context
 from nblaunch.context import WorkerContext
+from nblaunch.training.collectives import operations
 
 _HAS_PREPARED = (
     "this Accelerator was made in the notebook and has prepared objects there, for one process: ranks would train "
@@ -76,6 +78,12 @@ class PerProcessParts:
         """Build the parts of this process by the constructor: the Accelerator's own, not that of a user's subclass."""
         own = next(cls for cls in type(self).__mro__ if PerProcessParts in cls.__bases__)
         own.__init__(self, **arguments)  # type: ignore[misc]
+
+    @property
+    def _operations(self) -> ModuleType:
+        """The collectives, once this process has joined its job: in a worker, one of them may be the first use."""
+        self._parts()
+        return operations
 
     def _parts(self) -> dict[str, Any]:
         """Return the parts of this process; build them where there are none."""

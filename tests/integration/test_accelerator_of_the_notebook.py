@@ -55,6 +55,34 @@ print(notebook_launcher(train, engine="inline"), len(accelerator._models))
     assert cell.stdout.splitlines()[-1] == "1 0"
 
 
+COLLECTIVES = """
+import datetime, os, warnings
+from nblaunch import InitProcessGroupKwargs
+from nblaunch.utils import gather_object
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=9))])
+
+def begin():
+    return gather_object([int(os.environ["RANK"])])
+
+def use(method, value):
+    warnings.simplefilter("error")  # of a timeout that comes too late
+    found = getattr(accelerator, method)(value + int(os.environ["RANK"]))
+    return found.tolist(), accelerator.num_processes
+"""
+
+FIRST_USES = {"gather": [0.0, 1.0], "reduce": [1.0], "broadcast": [0.0], "pad_across_processes": None}
+
+
+def test_a_collective_may_be_the_first_use_in_a_worker(shared: Kernel) -> None:
+    shared.run(f"{CELL}{COLLECTIVES}")
+    how = "num_processes=2, dashboard='none', return_all=True"
+    assert shared.run(f"print(notebook_launcher(begin, (), {how}))").stdout == "[[0, 1], [0, 1]]\n"
+    for method, found in FIRST_USES.items():
+        cell = shared.run(f"print(notebook_launcher(use, ('{method}', torch.zeros(1)), {how}))")
+        expected = [([float(rank)] if found is None else found, 2) for rank in (0, 1)]
+        assert cell.stdout == f"{expected}\n", method
+
+
 USES = {
     "prepare": "accelerator.prepare(torch.nn.Linear(1, 1))",
     "backward": "accelerator.backward(model(torch.ones(1, 2)).sum())",

@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -27,14 +28,17 @@ from torch.utils.data import (
 
 from nblaunch import Accelerator, DistributedOperationException, PartialState, backends, context
 from nblaunch.events import WorkerState
+from nblaunch.training.collectives import operations
 from nblaunch.training.collectives.operations import (
     CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,
     gather,
+    gather_object,
     pad_across_processes,
     reduce,
 )
+from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -389,6 +393,71 @@ def test_collectives() -> None:
     assert (zero["share"], one["share"]) == ([0, 1, 2], [3, 4, 4])
     assert (zero["on last"], one["on last"]) == (zero["on 1"], one["on 1"]) == (None, "here")
     assert (zero["ranks"], one["ranks"]) == ((True, False, True), (False, True, True))
+
+
+def _draw_alike(rank: int) -> float:
+    torch.manual_seed(rank)
+    synchronize_rng_states(["torch"])
+    return torch.rand(1).item()
+
+
+FIRST_USES: dict[str, Callable[[int], Any]] = {
+    "gather": lambda rank: gather(torch.tensor([rank])).tolist(),
+    "gather_object": lambda rank: gather_object([rank]),
+    "reduce": lambda rank: reduce(torch.tensor([rank]), "sum").tolist(),
+    "broadcast": lambda rank: broadcast(torch.tensor([rank]), from_process=1).tolist(),
+    "broadcast_object_list": lambda rank: broadcast_object_list([rank], from_process=1),
+    "pad_across_processes": lambda rank: pad_across_processes(torch.ones(1 + rank)).shape,
+    "synchronize_rng_states": _draw_alike,
+}
+
+
+def _use_at_once(name: str) -> tuple[Any, str]:
+    found = FIRST_USES[name](context.current().topology.rank)
+    return found, type(Accelerator().prepare(nn.Linear(1, 1))).__name__
+
+
+@pytest.mark.parametrize("name", FIRST_USES)
+def test_the_first_use_joins_the_other_ranks(name: str) -> None:
+    zero, one = ranks.run(_use_at_once, 2, name)
+    assert zero == one
+    assert zero[1] == "DistributedDataParallel"
+
+
+class _Gathered(Dataset[Any]):
+    """Its one item is what is gathered by the process that reads it."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return gather_object([context.current().topology.rank])
+
+
+def _read_elsewhere() -> list[Any]:
+    everyone = gather_object([context.current().topology.rank])
+    (read,) = DataLoader(_Gathered(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    return [everyone, read]
+
+
+def test_a_process_that_a_rank_started_joins_nothing() -> None:
+    assert ranks.run(_read_elsewhere, 2) == [[[0, 1], [0]], [[0, 1], [1]]]
+
+
+def _stay_in_a_group_of_ones_own() -> list[int]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    gathered: list[int] = gather_object([context.current().topology.rank])
+    return gathered
+
+
+def test_a_group_that_the_function_has_made_is_the_one_that_counts() -> None:
+    assert ranks.run(_stay_in_a_group_of_ones_own, 2) == [[0], [1]]
+
+
+def test_alone_nothing_is_joined_and_no_device_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "join", pytest.fail)
+    assert gather_object([1]) == [1]
+    assert reduce(torch.ones(1)).tolist() == [1]
 
 
 def _gather_a_word() -> str:

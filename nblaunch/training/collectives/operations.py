@@ -1,7 +1,7 @@
 """Collectives over nested structures of tensors.
 
 All ranks must call the same function, with tensors of the same shape and type. While a rank waits in one, the board
-says so. In a lone process they return their argument.
+says so. In a lone process they return their argument. A rank that has not joined its job yet joins it at the first one.
 
 Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
 bytes they all know, and the result is exact.
@@ -27,7 +27,7 @@ from nblaunch.backends.compile_watch import COLLECTIVE
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
-from nblaunch.training.joining import is_distributed
+from nblaunch.training.joining import is_distributed, join
 from nblaunch.training.options import check_choice
 from nblaunch.training.waiting import waiting
 from nblaunch.wire import signing
@@ -51,13 +51,23 @@ def compares_shapes() -> bool:
 
 
 def world_size() -> int:
-    """Return the number of ranks in the process group; 1 without one."""
-    return dist.get_world_size() if is_distributed() else 1
+    """Return the number of ranks in the process group, which this process joins if it is a rank; 1 without one."""
+    return dist.get_world_size() if _joins() else 1
 
 
 def rank() -> int:
-    """Return the rank in the process group; 0 without one."""
-    return dist.get_rank() if is_distributed() else 0
+    """Return the rank in the process group, which this process joins if it is a rank; 0 without one."""
+    return dist.get_rank() if _joins() else 0
+
+
+def _joins() -> bool:
+    """Return whether this process is in a process group; join that of its job where nothing has done so yet."""
+    if not is_distributed():
+        worker = context.current()
+        # The state of training stays for good: a rank that has left the group, or has none, is not to join again.
+        if worker.training is None and worker.topology.world_size > 1:
+            join()
+    return is_distributed()
 
 
 def gather(tensor: Any) -> Any:
