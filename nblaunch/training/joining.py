@@ -84,7 +84,13 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
     if init.backend is not None or init.init_method is not None:
         _join_by_hand(worker.topology, backend, init)
     backend.join(worker.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
-    process = JoinedProcess(_actual_topology(worker.topology), backend, device, worker.slot)
+    if worker.topology.world_size > 1 and not is_distributed():
+        raise RuntimeError(
+            f"this process is rank {worker.topology.rank} of {worker.topology.world_size} by its environment, but "
+            "MASTER_PORT is not set, so that it can't find the others. Start it with notebook_launcher or torchrun, or "
+            "call torch.distributed.init_process_group before the Accelerator is built."
+        )
+    process = JoinedProcess(current_topology(), backend, device, worker.slot)
     if worker.topology.master_port or is_distributed():
         _mark_children(process, worker.topology.to_env())
     return process
@@ -152,15 +158,10 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _actual_topology(topology: Topology) -> Topology:
+def current_topology() -> Topology:
     """Return the topology of the context, corrected by the process group that a script may have made by itself."""
+    topology = context.current().topology
     if not is_distributed():
-        if topology.world_size > 1:
-            raise RuntimeError(
-                f"this process is rank {topology.rank} of {topology.world_size} by its environment, but MASTER_PORT is "
-                "not set, so that it can't find the others. Start it with notebook_launcher or torchrun, or call "
-                "torch.distributed.init_process_group before the Accelerator is built."
-            )
         return topology
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (rank, world_size) == (topology.rank, topology.world_size):

@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from nblaunch import Accelerator, DistributedOperationException, PartialState, backends, context
 from nblaunch.events import WorkerState
+from nblaunch.training.checkpoints.model_files import save
 from nblaunch.training.collectives import operations
 from nblaunch.training.collectives.operations import (
     CannotPadNestedTensorWarning,
@@ -38,12 +39,14 @@ from nblaunch.training.collectives.operations import (
     pad_across_processes,
     reduce,
 )
-from nblaunch.training.collectives.rng import synchronize_rng_states
+from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
+from nblaunch.training.data.prepare import prepare_data_loader
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
 )
+from nblaunch.training.tracking.trackers import GeneralTracker, on_main_process
 from tests.training import ranks
 
 
@@ -614,6 +617,32 @@ def test_a_process_group_that_exists_is_used() -> None:
         (0, 2, "DistributedDataParallel"),
         (1, 2, "DistributedDataParallel"),
     ]
+
+
+class _Tracker(GeneralTracker):
+    name, requires_logging_directory, tracker = "mine", False, None
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> str:
+        return "logged"
+
+
+def _use_without_an_accelerator(folder: str) -> tuple[int, list[int], bool, str | None]:
+    """As before, in a script that uses parts of the library by themselves."""
+    rank = context.current().topology.rank
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
+    path = Path(folder, f"by_rank_{rank}")
+    save({}, path)
+    shard = prepare_data_loader(DataLoader(range(4)))
+    seed = set_seed(5, device_specific=True)
+    return seed, [int(item) for item in shard], path.exists(), _Tracker().log({})
+
+
+def test_the_ranks_of_a_process_group_that_exists_are_known_everywhere(tmp_path: Path) -> None:
+    zero, one = ranks.run(_use_without_an_accelerator, 2, str(tmp_path))
+    assert zero == (5, [0, 2], True, "logged")
+    assert one == (6, [1, 3], False, None)
 
 
 def _lone_but_launched() -> tuple[str, str | None]:

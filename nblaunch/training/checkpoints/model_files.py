@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nblaunch import context, formatting
+from nblaunch import formatting
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints.files import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -29,6 +29,7 @@ from nblaunch.training.checkpoints.files import (
 from nblaunch.training.checkpoints.loading import view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
+from nblaunch.training.joining import current_topology
 from nblaunch.wire.sharded_tensor import is_sharded
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -51,7 +52,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     Raises:
         CheckpointError: ``obj`` has weights of which this rank holds but a shard.
     """
-    topology = context.current().topology
+    topology = current_topology()
     is_writer = (topology.local_rank if save_on_each_node else topology.rank) == 0
     save_object(obj, f, safe_serialization, is_writer)
 

@@ -11,6 +11,7 @@ import torch
 from nblaunch import context
 from nblaunch.packages import is_installed
 from nblaunch.training.collectives import operations
+from nblaunch.training.joining import current_topology
 from nblaunch.training.options import RNG_TYPES, check_choice
 
 
@@ -26,7 +27,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         The seed that was used.
     """
     if device_specific:
-        seed += context.current().topology.rank
+        seed += current_topology().rank
     random.seed(seed)
     if is_installed("numpy"):
         import numpy

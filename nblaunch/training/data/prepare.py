@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.adapter import index_sampler_options, inherited_options, is_stateful
@@ -30,6 +29,7 @@ from nblaunch.training.data.sharding import (
     SampleShard,
     check_divisible,
 )
+from nblaunch.training.joining import current_topology
 from nblaunch.training.options import DataLoaderConfiguration
 
 
@@ -86,7 +86,7 @@ def prepare_data_loader(
     Raises:
         ValueError: the data can't be shared like that, with the reason.
     """
-    topology = context.current().topology
+    topology = current_topology()
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,

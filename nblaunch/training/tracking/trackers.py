@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypeVar
 
 import torch
 
-from nblaunch import context
+from nblaunch.training.joining import current_topology
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,7 +67,7 @@ def on_main_process(function: F) -> F:
 
     @functools.wraps(function)
     def call(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
-        if self.main_process_only and context.current().topology.rank != 0:
+        if self.main_process_only and current_topology().rank != 0:
             return None
         return function(self, *args, **kwargs)
 
