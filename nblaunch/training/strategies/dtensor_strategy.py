@@ -23,9 +23,18 @@ class DTensorStrategy(Strategy):
 
     Args:
         process: ranks and device of this process.
+        setting: what asks for shards, for the error.
+
+    Raises:
+        RuntimeError: torch is too old.
     """
 
-    def __init__(self, process: JoinedProcess) -> None:
+    def __init__(self, process: JoinedProcess, setting: str) -> None:
+        if torch.__version__ < "2.6":
+            # It lacks fully_shard, the norm of several tensors, and checkpoints that one rank writes.
+            raise RuntimeError(
+                f"{setting} needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
+            )
         self._process = process
         self._saving_group: Any = None
 

@@ -43,7 +43,7 @@ class TensorParallelStrategy(DTensorStrategy):
     holds_shards = True
 
     def __init__(self, process: JoinedProcess, parallelism: ParallelismConfig) -> None:
-        super().__init__(process)
+        super().__init__(process, "tp_size")
         self._parallelism = parallelism
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 import tqdm
 from safetensors.torch import load_file
 from torch import nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from nblaunch import (
@@ -282,6 +283,24 @@ def _refused() -> list[str]:
     else:
         accelerator.prepare(nn.Linear(2, 2))
     return messages
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({"parallelism_config": ParallelismConfig(**TENSOR)}, "tp_size"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "fsdp_plugin"),
+    ],
+)
+def test_a_torch_without_what_shards_need_is_refused_at_once(settings: dict[str, Any], asked: str) -> None:
+    def use() -> None:
+        torch.__version__ = TorchVersion("2.5.1")
+        with pytest.raises(
+            RuntimeError, match=f"^{asked} needs torch 2.6 or newer, and this is 2.5.1: pip install"
+        ):
+            Accelerator(**settings)
+
+    ranks.run(use, 2)
 
 
 def test_what_is_refused() -> None:

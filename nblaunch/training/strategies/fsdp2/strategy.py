@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 
 from nblaunch import context, formatting
@@ -62,11 +61,7 @@ class Fsdp2Strategy(DTensorStrategy):
         dtype: torch.dtype | None = None,
         parallelism: ParallelismConfig | None = None,
     ) -> None:
-        super().__init__(process)
-        if not _has_fully_shard():
-            raise RuntimeError(
-                f"fsdp_plugin needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
-            )
+        super().__init__(process, "fsdp_plugin")
         if process.backend.reduces_gradients_at_step:
             raise ValueError(
                 f"fsdp_plugin can't be used on {process.backend.name} with a process per device: torch's fully_shard "
@@ -280,7 +275,3 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
             "averaged, so that ranks come to differ, and checkpoints have those of rank 0. Freeze them with "
             "requires_grad_(False), or average their gradients before each step"
         )
-
-
-def _has_fully_shard() -> bool:
-    return hasattr(torch.distributed.fsdp, "fully_shard")
