@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -25,10 +26,9 @@ from nblaunch.wire.board import MAX_BINS, LossBins, Slot
 from nblaunch.wire.sharded_tensor import is_sharded
 
 
+@dataclass(slots=True, eq=False)
 class Loop:
     """One loop over a loader or another iterable, from its first batch to its last: an epoch, where it trains.
-
-    ``before`` is what was shown when it began, if it trains.
 
     Args:
         total: batches; -1 where unknown.
@@ -37,34 +37,20 @@ class Loop:
         step: batches that are done.
         number: of the loop in this process, from 1.
         is_over_epochs: its items are epochs.
+        num_epochs: how many there will be after all; 0 where unknown.
+        before: what was shown when it began, if it trains.
+        began_s: when it began.
     """
 
-    __slots__ = (
-        "before",
-        "began_s",
-        "epoch",
-        "is_over_epochs",
-        "num_epochs",
-        "number",
-        "phase",
-        "state",
-        "step",
-        "total",
-    )
-
-    def __init__(
-        self, total: int, epoch: int, state: WorkerState, step: int, number: int, is_over_epochs: bool
-    ) -> None:
-        self.total = total
-        self.epoch = epoch
-        self.state = state
-        self.phase = state.name.lower()
-        self.step = step
-        self.number = number
-        self.is_over_epochs = is_over_epochs
-        self.num_epochs = 0
-        self.before: Any = None
-        self.began_s = monotonic()
+    total: int
+    epoch: int
+    state: WorkerState
+    step: int
+    number: int
+    is_over_epochs: bool
+    num_epochs: int = 0
+    before: Any = None
+    began_s: float = field(default_factory=monotonic)
 
 
 class LoopStack:

@@ -183,7 +183,7 @@ class AutocastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision.autocast():
             output = self.original(*args, **kwargs)
-        return nested.to_fp32(output)
+        return nested.convert_to_fp32(output)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +191,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return nested.to_fp32(model_forward(*args, **kwargs))
+        return nested.convert_to_fp32(model_forward(*args, **kwargs))
 
     return forward
 

@@ -522,7 +522,7 @@ class _Movable:
 def test_nested_batches_move_and_keep_their_types() -> None:
     tensor = torch.ones(2)
     batch = {"a": [tensor, (tensor, "text")], "b": Point(tensor, 3), "c": UserDict(k=tensor), "d": _Movable()}
-    moved = nested.to_device(batch, torch.device("meta"))
+    moved = nested.send_to_device(batch, torch.device("meta"))
     assert moved["a"][0].is_meta
     assert moved["a"][1][0].is_meta
     assert moved["a"][1][1] == "text"
@@ -535,7 +535,7 @@ def test_nested_batches_move_and_keep_their_types() -> None:
     assert nested.count_rows([]) == nested.count_rows("text") == 0
     assert nested.count_rows(torch.tensor(1)) == 1
     halves = {"x": torch.ones(1, dtype=torch.bfloat16), "y": (torch.ones(1, dtype=torch.int64), None)}
-    full = nested.to_fp32(halves)
+    full = nested.convert_to_fp32(halves)
     assert (full["x"].dtype, full["y"][0].dtype, full["y"][1]) == (torch.float32, torch.int64, None)
 
 

@@ -114,41 +114,29 @@ def send_to_device(
         non_blocking: copy asynchronously, where memory is pinned.
         skip_keys: keys of mappings whose values stay where they are.
     """
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
-    return to_device(tensor, device, non_blocking, skipped)
-
-
-def to_device(
-    data: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: Sequence[str] = ()
-) -> Any:
-    """Do the same as :func:`send_to_device`, which takes more forms of arguments."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=non_blocking)
-    is_mapping = isinstance(data, Mapping)
-    if hasattr(data, "to") and not isinstance(data, (list, tuple)) and not (is_mapping and skip_keys):
+    is_mapping = isinstance(tensor, Mapping)
+    if hasattr(tensor, "to") and not isinstance(tensor, (list, tuple)) and not (is_mapping and skipped):
         try:
-            return data.to(device, non_blocking=non_blocking)
+            return tensor.to(device, non_blocking=non_blocking)
         except TypeError:  # a ``to`` that knows no ``non_blocking``
-            return data.to(device)
-    if isinstance(data, (list, tuple)):
-        return rebuild(data, [to_device(item, device, non_blocking, skip_keys) for item in data])
+            return tensor.to(device)
+    if isinstance(tensor, (list, tuple)):
+        return rebuild(tensor, [send_to_device(item, device, non_blocking, skipped) for item in tensor])
     if is_mapping:
         moved = {
-            key: value if key in skip_keys else to_device(value, device, non_blocking, skip_keys)
-            for key, value in data.items()
+            key: value if key in skipped else send_to_device(value, device, non_blocking, skipped)
+            for key, value in tensor.items()
         }
-        return type(data)(moved)
-    return data
-
-
-def to_fp32(data: Any) -> Any:
-    """Return ``data`` with fp16 and bf16 tensors converted to fp32; everything else as it is."""
-    return map_leaves(_leaf_to_fp32, data)
+        return type(tensor)(moved)
+    return tensor
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Do the same as :func:`to_fp32`."""
-    return to_fp32(tensor)
+    """Return a tensor or nested structure with fp16 and bf16 tensors converted to fp32; everything else as it is."""
+    return map_leaves(_leaf_to_fp32, tensor)
 
 
 def _leaf_to_fp32(leaf: Any) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 
@@ -39,15 +38,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if deterministic:
         torch.use_deterministic_algorithms(True)
     return seed
-
-
-@contextmanager
-def untouched(is_wanted: bool = True) -> Iterator[None]:
-    """Restore the state of torch's global generator at the end of the block. False: do nothing."""
-    state = torch.get_rng_state() if is_wanted else None
-    yield
-    if state is not None:
-        torch.set_rng_state(state)
 
 
 def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:

@@ -56,7 +56,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         synchronized_generator: one more of them, beside those of the samplers.
         skip_batches: of this rank, left out of the first epoch that is read.
         use_stateful_dataloader: read with torchdata.
-        _drop_last: what reads below leaves an incomplete last batch out.
         _non_blocking: copy batches to the device asynchronously.
         iteration: the epoch that is read first.
         num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
@@ -75,7 +74,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
         _non_blocking: bool = False,
         iteration: int = 0,
         *,
@@ -106,7 +104,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.iteration = iteration
         self.num_partial_epochs = 0
-        self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
         self._follower: PreparedLoader | None = None
@@ -126,7 +123,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             "use_stateful_dataloader": self.use_stateful_dataloader,
             "iteration": self.iteration,
             "num_processes": self.num_processes,
-            "_drop_last": self._drop_last,
             "_non_blocking": self._non_blocking,
         }
 
@@ -178,7 +174,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
         """Yield batches as they are read here, behind those that are skipped."""
-        with rng.untouched(shared.take_resuming()):  # making an iterator draws a number; it was drawn before
+        # Making an iterator draws a number; it was drawn before.
+        with torch.random.fork_rng(devices=[], enabled=shared.take_resuming()):
             batches: Iterator[Any] = iter(self.base_dataloader)
         if num_skipped and not self._skips_indices:
             batches = islice(batches, num_skipped, None)
@@ -191,13 +188,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             # Between the steps: what is read here is of neither.
             backend.end_step()
             shared.losses.show_due()
-        backend.begin_step(loop.phase, batch)
+        backend.begin_step(loop.state.name.lower(), batch)
 
     def _to_device(self, batch: Any) -> Any:
         # Loaders make batches on the CPU; there, moving would only rebuild the containers.
         if self.device is None or self.device.type == "cpu":
             return batch
-        return nested.to_device(batch, self.device, self._non_blocking)
+        return nested.send_to_device(batch, self.device, self._non_blocking)
 
     def _start_epoch(self) -> None:
         GradientState()  # without an Accelerator, too, it shows from now on what is read
@@ -253,7 +250,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _drops_last(self) -> bool:
-        return bool(self._drop_last or self.drop_last or getattr(self.batch_sampler, "drop_last", False))
+        return bool(self.drop_last or getattr(self.batch_sampler, "drop_last", False))
 
     def _num_samples(self) -> int | None:
         for counted in (self.get_sampler(), self.sampler, self.dataset):

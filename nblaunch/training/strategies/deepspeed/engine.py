@@ -56,7 +56,7 @@ class CastForward(AutocastForward):
                 return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
             args, kwargs = nested.map_tensors(cast, args), nested.map_tensors(cast, kwargs)
-        return nested.to_fp32(self.original(*args, **kwargs))
+        return nested.convert_to_fp32(self.original(*args, **kwargs))
 
 
 def check_clipping(
