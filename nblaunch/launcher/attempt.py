@@ -67,9 +67,6 @@ class Peers(Protocol):
     ) -> list[SlotReading]:
         """Send them the state of this node's ranks; return readings of all ranks, and add failures to the report."""
 
-    def send_port(self, port: int) -> None:
-        """Send them the port of the workers' store, which this node hosts."""
-
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
         """Return the environment of this node's workers beyond that of their topology."""
 
@@ -156,7 +153,7 @@ class RunningAttempt:
         board: the progress of all ranks.
         links: with the workers.
         tails: rank -> its log.
-        store: the store that workers may ask for; None where another node hosts it.
+        store: the store that workers may ask for; None where an agent hosts it.
         selector: to wait for all of these.
         memory: host memory from before the start on.
         monitor: samples the workers' memory and devices.
@@ -243,15 +240,11 @@ def _start(attempt: Attempt, method: StartMethod, stack: ExitStack) -> RunningAt
 
 
 def _open_store_socket(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
-    """Open the socket behind which the supervisor starts the store; None where another node has it."""
+    """Open the socket behind which the supervisor starts the store; None where an agent hosts it."""
     if attempt.topology.master_port:
         return None
-    # Among nodes, that port is where the agents meet.
-    port = attempt.spec.master_port if attempt.peers is None else None
-    store = StoreHost(attempt.topology.master_addr, port)
+    store = StoreHost(attempt.topology.master_addr, attempt.spec.master_port)
     stack.callback(store.close)
-    if attempt.peers is not None:
-        attempt.peers.send_port(store.port)
     return store
 
 

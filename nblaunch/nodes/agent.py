@@ -6,6 +6,7 @@
 
 torch's agent decides when to rendezvous, which node gets which ranks, whether to restart, and when a node that returns
 joins. Its abstract methods about workers (start, monitor, stop) send messages to the launcher, which owns the workers.
+The agent of node 0 hosts the store through which the workers of all nodes form their process group.
 :func:`main` is called with the descriptor of an inherited memory file, which holds the configuration.
 """
 
@@ -32,6 +33,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from nblaunch.events import Event
 from nblaunch.host.descriptors import wait_until_readable
+from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages
 from nblaunch.nodes.agent_process import AgentConfig, RendezvousConfig
 from nblaunch.nodes.heartbeats import HeartbeatExchange, RankTakenError
@@ -40,7 +42,6 @@ from nblaunch.nodes.messages import (
     Leave,
     Node,
     StopWorkers,
-    StoreHosted,
     Summary,
     WorkersEnded,
     WorldFormed,
@@ -135,7 +136,6 @@ class LauncherClient:
         self._heartbeats = heartbeats
         self._leave = leave
         self._changed = threading.Condition()
-        self._store_hosted: StoreHosted | None = None
         self._workers_ended: WorkersEnded | None = None
 
     def start(self) -> None:
@@ -161,9 +161,7 @@ class LauncherClient:
         elif isinstance(message, WorkersEnded):
             self._heartbeats.update_summary(message.summary)
         with self._changed:
-            if isinstance(message, StoreHosted):
-                self._store_hosted = message
-            elif isinstance(message, WorkersEnded):
+            if isinstance(message, WorkersEnded):
                 self._workers_ended = message
             self._changed.notify_all()
 
@@ -175,15 +173,7 @@ class LauncherClient:
     def expect_workers(self) -> None:
         """Reset the state of the workers before a new start."""
         with self._changed:
-            self._workers_ended = self._store_hosted = None
-
-    def wait_for_port(self) -> int:
-        """Wait until the launcher hosts the store of the workers of all nodes, and return its port."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._store_hosted is not None)
-            assert self._store_hosted is not None
-            port, self._store_hosted = self._store_hosted.port, None
-            return port
+            self._workers_ended = None
 
     def wait_for_end(self) -> None:
         """Wait until the workers have ended."""
@@ -226,6 +216,7 @@ class TorchAgent(SimpleElasticAgent):
         self._heartbeats = heartbeats
         self._launcher = launcher
         self._are_running = False
+        self._workers_store: StoreHost | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._heartbeats.publish(messages.JOINING)
@@ -240,19 +231,21 @@ class TorchAgent(SimpleElasticAgent):
         self._heartbeats.enter_world(nodes)
         self._heartbeats.publish(messages.RUNNING, node_rank=topology.node_rank)
         if topology.node_rank == 0:
-            restart_count = self._count_start()
-            self._start_world(topology, nodes, restart_count)
-            port = self._launcher.wait_for_port()
-            store.set("nblaunch/start", f"{port} {restart_count}")
-        else:
-            port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
-            self._start_world(replace(topology, master_port=port), nodes, restart_count)
+            store.set("nblaunch/start", f"{self._host_store(topology.master_addr)} {self._count_start()}")
+        port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
+        self._heartbeats.reset_summary(restart_count)
+        topology = replace(topology, master_port=port)
+        self._launcher.send(WorldFormed(-1, time.time(), topology, nodes, restart_count))
         self._are_running = True
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
-    def _start_world(self, topology: Topology, nodes: tuple[Node, ...], restart_count: int) -> None:
-        self._heartbeats.reset_summary(restart_count)
-        self._launcher.send(WorldFormed(-1, time.time(), topology, nodes, restart_count))
+    def _host_store(self, address: str) -> int:
+        """Start the store of the workers of all nodes, in place of that of the start before; return its port."""
+        if self._workers_store is not None:
+            self._workers_store.close()
+        self._workers_store = StoreHost(address, None)
+        self._workers_store.start()
+        return self._workers_store.port
 
     def _count_start(self) -> int:
         """Count this start of the workers; return the number of starts before."""

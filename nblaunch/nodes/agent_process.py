@@ -12,8 +12,8 @@ they get, restarts, the exit barrier, nodes that come back), runs in a fresh pro
 handlers do not affect the kernel. It sends messages to the launcher, which starts and supervises workers as on one
 machine. See ``nodes/agent.py``.
 
-There are two differences from torchrun. Workers do not share the store of the agents: each start has a new store on
-node 0, so that no value of an earlier start is read by mistake. And no store listens on all interfaces.
+There are two differences from torchrun. Workers do not share the store of the agents: each start has a new store in
+the agent of node 0, so that no value of an earlier start is read by mistake. And no store listens on all interfaces.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from nblaunch.nodes.messages import (
     PeerHeartbeats,
     StopState,
     StopWorkers,
-    StoreHosted,
     Summary,
     WorkersEnded,
     WorldFormed,
@@ -155,10 +154,6 @@ class NodeLink:
             for name, value in chosen.items()
             if topology.num_nodes > 1 and name not in environment
         }
-
-    def send_port(self, port: int) -> None:
-        """Send the port of the workers' store on this node to the other nodes."""
-        self._agent.send(StoreHosted(-1, time.time(), port=port))
 
     def receive(self) -> None:
         """Handle new messages of the agent."""

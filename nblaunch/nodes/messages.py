@@ -1,6 +1,6 @@
 """Messages between a launcher, its node's agent and the other nodes.
 
-    launcher ── StoreHosted, Summary, WorkersEnded, Leave ──>  agent ── Heartbeat, as JSON, one key per node ──> store
+    launcher ── Summary, WorkersEnded, Leave ───────────────>  agent ── Heartbeat, as JSON, one key per node ──> store
              <── WorldFormed, StopWorkers, PeerHeartbeats,           <────────── Heartbeat of all others ──────
                  AgentEnded
 
@@ -72,17 +72,6 @@ class Node:
 # --- launcher to agent -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoreHosted(Event):
-    """The launcher of node 0 hosts the store for the workers of all nodes.
-
-    Args:
-        port: TCP port at the address of node 0.
-    """
-
-    port: int = 0
-
-
 @dataclass
 class StopState:
     """State of a node in a :class:`~nblaunch.nodes.peer_states.NodesStopAgreement`.
@@ -152,7 +141,7 @@ class WorldFormed(Event):
     """The rendezvous is complete.
 
     Args:
-        topology: of the first worker of this node; ``master_port`` 0 = this launcher must host the workers' store.
+        topology: of the first worker of this node, with the port of the store that the agent of node 0 hosts.
         nodes: all nodes, by node rank.
         restart_count: number of starts of the workers before; equal on all nodes.
     """
