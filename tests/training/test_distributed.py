@@ -463,36 +463,88 @@ def test_alone_nothing_is_joined_and_no_device_touched(monkeypatch: pytest.Monke
     assert reduce(torch.ones(1)).tolist() == [1]
 
 
-def _gather_a_word() -> str:
+def _gather_a_word(others: dict[str, Any]) -> str:
     accelerator = Accelerator()
     try:
-        accelerator.gather({"x": "word"})
+        accelerator.gather({**others, "x": "word"})
     except TypeError as error:
         return str(error)
     return "nothing was raised"
 
 
-def test_gathering_what_is_no_tensor_is_an_error() -> None:
-    for message in ranks.run(_gather_a_word, 2):
+@pytest.mark.parametrize("others", [{}, {"a": torch.zeros(1)}])
+def test_gathering_what_is_no_tensor_is_an_error(others: dict[str, Any]) -> None:
+    for message in ranks.run(_gather_a_word, 2, others):
         assert message == "gather works on tensors in lists, tuples and dicts, but found a str: 'word'"
 
 
-def _differ(operation: str) -> str:
+def _differ(operation: str, by_rank: Sequence[Any]) -> str:
     accelerator = Accelerator()
-    rank = accelerator.process_index
     try:
-        getattr(accelerator, operation)(torch.zeros(2 + rank, dtype=torch.int64))
+        getattr(accelerator, operation)(by_rank[accelerator.process_index])
     except ValueError as error:
         return str(error)
     return "nothing was raised"
 
 
+WORDS = "was called with tensors that don't go together on all ranks:"
+WHOLE, HALF = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.float16)
+
+
 @pytest.mark.parametrize("operation", ["gather", "reduce", "broadcast"])
 def test_shapes_that_differ_are_an_error_on_every_rank(operation: str) -> None:
-    for message in ranks.run(_differ, 2, operation):
-        assert message.startswith(
-            f"{operation} needs tensors of the same shape and type on all ranks, but found "
-            "rank 0: [2] torch.int64; rank 1: [3] torch.int64. Use pad_across_processes before"
+    for message in ranks.run(_differ, 2, operation, [WHOLE, torch.zeros(3, dtype=torch.int64)]):
+        assert message == (
+            f"{operation} {WORDS}\n  rank 0: [2] torch.int64\n  rank 1: [3] torch.int64\n"
+            "Use pad_across_processes before, or even_batches=True for loaders."
+        )
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "listing"),
+    [
+        # One has more tensors than the other, or others under the same name.
+        (
+            ({"x": WHOLE}, {"x": (WHOLE, HALF)}),
+            ("{x: [2] torch.int64}", "{x: [[2] torch.int64, [1] torch.float16]}"),
+        ),
+        (
+            ({"x": WHOLE, "y": HALF}, {"y": HALF, "x": WHOLE}),
+            ("{x: [2] torch.int64, y: [1] torch.float16}", "{y: [1] torch.float16, x: [2] torch.int64}"),
+        ),
+        (
+            ({"x": WHOLE, "y": WHOLE}, {"y": WHOLE, "x": WHOLE}),
+            ("{x: [2] torch.int64", "{y: [2] torch.int64"),
+        ),
+        (([WHOLE, 1], [WHOLE, HALF]), ("[[2] torch.int64, int]", "[[2] torch.int64, [1] torch.float16]")),
+    ],
+)
+def test_structures_that_differ_are_an_error_on_every_rank(
+    by_rank: Sequence[Any], listing: tuple[str, str]
+) -> None:
+    for message in ranks.run(_differ, 2, "gather", by_rank):
+        zero, one = message.removeprefix(f"gather {WORDS}\n  rank 0: ").split("\n")[:2]
+        assert zero.startswith(listing[0])
+        assert one.startswith(f"  rank 1: {listing[1]}")
+
+
+@pytest.mark.parametrize(
+    ("operation", "by_rank"),
+    [
+        ("gather", (torch.zeros(()), torch.zeros(1))),  # a number is a row
+        ("gather", ([torch.zeros(1)], (torch.zeros(1),))),
+        ("pad_across_processes", (torch.zeros(1, 2), torch.zeros(2, 1))),
+    ],
+)
+def test_what_goes_together_need_not_be_the_same(operation: str, by_rank: Sequence[Any]) -> None:
+    assert ranks.run(_differ, 2, operation, by_rank) == ["nothing was raised"] * 2
+
+
+def test_tensors_that_can_not_be_padded_alike_are_an_error_on_every_rank() -> None:
+    for message in ranks.run(_differ, 2, "pad_across_processes", (torch.zeros(1, 2), torch.zeros(1))):
+        assert message == (
+            f"pad_across_processes {WORDS}\n"
+            "  rank 0: 2 dimensions torch.float32\n  rank 1: 1 dimensions torch.float32"
         )
 
 

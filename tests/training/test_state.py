@@ -400,11 +400,12 @@ def test_debug_mode_names_what_each_rank_has(operation: str) -> None:
     found = {rank: f"{{x: [[2, {rank + 1}] torch.float32]}}" for rank in range(2)}
     if operation == "pad_across_processes":
         found = {rank: f"{rank + 1} dimensions torch.float32" for rank in range(2)}
+    hint = "\nUse pad_across_processes before, or even_batches=True for loaders."
     for name, message in ranks.run(_mismatch, 2, operation):
         assert name == "DistributedOperationException"
         assert message == (
             f"{operation} was called with tensors that don't go together on all ranks:\n"
-            f"  rank 0: {found[0]}\n  rank 1: {found[1]}"
+            f"  rank 0: {found[0]}\n  rank 1: {found[1]}{'' if operation == 'pad_across_processes' else hint}"
         )
 
 

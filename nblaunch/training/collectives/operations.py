@@ -6,8 +6,8 @@ says so. In a lone process they return their argument. A rank that has not joine
 Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
 bytes they all know, and the result is exact.
 
-Where tensors differ from rank to rank, gloo ends the process from its C++ side, with no exception. So shapes are
-compared first where that is cheap, which is on gloo; on a GPU every comparison would wait for the device.
+Where tensors differ from rank to rank, gloo ends the process from its C++ side, with no exception. So digests of all
+shapes are compared first where that is cheap, which is on gloo; on a GPU every comparison would wait for the device.
 
 Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ranks of several machines, or under
 ``torchrun``, have no secret in common: there, as with torch's own collectives of objects, the network must be trusted.
@@ -15,8 +15,9 @@ Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ra
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from nblaunch.wire import signing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
-_DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
-_MAX_DIMS = 14  # of a shape that is compared
+_DIGEST_BYTES = 8  # of a structure that is compared
+_HINT = "\nUse pad_across_processes before, or even_batches=True for loaders."
 _RELEASE_TIMEOUT_S = 1.0  # far more than it takes
 
 # torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
@@ -43,7 +44,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def compares_shapes() -> bool:
-    """Return whether collectives compare the shapes of their tensors over ranks first."""
+    """Return whether collectives compare the shapes of their tensors over ranks first, wherever the tensors are."""
     worker = context.current()
     if worker.compares_shapes is not None:
         return worker.compares_shapes
@@ -99,7 +100,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
     if size == 1:
         return tensor
-    return _each_tensor("broadcast", lambda one: _broadcast_tensor(one, from_process), tensor)
+    return _each_tensor("broadcast", lambda one: _send_tensor(one, from_process), tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -232,8 +233,8 @@ def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     context.current().backend.mark_step(COLLECTIVE)
-    if compares_shapes():
-        _compare(operation, data)
+    if world_size() > 1 and (compares_shapes() or any(map(_travels_by_cpu, nested.leaves(data)))):
+        _check_alike(operation, data)
 
     def checked(leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
@@ -246,25 +247,39 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
     return nested.map_leaves(checked, data)
 
 
-def _compare(operation: str, data: Any) -> None:
-    """Raise, in debug mode, on every rank where ``data`` as a whole is not alike, before anything is sent.
+def _travels_by_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and _transport_device(leaf.device).type == "cpu"
+
+
+def _check_alike(operation: str, data: Any) -> None:
+    """Raise on every rank where ``data`` as a whole has not the same structure, shapes and types on all of them.
 
     For padding, sizes may differ, but neither types nor the number of dimensions.
     """
-    is_size_free = operation == "pad_across_processes"
+    described = _describe(operation, data)
+    mine = hashlib.blake2b(described.encode(), digest_size=_DIGEST_BYTES).digest()
+    found = _all_gather_bytes(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    if bytes(found.cpu().numpy()) == mine * world_size():
+        return
+    listing = "".join(f"\n  rank {rank}: {one}" for rank, one in enumerate(gather_object([described])))
+    hint = "" if operation == "pad_across_processes" else _HINT
+    raise DistributedOperationException(
+        f"{operation} was called with tensors that don't go together on all ranks:{listing}{hint}"
+    )
 
-    def describe(leaf: Any) -> str:
-        if not isinstance(leaf, torch.Tensor):
-            return type(leaf).__name__
-        return f"{leaf.ndim} dimensions {leaf.dtype}" if is_size_free else f"{list(leaf.shape)} {leaf.dtype}"
 
-    mine = repr(nested.map_leaves(describe, data)).replace("'", "")
-    found = gather_object([mine])
-    if len(set(found)) > 1:
-        listing = "".join(f"\n  rank {rank}: {one}" for rank, one in enumerate(found))
-        raise DistributedOperationException(
-            f"{operation} was called with tensors that don't go together on all ranks:{listing}"
-        )
+def _describe(operation: str, data: Any) -> str:
+    """Return a structure as text in which ranks must agree. Lists and tuples are alike."""
+    if isinstance(data, torch.Tensor):
+        if operation == "pad_across_processes":
+            return f"{data.ndim} dimensions {data.dtype}"
+        is_row = operation == "gather" and data.ndim == 0
+        return f"{[1] if is_row else list(data.shape)} {data.dtype}"
+    if isinstance(data, (list, tuple)):
+        return f"[{', '.join(_describe(operation, item) for item in data)}]"
+    if isinstance(data, Mapping):
+        return f"{{{', '.join(f'{key}: {_describe(operation, value)}' for key, value in data.items())}}}"
+    return type(data).__name__
 
 
 def _pickled(value: Any) -> torch.Tensor:
@@ -311,26 +326,6 @@ def _transport_device(device: torch.device) -> torch.device:
     return device if device.type != "cpu" else torch.device(backend.device_type)
 
 
-def _check_alike(operation: str, tensor: torch.Tensor) -> None:
-    """Raise on every rank where ``tensor`` has not the same shape and type on all of them."""
-    if _transport_device(tensor.device).type != "cpu":
-        return
-    header = torch.full((2 + _MAX_DIMS,), -1, dtype=torch.int64)
-    header[0], header[1] = _DTYPES.index(tensor.dtype), tensor.ndim
-    header[2 : 2 + tensor.ndim] = torch.tensor(tensor.shape[:_MAX_DIMS], dtype=torch.int64)
-    headers = _all_gather_bytes(header).view(torch.int64).reshape(world_size(), -1)
-    if bool((headers == headers[0]).all()):
-        return
-    found = "; ".join(
-        f"rank {rank}: {list(sizes[:ndim])} {_DTYPES[dtype]}"
-        for rank, (dtype, ndim, *sizes) in enumerate(headers.tolist())
-    )
-    raise DistributedOperationException(
-        f"{operation} needs tensors of the same shape and type on all ranks, but found {found}. "
-        "Use pad_across_processes before, or even_batches=True for loaders."
-    )
-
-
 def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return all ranks' memory of a contiguous tensor, one after the other, as flat bytes."""
     sent = _as_bytes(tensor)
@@ -343,15 +338,9 @@ def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).contiguous()
-    _check_alike("gather", rows)
     received = _all_gather_bytes(rows)
     shape = (rows.shape[0] * world_size(), *rows.shape[1:])
     return received.view(tensor.dtype).reshape(shape).to(tensor.device)
-
-
-def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
-    _check_alike("broadcast", tensor)
-    return _send_tensor(tensor, from_process)
 
 
 def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
@@ -369,7 +358,6 @@ def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
 
 
 def _reduce_tensor(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
-    _check_alike("reduce", tensor)
     combined = tensor.detach().to(_transport_device(tensor.device), copy=True).contiguous()
     operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
     with waiting():
