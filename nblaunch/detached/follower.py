@@ -6,8 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -245,15 +244,24 @@ def _error_of(end: End) -> BaseException | None:
     return error
 
 
-class _Stored(UserDict[Any, Any]):
-    """A dictionary that is read from the job's folder when it is needed."""
+class _Stored(Mapping[Any, Any]):
+    """A mapping that is read from the job's folder when it is needed."""
 
-    def __init__(self, load: Callable[[], dict[Any, Any]]) -> None:
+    def __init__(self, load: Callable[[], Mapping[Any, Any]]) -> None:
         self._load = load
 
     @cached_property
-    def data(self) -> dict[Any, Any]:  # type: ignore[override]
+    def _contents(self) -> Mapping[Any, Any]:
         return self._load()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._contents[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._contents)
 
 
 def _load_values(folder: JobFolder) -> Any:

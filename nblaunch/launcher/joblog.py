@@ -204,7 +204,8 @@ def _stamp_of(folder: Path) -> dict[str, Any] | None:
         if folder.is_symlink() or not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             return None
         stamp: dict[str, Any] = json.loads(path.read_bytes())
-        is_ours = stamp["job"] == folder.name and stamp["host"] == socket.gethostname()
+        has_pid = type(stamp["pid"]) is int and 0 < stamp["pid"] < 1 << 31
+        is_ours = has_pid and stamp["job"] == folder.name and stamp["host"] == socket.gethostname()
         stamp["made_s"], stamp["number"] = float(stamp["made_s"]), int(stamp["number"])
     except (OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError):
         return None  # it is not one that we have written
@@ -218,18 +219,18 @@ def _prune(root: Path, max_jobs: int, current: str) -> None:
     stamps.sort(key=lambda stamp: (stamp["made_s"], stamp["number"]))
     for stamp in stamps[: max(0, len(stamps) - (max_jobs - 1))]:
         folder = root / stamp["job"]
-        pid = stamp.get("pid")
+        pid = stamp["pid"]
         is_over = folder not in _in_use if pid == os.getpid() else not _is_alive(pid)
         if is_over:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_alive(pid: Any) -> bool:
-    """Return whether a process runs, or may run: also of what is no number of a process."""
+def _is_alive(pid: int) -> bool:
+    """Return whether a process runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError, TypeError):
+    except PermissionError:  # it is another user's
         return True
     return True

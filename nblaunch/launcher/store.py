@@ -1,10 +1,10 @@
-"""The rendezvous store of one machine's job: hosted by the launcher, on the loopback interface, on demand.
+"""The rendezvous store of a job's workers; on one machine hosted by the launcher, on the loopback interface, on demand.
 
     launcher ── listening socket, loopback, port chosen by the system      made before workers start
     worker   ── init_process_group("env://"): connects as a client ──>     now the store is started behind the socket
 
 A function that needs no process group costs no store. Clients that connect before the store runs wait in the
-socket's backlog.
+socket's backlog. On several machines the agent of node 0 hosts it, and starts it at once (``nodes/agent.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_any_store_running() -> bool:
 
 
 class StoreHost:
-    """Listens for workers and becomes a ``TCPStore`` when the first one comes.
+    """Listens for workers, and becomes a ``TCPStore`` once it is started.
 
     Args:
         address: of the interface to listen on.

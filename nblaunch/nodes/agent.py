@@ -31,6 +31,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
+from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.store import StoreHost
@@ -230,6 +231,9 @@ class TorchAgent(SimpleElasticAgent):
         self._launcher.expect_workers()
         self._heartbeats.enter_world(nodes)
         self._heartbeats.publish(messages.RUNNING, node_rank=topology.node_rank)
+        if self._workers_store is not None:  # of the start before
+            self._workers_store.close()
+            self._workers_store = None
         if topology.node_rank == 0:
             store.set("nblaunch/start", f"{self._host_store(topology.master_addr)} {self._count_start()}")
         port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
@@ -240,9 +244,7 @@ class TorchAgent(SimpleElasticAgent):
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _host_store(self, address: str) -> int:
-        """Start the store of the workers of all nodes, in place of that of the start before; return its port."""
-        if self._workers_store is not None:
-            self._workers_store.close()
+        """Start the store of the workers of all nodes; return its port."""
         self._workers_store = StoreHost(address, None)
         self._workers_store.start()
         return self._workers_store.port
@@ -304,7 +306,7 @@ def _topology(worker_group: WorkerGroup, nodes: Sequence[Node]) -> Topology:
 
 def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: HeartbeatExchange) -> str:
     """Return a message about a failed rendezvous: the cause, the missing nodes, and what to do."""
-    if isinstance(error, RankTakenError):
+    if isinstance(error, (RankTakenError, LaunchError)):
         return str(error)
     if isinstance(error, RendezvousTimeoutError):
         return _describe_timeout(str(error), rendezvous, heartbeats.joining_nodes())

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from nblaunch import context
 from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
 from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training.collectives import dtensor, nested
 from nblaunch.training.float8 import AORecipeKwargs
+from nblaunch.training.joining import current_topology
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, check_choice
 
 
@@ -236,7 +236,7 @@ def make(name: str, backend: Backend, handlers: Mapping[type, Any]) -> Precision
     """
     autocast = handlers.get(AutocastKwargs)
     if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
-        if context.current().topology.rank == 0:
+        if current_topology().rank == 0:
             warn(f"mixed_precision='fp16': {reason}")
         return ReplacedFp16Precision(backend, autocast)
     if name == "fp16":

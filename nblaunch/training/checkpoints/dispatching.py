@@ -50,7 +50,8 @@ def load_checkpoint_in_model(
         offload_folder: Accelerate's argument for a map with ``"disk"``.
         dtype: of what has no memory yet and is of floating point; None: as the model says.
         strict: raise where names of the files and the model differ.
-        device: where weights are read to, before they are copied into the model.
+        device: where weights are read to, before they are copied into the model: those of all files, but for the CPU,
+            where they lie on the pages of the files (unless these are of torch's format before 1.6).
         **of_pieces: Accelerate's other arguments for a map; without effect where there is none.
 
     Raises:

@@ -65,7 +65,7 @@ def _joins() -> bool:
     """Return whether this process is in a process group; join that of its job where nothing has done so yet."""
     if not is_distributed():
         worker = context.current()
-        # The state of training stays for good: a rank that has left the group, or has none, is not to join again.
+        # A process with a state of training has joined before: where it is in no group it has left it, or had none.
         if worker.training is None and worker.topology.world_size > 1:
             join()
     return is_distributed()

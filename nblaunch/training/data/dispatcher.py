@@ -34,7 +34,7 @@ class DataLoaderDispatcher(PreparedLoader):
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`.
         split_batches: a batch is one of all ranks together.
-        skip_batches, use_stateful_dataloader, _non_blocking: as for :class:`PreparedLoader`.
+        skip_batches, use_stateful_dataloader, _drop_last, _non_blocking: as for :class:`PreparedLoader`.
         slice_fn: ``slice_fn(batch, rows, process_index=, num_processes=)`` cuts out a rank's part; None: the slice
             ``rows`` of every tensor.
         iteration: the epoch that is read first.
@@ -52,6 +52,7 @@ class DataLoaderDispatcher(PreparedLoader):
         split_batches: bool = False,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
         _non_blocking: bool = False,
         slice_fn: Callable[..., Any] | None = None,
         iteration: int = 0,
@@ -66,6 +67,7 @@ class DataLoaderDispatcher(PreparedLoader):
             device=process.device if device is None else device,
             skip_batches=skip_batches,
             use_stateful_dataloader=use_stateful_dataloader,
+            _drop_last=_drop_last,
             _non_blocking=_non_blocking,
             iteration=iteration,
             num_processes=process.topology.world_size if num_processes is None else num_processes,

@@ -56,6 +56,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         synchronized_generator: one more of them, beside those of the samplers.
         skip_batches: of this rank, left out of the first epoch that is read.
         use_stateful_dataloader: read with torchdata.
+        _drop_last: what reads below leaves an incomplete last batch out.
         _non_blocking: copy batches to the device asynchronously.
         iteration: the epoch that is read first.
         num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
@@ -74,6 +75,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
         _non_blocking: bool = False,
         iteration: int = 0,
         *,
@@ -104,6 +106,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.iteration = iteration
         self.num_partial_epochs = 0
+        self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
         self._follower: PreparedLoader | None = None
@@ -123,6 +126,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             "use_stateful_dataloader": self.use_stateful_dataloader,
             "iteration": self.iteration,
             "num_processes": self.num_processes,
+            "_drop_last": self._drop_last,
             "_non_blocking": self._non_blocking,
         }
 
@@ -250,7 +254,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _drops_last(self) -> bool:
-        return bool(self.drop_last or getattr(self.batch_sampler, "drop_last", False))
+        return bool(self._drop_last or self.drop_last or getattr(self.batch_sampler, "drop_last", False))
 
     def _num_samples(self) -> int | None:
         for counted in (self.get_sampler(), self.sampler, self.dataset):

@@ -30,8 +30,8 @@ class DTensorStrategy(Strategy):
     """
 
     def __init__(self, process: JoinedProcess, setting: str) -> None:
-        if torch.__version__ < "2.6":
-            # It lacks fully_shard, the norm of several tensors, and checkpoints that one rank writes.
+        if not hasattr(torch.nn.utils, "get_total_norm"):
+            # Torch 2.6 brought it, along with fully_shard and checkpoints that one rank writes.
             raise RuntimeError(
                 f"{setting} needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
             )

@@ -12,7 +12,6 @@ import torch
 import tqdm
 from safetensors.torch import load_file
 from torch import nn
-from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from nblaunch import (
@@ -294,9 +293,9 @@ def _refused() -> list[str]:
 )
 def test_a_torch_without_what_shards_need_is_refused_at_once(settings: dict[str, Any], asked: str) -> None:
     def use() -> None:
-        torch.__version__ = TorchVersion("2.5.1")
+        del torch.nn.utils.get_total_norm  # as in torch 2.5
         with pytest.raises(
-            RuntimeError, match=f"^{asked} needs torch 2.6 or newer, and this is 2.5.1: pip install"
+            RuntimeError, match=f"^{asked} needs torch 2.6 or newer, and this is .*: pip install"
         ):
             Accelerator(**settings)
 
