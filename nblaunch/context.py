@@ -30,7 +30,7 @@ def _show_nothing() -> None:
 
 @dataclass
 class WorkerContext:
-    """The context of a worker in its job.
+    """The context of a process: of a worker in its job, or of one without a launcher (``is_launched`` False).
 
     Args:
         topology: ranks and sizes.

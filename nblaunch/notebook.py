@@ -1,6 +1,6 @@
 """``notebook_launcher``, ``debug_launcher`` and ``launch``: arguments in, a job run, its result back.
 
-    arguments ──> LaunchSpec ──> LaunchPlan ──> JobRunner ──> result, or the Job
+    arguments ──> LaunchSpec ──> LaunchPlan ──> JobRunner ── read by a Job ──> its result, or in the background the Job
 
 Annotations are not postponed here: ``help(notebook_launcher)`` would show each of them in quotes.
 """
@@ -132,7 +132,7 @@ def notebook_launcher(
         dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
             that is updated; ``"text"``: lines; ``"none"``: nothing, and what workers print is in the logs only.
             ``"auto"``: widgets where a user can see them, else HTML in a notebook, else text.
-        threads_per_process: CPU threads of each worker; None = usable cores / workers.
+        threads_per_process: CPU threads of each worker; None = ``OMP_NUM_THREADS``, or usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed. A function that
             catches the KeyboardInterrupt and returns on every rank has lost nothing: the cell ends with the interrupt,
             but trained weights are loaded, and ``last_job().result()`` returns the value (not with several machines,

@@ -240,7 +240,8 @@ class LaunchSpec:
         is_session: the workers are those of a session: this process sends them commands while they run.
         is_detached: the job outlives this process; trained weights are kept for those that attach to it.
         is_spmd: one process drives all devices (XLA).
-        threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
+        threads_per_process: CPU threads of each worker; None = ``OMP_NUM_THREADS``, or usable cores / workers
+            on this machine.
         log_dir: folder for logs; None = see ``NBLAUNCH_LOG_DIR``.
         hang_timeout_s: seconds without progress (steps, collectives, bars) after which stacks are shown; None = never.
         on_hang: ``"report"`` a hang, or ``"stop"`` the job as well.

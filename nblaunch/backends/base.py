@@ -231,7 +231,7 @@ class Backend(ABC):
             raise ValueError(f"mixed_precision={precision!r} can't be used on {self.name}: {reason}")
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
-        """Join the default process group of the job, unless that was done. A process on its own joins none."""
+        """Join the default process group of the job, unless that was done. One without an address joins none."""
         process_group.join(self.dist_backend, topology, timeout_s)
 
     def enable_spmd(self) -> None:

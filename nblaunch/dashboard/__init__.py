@@ -14,8 +14,8 @@ terminal.py        the dashboard for scripts and terminals
   live_table.py        a table that is redrawn in place, with rich
   ansi.py              what a terminal can do, and colours
 html.py            the table as HTML
+  html_rows.py         its rows
 charts.py          losses and logged metrics as curves
-html_rows.py       its rows
 palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
   widget_panel.py      the widgets: headline, buttons, charts

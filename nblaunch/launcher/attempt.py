@@ -158,7 +158,7 @@ class RunningAttempt:
         memory: host memory from before the start on.
         monitor: samples the workers' memory and devices.
         guardian: kills the workers if this process dies; not started yet.
-        left_running: what was ended when the attempt was closed, though it had left the workers' process groups.
+        left_running: what was ended when the attempt was closed, though it had left the workers' POSIX process groups.
     """
 
     attempt: Attempt

@@ -1,7 +1,7 @@
 """Job: a launch as a future, which reads what the job's runner keeps.
 
-``notebook_launcher`` runs a job to its end in the calling thread; with ``background=True`` it returns
-the Job while the workers run.
+Every launch makes one. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
+``background=True`` it returns the Job while the workers run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _AWAIT_POLL_S = 0.05
 class Job:
     """One launch, running or ended.
 
-    A job is made by ``notebook_launcher(..., background=True)``; :func:`last_job` gives the last one that this
-    process started, however it ended, and :func:`nblaunch.attach` one that was launched with ``detach=True``.
+    ``notebook_launcher(..., background=True)`` returns it; :func:`last_job` gives the last one that this process
+    started, however it ended, and :func:`nblaunch.attach` one that was launched with ``detach=True``.
 
     When it has ended, it keeps neither the function nor its arguments. It keeps what :meth:`result`, :meth:`weights`
     and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
@@ -74,6 +74,8 @@ class Job:
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the end and return rank 0's value (every rank's, in a list, if launched with ``return_all``).
 
+        With several machines, those of this machine: its first rank's, or its ranks'.
+
         Args:
             timeout: seconds to wait; None = as long as it takes.
 
@@ -88,7 +90,7 @@ class Job:
         return self.results() if self.spec.return_all else self._outcome.values.get(self.ranks[0])
 
     def results(self, timeout: float | None = None) -> list[Any]:
-        """Return what :meth:`result` returns, of all ranks; None of other ranks than 0 without ``return_all``."""
+        """Return the values of this machine's ranks; None of others than the first without ``return_all``."""
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             self._wait_for_success(timeout)

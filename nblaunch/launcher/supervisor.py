@@ -169,7 +169,7 @@ class Supervisor:
         if found:
             more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
             named = ", ".join(found[:_MAX_NAMED]) + more
-            self._note(f"ended with the job, though out of the workers' process groups: {named}")
+            self._note(f"ended with the job, though out of the workers' POSIX process groups: {named}")
 
     def _do_deferred(self) -> None:
         """Do at the first tick what workers need not wait for, and short jobs do without."""

@@ -1,9 +1,9 @@
 """Workers forked from this process: they have the function, its closure and the model without any copying.
 
-kernel ── pause OpenMP pools, freeze the collector's heap, hold back signals
+kernel ── pause OpenMP pools, open this memory to compare weights with, freeze the collector's heap, hold back signals
        ├── fork ──> worker 0: worker/bootstrap.run, never returns
        ├── fork ──> worker 1
-       └── undo the three
+       └── let signals through, unfreeze the heap (pools come back when they are needed)
 
 After any parallel CPU operation the process has a pool of OpenMP threads. A fork copies the pool's bookkeeping but not
 its threads, so that a child's first parallel operation waits for ever for threads that do not exist
@@ -186,7 +186,9 @@ def pause_pools() -> bool:
         True if a child may use all its threads: every library was paused, or none is loaded. False if some library
         could not be; then children must keep to one thread.
     """
-    return all(_pause(library) for library in _loaded_libraries(_OWN_MAPS))
+    return all(
+        [_pause(library) for library in _loaded_libraries(_OWN_MAPS)]
+    )  # each, whatever becomes of the others
 
 
 def _loaded_libraries(maps: Path) -> tuple[str, ...]:

@@ -253,11 +253,12 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             device_placement: for each of them, whether it goes to the device; None: as in the Accelerator.
 
         Returns:
-            The prepared object, or several as a tuple in the order in which they were given. What is prepared already
-            comes back as the very same object.
+            The prepared object, or several as a tuple in the order in which they were given. What was returned here
+            before comes back as the very same object.
 
         Raises:
-            ValueError: ``device_placement`` is not as long as ``args``.
+            ValueError: ``device_placement`` is not as long as ``args``; or a module was prepared before, and it is its
+                prepared form that is to be passed.
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
 
         Example::

@@ -65,6 +65,14 @@ def test_a_library_without_the_call_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert fork.pause_pools() is False
 
 
+def test_one_that_cannot_be_paused_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused: list[str] = []
+    monkeypatch.setattr(fork, "_loaded_libraries", lambda *args: ["first", "second"])
+    monkeypatch.setattr(fork, "_pause", paused.append)  # which returns no True
+    assert fork.pause_pools() is False
+    assert paused == ["first", "second"]
+
+
 def test_where_loads_are_not_counted_libraries_are_looked_for_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,12 +29,13 @@ def test_a_function_may_return_as_soon_as_it_has_joined(shared: Kernel) -> None:
         assert run(shared, "return rank", 8) == list(range(8))
 
 
-def test_models_that_differ_become_that_of_rank_0(shared: Kernel) -> None:
+@pytest.mark.parametrize("moved", ["", ".to(accelerator.device)"])
+def test_models_that_differ_become_that_of_rank_0(shared: Kernel, moved: str) -> None:
     found = run(
         shared,
-        """
+        f"""
 torch.manual_seed(rank)
-own = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+own = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)){moved}
 before = own[0].weight.sum().item()
 own = accelerator.prepare(own)
 return before, own[0].weight.sum().item(), str(own[0].weight.device)

@@ -59,7 +59,7 @@ class ReduceAtStepStrategy(Strategy):
                 f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
             )
         for tensor, *values in zip(_tensors(model), *everyones, strict=True):
-            if len(set(values)) > 1:
+            if len(set(values)) > 1 or None in values:  # what lay on a device before can't be compared
                 operations.broadcast(tensor)
         return model
 
