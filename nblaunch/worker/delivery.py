@@ -27,7 +27,8 @@ _MAX_NAMED = 3  # tensors in one line
 class Delivery:
     """Sends what a worker has made.
 
-    Created before the function is called: it notes where tensors lie, and the function may replace modules in containers.
+    Created before the function is called: it notes where tensors lie, and the function may replace modules in
+    containers.
 
     Of a module that every rank has whole, the first rank of each machine sends the weights. Where ranks hold shards,
     each sends its own.

@@ -199,7 +199,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Return ``model`` ready for training on this rank, with the weights of rank 0 if any is trained; wrapped or not.
+        """Return ``model`` ready for training on this rank, wrapped or not; with rank 0's weights, if any is trained.
 
         It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
         device here. A strategy whose shards are no DTensors also sets ``collect_sharded_weights`` of the current
