@@ -186,9 +186,7 @@ def pause_pools() -> bool:
         True if a child may use all its threads: every library was paused, or none is loaded. False if some library
         could not be; then children must keep to one thread.
     """
-    were_paused = [
-        _pause(library) for library in _loaded_libraries(_OWN_MAPS)
-    ]  # each, whatever becomes of others
+    were_paused = [_pause(library) for library in _loaded_libraries(_OWN_MAPS)]
     return all(were_paused)
 
 
