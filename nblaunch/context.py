@@ -16,8 +16,8 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import Event
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
-from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.locks import WorkerLocks
+from nblaunch.wire.worker_commands import CommandConnection
 
 
 def _discard(event: Event) -> None:

@@ -9,7 +9,7 @@ The debugger's modules, in the folders of the processes and of what they serve:
     launcher/post_mortem.py        failures that are kept for it
       session/client.py            that of a session's command
     launcher/comparison.py         values by rank; the variables of a function over all ranks
-    wire/debug_messages.py         what client and worker send each other; replies in ``wire/replies.py``
+    wire/worker_commands.py        what client and worker send each other; replies in ``wire/replies.py``
     worker/debugger.py             answers in a worker, with pdb
       worker/frames.py             where the user's code stands there, and its variables
 """
@@ -28,7 +28,7 @@ from nblaunch.launcher import post_mortem
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job import last_job
 from nblaunch.launcher.requests import interrupts_as_requests
-from nblaunch.wire.debug_messages import Prompted
+from nblaunch.wire.worker_commands import Prompted
 
 if TYPE_CHECKING:
     from nblaunch.launcher.runner import JobRunner

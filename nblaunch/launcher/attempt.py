@@ -38,8 +38,8 @@ from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Slot, SlotReading, create_memory_file
 from nblaunch.wire.channel import EventReceiver
-from nblaunch.wire.command_connection import CommandConnection, connect
 from nblaunch.wire.stop_agreement import Agreement
+from nblaunch.wire.worker_commands import CommandConnection, connect
 
 
 class Peers(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from nblaunch import formatting
 from nblaunch.diagnosis.rendering import cell_name
-from nblaunch.wire.debug_messages import FrameVariables
+from nblaunch.wire.worker_commands import FrameVariables
 
 _MISSING = "not defined"
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.launcher.comparison import Comparison, RankValues
-from nblaunch.wire.command_connection import CommandConnection
-from nblaunch.wire.debug_messages import (
+from nblaunch.wire.replies import ReceivedReply, Reply
+from nblaunch.wire.worker_commands import (
+    CommandConnection,
     Debug,
     DebugCommand,
     FrameVariables,
@@ -26,7 +27,6 @@ from nblaunch.wire.debug_messages import (
     Release,
     Resumed,
 )
-from nblaunch.wire.replies import ReceivedReply, Reply
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0

@@ -39,8 +39,8 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.inline import run_inline
 from nblaunch.start_methods.saved_call import SavedCall, save_call
 from nblaunch.topology import Topology
-from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.worker_commands import CommandConnection
 
 _REMEDY = (
     "workers that start when the launching call has returned (background=True with max_restarts or with several "

@@ -25,7 +25,7 @@ from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.replies import ReceivedReply, receive_reply
-from nblaunch.wire.session_messages import Close, DropFrames, Execute, LeaveGroup, RunFunction, SessionCommand
+from nblaunch.wire.worker_commands import Close, DropFrames, Execute, LeaveGroup, RunFunction, SessionCommand
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5

@@ -18,7 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from nblaunch import debugging, formatting
 from nblaunch.session import cells
 from nblaunch.session.session import Session, displays_of, names_on_ranks
-from nblaunch.wire.session_messages import Execute
+from nblaunch.wire.worker_commands import Execute
 
 _USAGE = "%ranks start [number of processes] | use VARIABLE | status | debug [rank] | restart | stop"
 

@@ -18,10 +18,10 @@ from nblaunch.session import cells
 from nblaunch.wire import payload
 from nblaunch.wire.argument_paths import modules_at
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.replies import Reply, send_reply
-from nblaunch.wire.session_messages import (
+from nblaunch.wire.worker_commands import (
     Close,
+    CommandConnection,
     DropFrames,
     Execute,
     LeaveGroup,

@@ -35,7 +35,7 @@ from nblaunch.session.server import serve
 from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import modules_in
-from nblaunch.wire.session_messages import Execute, RunFunction, SessionCommand, SetVariables
+from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand, SetVariables
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3

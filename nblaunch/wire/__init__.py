@@ -20,10 +20,8 @@ Both ways between launcher and workers:
     payload.py          values in memory files, pickled
     argument_paths.py   torch modules and optimizers in the arguments, by argument path
     pickle_errors.py    which part of a value can't be pickled
-    command_connection.py  a pair of sockets for commands
-    session_messages.py  commands of a session
-    debug_messages.py   the debugger's: commands, lines, prompts
-    replies.py          replies to commands of both
+    worker_commands.py  commands of a session and to the debugger, on a pair of sockets
+    replies.py          replies to these commands
     stop_agreement.py   the step at which all ranks stop, over the board
 
 Between ranks and between nodes:

@@ -4,7 +4,7 @@
     its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
 Workers only send here. The launcher reaches them otherwise: by signals, by proposals on the board
-(``stop_agreement.py``), and in sessions and for the debugger by sockets (``command_connection.py``). With the agent of
+(``stop_agreement.py``), and in sessions and for the debugger by sockets (``worker_commands.py``). With the agent of
 its node it talks both ways, through a pipe each (``nodes/messages.py``). The receiving end never blocks, so that one
 silent worker can't hold up the others; a sender waits while the pipe is full.
 

@@ -11,8 +11,8 @@ from typing import Any
 from nblaunch.events import Failed, Returned, StateSent
 from nblaunch.wire import outbox
 from nblaunch.wire.argument_paths import ArgPath
-from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.outbox import Outbox, RankResult
+from nblaunch.wire.worker_commands import CommandConnection
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ from nblaunch.wire.argument_paths import modules_at, optimizers_in
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
-from nblaunch.wire.command_connection import CommandConnection
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.originals import Originals
+from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import inherited, libraries, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import send_failure

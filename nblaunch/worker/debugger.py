@@ -25,9 +25,17 @@ from typing import Any
 
 from nblaunch.user_code import from_first_user_frame, is_user_file, line_of
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.command_connection import CommandConnection
-from nblaunch.wire.debug_messages import Debug, Inspect, Line, Prompted, ReadVariables, Release, Resumed
 from nblaunch.wire.replies import Reply, send_reply
+from nblaunch.wire.worker_commands import (
+    CommandConnection,
+    Debug,
+    Inspect,
+    Line,
+    Prompted,
+    ReadVariables,
+    Release,
+    Resumed,
+)
 from nblaunch.worker import frames
 from nblaunch.worker.failure import describe_failure
 

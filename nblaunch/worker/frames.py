@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from nblaunch.user_code import is_user_file
-from nblaunch.wire.debug_messages import FrameVariables
+from nblaunch.wire.worker_commands import FrameVariables
 
 _MAX_CHARACTERS = 200
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -16,7 +16,7 @@ READERS = {
     "nblaunch.start_methods.interpreter_main": "assignments in an inherited memory file that its launcher made",
     "nblaunch.training.data.dispatcher": "part of an object that came under the signature of the job",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
-    "nblaunch.wire.command_connection": "a pair of sockets between a worker and the kernel, inherited, without a name",
+    "nblaunch.wire.worker_commands": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
     "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; or see nblaunch.detached.folder",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.wire.command_connection import CommandConnection, connect
-from nblaunch.wire.debug_messages import Line, Prompted, Resumed
+from nblaunch.wire.worker_commands import CommandConnection, Line, Prompted, Resumed, connect
 
 STOP = ("train.py", 7, 1)
 PROMPT = Prompted("-> breakpoint()", STOP, ("train.py", 7))

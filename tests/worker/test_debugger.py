@@ -11,8 +11,7 @@ import threading
 
 import pytest
 
-from nblaunch.wire.command_connection import CommandConnection
-from nblaunch.wire.debug_messages import Debug, Line, Prompted, Resumed
+from nblaunch.wire.worker_commands import CommandConnection, Debug, Line, Prompted, Resumed
 from nblaunch.worker.debugger import Debugger
 
 

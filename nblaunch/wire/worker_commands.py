@@ -1,0 +1,277 @@
+"""Commands from the kernel to a worker: those of a session, those to the debugger, and their connection.
+
+    kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
+
+A session and a debugger have a connection each, which is made before the worker starts and has no address: only kernel
+and worker, and processes that a worker forks, have an end of it. So messages are pickled. A
+:class:`~nblaunch.wire.replies.Reply` follows each command of a session, and those to the debugger that have a number.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch.host import descriptors
+from nblaunch.wire.argument_paths import ArgPath
+
+_HEADER = struct.Struct("<QI")
+"""Bytes of the message, number of the files that follow it."""
+
+_MAX_READ_BYTES = 1 << 20
+
+
+class CommandConnection:
+    """One end of the connection: messages, each with memory files. Of one thread at a time.
+
+    Processes that a worker has forked may hold its end open. So the end of a session is announced (:class:`Close`), and
+    that of a worker known from its process.
+
+    The descriptor lives as long as anything refers to the object. In forked processes the object is of no use.
+
+    Args:
+        fd: a socket, which this object owns from now on.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pid = os.getpid()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for ``select``."""
+        return self._fd
+
+    def send(self, message: Any, files: Sequence[int] = ()) -> None:
+        """Send a message, and the descriptors of files for the other process.
+
+        Raises:
+            OSError: the other process has gone.
+        """
+        data = pickle.dumps(message)
+        rest = memoryview(_HEADER.pack(len(data), len(files)) + data)
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+        if files:
+            with _socket_of(self._fd) as unix_socket:
+                socket.send_fds(unix_socket, [b"."], list(files))
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """Wait for a message; return it with descriptors of the files that came with it, to be closed.
+
+        Raises:
+            EOFError, OSError: the other process has gone.
+        """
+        size, num_files = _HEADER.unpack(self._read(_HEADER.size))
+        message = pickle.loads(self._read(size))
+        return message, self._receive_files(num_files) if num_files else []
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            chunk = os.read(self._fd, min(size - len(data), _MAX_READ_BYTES))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return data
+
+    def _receive_files(self, count: int) -> list[int]:
+        with _socket_of(self._fd) as unix_socket:
+            data, files, _, _ = socket.recv_fds(unix_socket, 1, count)
+        if not data:
+            raise EOFError
+        return files
+
+    def __del__(self) -> None:
+        # A forked child had it closed at once, and may use the number otherwise.
+        if self._pid == os.getpid():
+            descriptors.close(self._fd)
+
+
+def connect() -> tuple[CommandConnection, int]:
+    """Return the kernel's end of a new connection, which no forked child keeps, and the worker's.
+
+    Raises:
+        OSError: the system refused a pair of sockets.
+    """
+    own, other = socket.socketpair()
+    descriptors.keep_from_children(own.fileno())
+    return CommandConnection(own.detach()), other.detach()
+
+
+def _socket_of(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))
+
+
+# --- to the server of a session --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SessionCommand:
+    """A command to a rank of a session.
+
+    Args:
+        group: number of the process group that the rank must be in, counted from 1; 0 = as it is.
+        has_breakpoints: ``breakpoint()`` opens pdb in the kernel; otherwise it is passed over.
+    """
+
+    group: int = 0
+    has_breakpoints: bool = False
+
+
+@dataclass(frozen=True)
+class Execute(SessionCommand):
+    """Code to run as a cell, in ``__main__``.
+
+    Args:
+        code: Python with IPython's extensions, where the rank has IPython.
+        filename: under which tracebacks name it.
+        first_line: number of its first line in the source that ``source`` holds.
+        source: for tracebacks; empty = ``code``.
+        shows_value: whether the value of a last expression is displayed; False = it is returned.
+    """
+
+    code: str = ""
+    filename: str = ""
+    first_line: int = 1
+    source: str = ""
+    shows_value: bool = False
+
+    @property
+    def is_name(self) -> bool:
+        """Whether it only reads a variable, for which no rank needs another."""
+        return self.code.isidentifier()
+
+
+@dataclass(frozen=True)
+class SetVariables(SessionCommand):
+    """Variables to set in ``__main__``; the values follow as a memory file."""
+
+
+@dataclass(frozen=True)
+class RunFunction(SessionCommand):
+    """A function to call as a job does; the call follows as a memory file.
+
+    Args:
+        wanted_weights: as in ``wire/assignment.py``.
+    """
+
+    wanted_weights: tuple[ArgPath, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeaveGroup(SessionCommand):
+    """Request to leave the process group, in which another rank waits for this one in vain."""
+
+
+@dataclass(frozen=True)
+class DropFrames(SessionCommand):
+    """Request to give up the frames of a command that has failed."""
+
+
+@dataclass(frozen=True)
+class Close(SessionCommand):
+    """Request to end the worker."""
+
+
+# --- to the debugger in a worker, which is served while the function, or a command of a session, runs ----------------
+
+
+@dataclass(frozen=True)
+class DebugCommand:
+    """A command to the debugger in a worker."""
+
+
+@dataclass(frozen=True)
+class Inspect(DebugCommand):
+    """Evaluate an expression in the innermost frame of the user's code.
+
+    Args:
+        expression: Python.
+        number: of this command; the reply repeats it.
+    """
+
+    expression: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class ReadVariables(DebugCommand):
+    """Describe the local variables of a frame; the reply's value is a :class:`FrameVariables`.
+
+    Args:
+        function: name and first line of the function whose innermost frame is meant; None, or one that is not running:
+            the innermost frame of the user's code.
+        number: of this command; the reply repeats it.
+    """
+
+    function: tuple[str, int] | None = None
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Debug(DebugCommand):
+    """Open pdb at the innermost frame of the user's code; :class:`Prompted` and :class:`Line` follow."""
+
+
+@dataclass(frozen=True)
+class Line(DebugCommand):
+    """A line for pdb, without its end."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Release(DebugCommand):
+    """End a worker that is kept where its function failed."""
+
+
+# --- from the debugger -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """Pdb waits for a line.
+
+    Args:
+        text: what it has printed since the last line, without the prompt.
+        stop: identifies a ``breakpoint()`` that was reached, by file, line and how often; None after that, and in pdb
+            of a failure. It is the same on every rank that runs the same code.
+        place: where that is, for messages.
+        prompt: what pdb asks with: another one for the rest of a statement, or for the commands of a breakpoint.
+    """
+
+    text: str
+    stop: tuple[str, int, int] | None = None
+    place: tuple[str, int] = ("", 0)
+    prompt: str = "(Pdb) "
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Pdb was left. ``text`` is what it has printed since the last line."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class FrameVariables:
+    """The local variables of a frame.
+
+    Args:
+        function: its name, and the line where it begins.
+        filename: of the code.
+        line: where it is.
+        aspects: name of an aspect of a variable, as ``batch.shape`` -> its text.
+        stack: name and first line of each function of the user's code that runs, innermost first.
+    """
+
+    function: tuple[str, int]
+    filename: str
+    line: int
+    aspects: Mapping[str, str]
+    stack: Sequence[tuple[str, int]] = ()
