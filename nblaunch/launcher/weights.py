@@ -15,10 +15,9 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.events import Note
 from nblaunch.user_code import captured_variables
-from nblaunch.wire import quantised
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
-from nblaunch.wire.sharded_tensor import ShardedTensor, TensorShard
+from nblaunch.wire.weights import ShardedTensor, TensorShard, is_quantised_weight
 
 _MAX_NAMED = 3  # modules in one line
 
@@ -202,7 +201,7 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     name = _name(module, path)
     if state is None:
         return _Loading(False, f"the trained weights of {name} can't be loaded in the kernel: {lost}")
-    is_complete = not lost and not any(map(quantised.is_quantised, module.parameters()))
+    is_complete = not lost and not any(map(is_quantised_weight, module.parameters()))
     misfit = _misfit(module, state, is_complete)
     if not misfit:
         try:

@@ -23,7 +23,7 @@ import torch
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.wire.board import MAX_BINS, LossBins, Slot
-from nblaunch.wire.sharded_tensor import is_sharded
+from nblaunch.wire.weights import is_sharded
 
 
 @dataclass(slots=True, eq=False)

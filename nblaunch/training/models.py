@@ -32,8 +32,7 @@ from nblaunch import context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import TorchDynamoPlugin
-from nblaunch.wire import quantised
-from nblaunch.wire.sharded_tensor import is_sharded
+from nblaunch.wire.weights import is_quantised_weight, is_sharded
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -202,7 +201,7 @@ def is_quantised(model: torch.nn.Module) -> bool:
     marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")  # transformers' models
     if any(module.__dict__.get(mark) for module in model.modules() for mark in marks):
         return True
-    return any(quantised.is_quantised(parameter) for parameter in model.parameters())
+    return any(is_quantised_weight(parameter) for parameter in model.parameters())
 
 
 def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
@@ -227,7 +226,7 @@ def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
             f'hf_device_map has {", ".join(sorted(placed))}. Load it with device_map={{"": accelerator.device}}'
         )
     for parameter in model.parameters():
-        if not is_dispatched(model) and quantised.is_quantised(parameter):
+        if not is_dispatched(model) and is_quantised_weight(parameter):
             _check_device(parameter.device, process.device, is_fixed=bool(placed))
     return bool(placed) or all(parameter.device == process.device for parameter in model.parameters())
 

@@ -10,8 +10,7 @@ From a worker:
     channel.py          events on a pipe, values in them as Python's own types
     board.py            progress in shared memory, the losses as a fixed number of means
     outbox.py           return value, weights, states of optimizers
-    sharded_tensor.py   weights that ranks hold in shards
-    quantised.py        weights that no training changes, which are not sent
+    weights.py          weights that ranks hold in shards; quantised ones, which are not sent
     originals.py        which weights have not changed
     exceptions.py       an exception with its causes, as text and as object
 

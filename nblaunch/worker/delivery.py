@@ -15,11 +15,16 @@ from typing import Any
 from nblaunch import context
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.wire import quantised
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
-from nblaunch.wire.sharded_tensor import is_fsdp_module, is_sharded, is_sharded_model, shards_to_send
+from nblaunch.wire.weights import (
+    is_fsdp_module,
+    is_sharded,
+    is_sharded_model,
+    quantised_entries,
+    shards_to_send,
+)
 
 _MAX_NAMED = 3  # tensors in one line
 
@@ -127,7 +132,7 @@ class Delivery:
         bare = {name for name, tensor in state.items() if getattr(tensor, "is_meta", False)}
         if len(bare) == len(state):
             return -1, -1, ""  # it has no weights, being on the meta device still
-        left_out = set(quantised.entries_in(module, state))
+        left_out = set(quantised_entries(module, state))
         for name in bare | left_out:
             del state[name]
         # Shards are new tensors, so there is nothing to compare them with: all are sent.

@@ -18,7 +18,7 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.sharded_tensor import TensorShard
+from nblaunch.wire.weights import TensorShard
 
 
 @pytest.mark.parametrize("lost", [0, 1])

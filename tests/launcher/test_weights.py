@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nblaunch.launcher.weights import assembled, load_back, merge_ranks, trainable_bytes
-from nblaunch.wire.sharded_tensor import TensorShard
+from nblaunch.wire.weights import TensorShard
 
 
 def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:

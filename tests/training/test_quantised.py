@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nblaunch import Accelerator, CheckpointError, notebook_launcher
-from nblaunch.wire import quantised
+from nblaunch.wire.weights import quantised_entries
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, LinearPacked, train_one_step
 
@@ -61,7 +61,7 @@ def test_a_model_that_is_cut_can_not_be_trained_by_several_ranks() -> None:
 
 def test_entries_of_the_state_that_belong_to_quantised_weights_are_found() -> None:
     model = torch.nn.ModuleDict({"adapted": Adapted(), "plain": torch.nn.Linear(2, 2).requires_grad_(False)})
-    assert quantised.entries_in(model, model.state_dict()) == {
+    assert quantised_entries(model, model.state_dict()) == {
         "adapted.base_layer.weight": True,
         "adapted.base_layer.weight.absmax": False,
         "adapted.base_layer.weight.quant_state": False,

@@ -20,7 +20,7 @@ from nblaunch.training.checkpoints.loading import view_of
 from nblaunch.training.checkpoints.snapshot import CheckpointSources
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
-from nblaunch.wire import quantised
+from nblaunch.wire.weights import quantised_entries
 
 
 @dataclass
@@ -132,7 +132,7 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
         saved = {name.removeprefix("module."): shape for name, shape in saved.items()}
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
     held = {views.get(name) for name in saved} - {None}  # what is tied to these may be left out
-    frozen = quantised.entries_in(module, state).keys()
+    frozen = quantised_entries(module, state).keys()
     left_out = {name for name in own if views.get(name) in held} | frozen
     special = tuple(_special_prefixes(module))
     wrong = [

@@ -16,8 +16,7 @@ import torch
 from nblaunch.errors import CheckpointError
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
-from nblaunch.wire import quantised
-from nblaunch.wire.sharded_tensor import is_sharded
+from nblaunch.wire.weights import is_sharded, quantised_entries
 
 
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
@@ -91,7 +90,7 @@ def _drop_quantised(
 
     What libraries keep beside quantised weights may differ in its last digits.
     """
-    entries = quantised.entries_in(module, own)
+    entries = quantised_entries(module, own)
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
         if is_weight and isinstance(saved, torch.Tensor) and not _is_equal(own[name], saved):

@@ -30,7 +30,7 @@ from nblaunch.training.checkpoints.loading import view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import current_topology
-from nblaunch.wire.sharded_tensor import is_sharded
+from nblaunch.wire.weights import is_sharded
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 

@@ -33,8 +33,7 @@ from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
 from nblaunch.training.strategies.base import ShardWriter
-from nblaunch.wire import quantised
-from nblaunch.wire.sharded_tensor import is_sharded
+from nblaunch.wire.weights import is_sharded, quantised_entries
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 
@@ -287,7 +286,7 @@ def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
 def _weights(state: CheckpointSources, module: torch.nn.Module) -> dict[str, Any]:
     """Return full weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     weights = state.strategy.state_dict(module)
-    for name in quantised.entries_in(module, weights):
+    for name in quantised_entries(module, weights):
         if hasattr(weights[name], "__tensor_flatten__"):
             del weights[name]
     return weights

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
 from nblaunch.training.waiting import waiting
-from nblaunch.wire.sharded_tensor import extent, is_sharded
+from nblaunch.wire.weights import extent, is_sharded
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.base import ShardWriter
 from nblaunch.training.waiting import waiting
-from nblaunch.wire import quantised
+from nblaunch.wire.weights import quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
@@ -126,7 +126,7 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
     for index, model in enumerate(models):
         module = bare_module(model)
         state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
-        frozen = quantised.entries_in(module, state["model"])
+        frozen = quantised_entries(module, state["model"])
         for name in frozen:  # their modules can't load them, and training has not changed them
             del state["model"][name]
         read(state, folder / _MODEL.format(index), is_alone)

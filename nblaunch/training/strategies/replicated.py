@@ -30,7 +30,7 @@ from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.waiting import Waiting, waiting
-from nblaunch.wire.sharded_tensor import is_sharded_model
+from nblaunch.wire.weights import is_sharded_model
 
 
 class ReduceAtStepStrategy(Strategy):

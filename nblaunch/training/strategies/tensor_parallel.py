@@ -18,7 +18,7 @@ from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
 from nblaunch.training.waiting import waiting
-from nblaunch.wire.sharded_tensor import is_sharded, is_sharded_model
+from nblaunch.wire.weights import is_sharded, is_sharded_model
 
 
 class TensorParallelPlugin(StrategyPlugin):

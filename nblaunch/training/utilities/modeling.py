@@ -14,7 +14,7 @@ from torch import nn
 from nblaunch import formatting
 from nblaunch.training.checkpoints.loading import view_of
 from nblaunch.training.checkpoints.model_files import read_weights
-from nblaunch.wire.sharded_tensor import is_sharded
+from nblaunch.wire.weights import is_sharded
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
 

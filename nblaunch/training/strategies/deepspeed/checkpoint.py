@@ -30,7 +30,7 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.strategies import distributed_checkpoint
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.waiting import barrier
-from nblaunch.wire.sharded_tensor import TensorShard
+from nblaunch.wire.weights import TensorShard
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"

@@ -32,8 +32,7 @@ from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.units import checkpoint_activations, return_no_views
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
 from nblaunch.training.strategies.tensor_parallel import share_weights, warn_of_unsharded
-from nblaunch.wire import quantised
-from nblaunch.wire.sharded_tensor import is_fsdp_module, is_sharded, is_sharded_model
+from nblaunch.wire.weights import is_fsdp_module, is_quantised_weight, is_sharded, is_sharded_model
 
 
 class Fsdp2Strategy(DTensorStrategy):
@@ -145,7 +144,7 @@ class Fsdp2Strategy(DTensorStrategy):
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
         # A shard would be a plain tensor, without what its library keeps with it.
-        return ignored | {one for one in model.parameters() if quantised.is_quantised(one)}
+        return ignored | {one for one in model.parameters() if is_quantised_weight(one)}
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -21,8 +21,7 @@ from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.strategies.replicated import checksum
 from nblaunch.training.waiting import waiting
-from nblaunch.wire import quantised
-from nblaunch.wire.sharded_tensor import extent, is_sharded
+from nblaunch.wire.weights import extent, is_quantised_weight, is_sharded
 
 _META = "meta"
 _UNKNOWN = "unknown"
@@ -88,7 +87,7 @@ class FullWeights:
 
     def _place_full(self, name: str, tensor: torch.Tensor) -> None:
         """Move a tensor that every rank holds in full to the device, and make it equal to that of rank 0."""
-        if isinstance(tensor, nn.Parameter) and quantised.is_quantised(tensor):
+        if isinstance(tensor, nn.Parameter) and is_quantised_weight(tensor):
             if tensor.device != self._device:  # by its own method, which takes along what it keeps beside
                 self._replace(tensor, tensor.to(self._device))  # type: ignore[arg-type]
             return

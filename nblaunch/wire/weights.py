@@ -1,16 +1,30 @@
-"""Sharded weights, which travel shard by shard, those of :class:`torch.distributed.tensor.DTensor` among them:
+"""Weights that travel in a form of their own: sharded and quantised ones.
 
-rank 0   ── TensorShard ──┐
-rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
-rank 2   ── TensorShard ──┘
+Sharded weights, those of :class:`torch.distributed.tensor.DTensor` among them, travel shard by shard:
+
+    rank 0   ── TensorShard ──┐
+    rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
+    rank 2   ── TensorShard ──┘
+
+Quantised weights are frozen numbers of few bits, which a library keeps in a form of its own:
+
+    bitsandbytes  a subclass of ``Parameter`` that its scales hang on; they are entries of the state dict as well, which
+                  a 4-bit module can't load, and an 8-bit module can't after its first forward
+    torchao       a ``Parameter`` whose tensor is of a subclass
+
+No optimizer changes them, so they do not travel: where trained weights are loaded, the quantised model is already.
+GPTQ, AWQ and the like keep integers in ordinary buffers, and need nothing of this.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_QUANTISED_MARKS = ("quant_state", "has_fp16_weights")  # of bitsandbytes' parameters: 4-bit, 8-bit
 
 
 @dataclass(frozen=True)
@@ -47,10 +61,7 @@ class ShardedTensor:
 
     def numel(self) -> int:
         """Return the number of elements of the full tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     def element_size(self) -> int:
         """Return the bytes of an element."""
@@ -132,3 +143,33 @@ def _is_first_holder(shard: Any) -> bool:
     return bool((shard.device_mesh.mesh == 0).any()) and all(
         coordinate[dim] == 0 for dim, placement in enumerate(shard.placements) if placement.is_replicate()
     )
+
+
+def is_quantised_weight(parameter: Any) -> bool:
+    """Return whether ``parameter`` is frozen and held in the form of a library for quantised weights."""
+    if parameter is None or parameter.requires_grad:
+        return False
+    if any(hasattr(parameter, mark) for mark in _QUANTISED_MARKS):
+        return True
+    return any(kind.__module__.partition(".")[0] == "torchao" for kind in type(parameter.data).__mro__)
+
+
+def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the names in ``state``, a state dict of ``module``, that belong to quantised weights.
+
+    Returns:
+        Name -> whether it is a weight itself; otherwise it is what its library keeps beside it.
+    """
+    found: dict[str, bool] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        quantised = {name for name, parameter in owner._parameters.items() if is_quantised_weight(parameter)}
+        if not quantised:
+            continue
+        prefix = f"{path}." if path else ""
+        others = {*owner._parameters, *owner._buffers} - quantised
+        children = tuple(f"{name}." for name in owner._modules)
+        for name in state:
+            own = name.removeprefix(prefix)
+            if name.startswith(prefix) and own not in others and not own.startswith(children):
+                found[name] = own in quantised
+    return found
