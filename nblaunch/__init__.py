@@ -63,8 +63,8 @@ _PUBLIC = {
     "jobs": "nblaunch.detached",
     "last_job": "nblaunch.launcher.job",
     "launch": "nblaunch.notebook",
-    "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
-    "load_checkpoint_in_model": "nblaunch.training.checkpoints.dispatching",
+    "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.loading",
+    "load_checkpoint_in_model": "nblaunch.training.checkpoints.loading",
     "notebook_launcher": "nblaunch.notebook",
     "one_at_a_time": "nblaunch.training.waiting",
     "set_seed": "nblaunch.training.collectives.rng",
@@ -150,7 +150,7 @@ if TYPE_CHECKING:
     from nblaunch.notebook import debug_launcher, launch, notebook_launcher
     from nblaunch.session.session import Session
     from nblaunch.training.accelerator import Accelerator
-    from nblaunch.training.checkpoints.dispatching import (
+    from nblaunch.training.checkpoints.loading import (
         load_checkpoint_and_dispatch,
         load_checkpoint_in_model,
     )

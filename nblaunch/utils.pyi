@@ -5,9 +5,6 @@ from nblaunch.cli.config import (
 from nblaunch.errors import (
     DistributedOperationException as DistributedOperationException,
 )
-from nblaunch.training.checkpoints.dispatching import (
-    load_checkpoint_in_model as load_checkpoint_in_model,
-)
 from nblaunch.training.checkpoints.files import (
     MODEL_NAME as MODEL_NAME,
     OPTIMIZER_NAME as OPTIMIZER_NAME,
@@ -31,6 +28,9 @@ from nblaunch.training.checkpoints.fsdp_states import (
     merge_fsdp_weights as merge_fsdp_weights,
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
+)
+from nblaunch.training.checkpoints.loading import (
+    load_checkpoint_in_model as load_checkpoint_in_model,
 )
 from nblaunch.training.checkpoints.model_files import (
     load as load,

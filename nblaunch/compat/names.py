@@ -16,7 +16,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.accelerator": "Accelerator",
     },
     "big_modeling": {
-        "training.checkpoints.dispatching": "load_checkpoint_and_dispatch load_checkpoint_in_model",
+        "training.checkpoints.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
         "training.utilities.memory": "init_empty_weights init_on_device",
     },
     "data_loader": {
@@ -58,7 +58,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "utils": {
         "cli.config": "write_basic_config",
         "errors": "DistributedOperationException",
-        "training.checkpoints.dispatching": "load_checkpoint_in_model",
+        "training.checkpoints.loading": "load_checkpoint_in_model",
         "training.checkpoints.model_files": "load save",
         "training.checkpoints.files": (
             "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME "

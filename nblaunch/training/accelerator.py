@@ -9,7 +9,7 @@ method delegates to one of them. All modules, and how they relate, are listed in
     preparing                            ``prepare.py``: ``Preparer``
     gradients                            ``gradients.py``: ``Gradients``; ``strategies/``; ``precision.py``
     values of all ranks                  ``collectives/operations.py``
-    checkpoints                          ``checkpoints/``: ``CheckpointSources``, ``Saver``, ``Restorer``
+    checkpoints                          ``checkpoints/``: ``CheckpointSources``, ``Saver``, ``restoring.py``
     tracking                             ``tracking/hub.py``: ``TrackerHub``
 
 It never asks which device or strategy is in use.
@@ -32,9 +32,8 @@ from nblaunch import context
 from nblaunch.events import WorkerState
 from nblaunch.training import arguments, gradients, joining
 from nblaunch.training.accumulation import AccumulationState
-from nblaunch.training.checkpoints import model_files
+from nblaunch.training.checkpoints import model_files, restoring
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
-from nblaunch.training.checkpoints.restoring import Restorer
 from nblaunch.training.checkpoints.safe_save import make_folder
 from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointSources, add_hook
@@ -723,9 +722,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
-        Restorer(self._checkpoints, self._saver.wait).load(
-            input_dir, load_kwargs, any_world_size, **model_options
-        )
+        self._saver.wait()
+        restoring.load_state(self._checkpoints, input_dir, load_kwargs, any_world_size, **model_options)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` and ``load_state`` include these objects.

@@ -32,7 +32,6 @@ from nblaunch import (
 )
 from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.snapshot import Snapshot
-from nblaunch.training.checkpoints.trusted_types import trusted_types
 from nblaunch.training.options import GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
 from tests.training import ranks
@@ -440,9 +439,9 @@ def test_a_kind_of_dict_that_is_not_loaded_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_a_registered_object_of_a_library_makes_none_of_its_classes_trusted() -> None:
-    trusted = trusted_types(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1))
+    trusted = files.trusted_types(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1))
     assert torch.optim.lr_scheduler.LambdaLR not in trusted
-    assert Settings in trusted_types(Registered({}))
+    assert Settings in files.trusted_types(Registered({}))
 
 
 class _Executes:

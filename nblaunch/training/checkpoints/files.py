@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder: names, the manifest, and whether it is whole.
+"""What lies in a checkpoint folder: names, the manifest, and whether it is whole; files of single states.
 
 Names are those that users of Hugging Face Accelerate know:
 
@@ -18,21 +18,26 @@ library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
 
 from __future__ import annotations
 
-import functools
+import datetime
+import decimal
+import fractions
 import importlib
 import json
+import pathlib
 import re
+import sys
+import types
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nblaunch import user_code
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import safe_save
-from nblaunch.training.checkpoints.trusted_types import trusted_types
 
 # Names that scripts written for Hugging Face Accelerate look for. ``{suffix}`` stands for a part of a model, or a rank.
 MODEL_NAME = "pytorch_model"
@@ -52,7 +57,6 @@ SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 
 MANIFEST = "nblaunch_checkpoint.json"
-SCALER = SCALER_NAME
 SAMPLER = f"{SAMPLER_NAME}.bin"
 LOADER = "dl_state_dict.bin"
 OPTIMIZER = f"{OPTIMIZER_NAME}.bin"
@@ -60,6 +64,18 @@ SCHEDULER = f"{SCHEDULER_NAME}.bin"
 
 _VERSION = 2
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+# Which classes a file may name beside torch's own types, when it has the state of a registered object.
+_PLAIN = [
+    datetime.date,
+    datetime.datetime,
+    datetime.timedelta,
+    datetime.timezone,
+    decimal.Decimal,
+    fractions.Fraction,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+    types.SimpleNamespace,
+]
 # How torch.load says that a file names a class or function that it does not trust.
 _NOT_PLAIN = re.compile(
     r"Unsupported (global|class)|not an allowed global|Can only (build|create|append|extend|SETITEMS?)",
@@ -190,18 +206,16 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
     _raise_damaged(folder, wrong)
 
 
-def checksum(path: Path) -> str:
-    """Return the checksum of a file's contents, with its kind: ``crc32:1a2b3c4d``."""
-    value = 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            value = zlib.crc32(block, value)
-    return f"crc32:{value:08x}"
-
-
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Return checksums of files of ``folder``."""
-    return {name: checksum(folder / name) for name in names}
+    """Return checksums of files of ``folder``, with their kind: ``crc32:1a2b3c4d``."""
+    found = {}
+    for name in names:
+        value = 0
+        with (folder / name).open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                value = zlib.crc32(block, value)
+        found[name] = f"crc32:{value:08x}"
+    return found
 
 
 def check_bytes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
@@ -275,23 +289,6 @@ def weights_file(folder: Path, index: int) -> Path:
     )
 
 
-def safetensors() -> Any:
-    """Return the library that reads and writes such files, imported here: training does without it.
-
-    Raises:
-        CheckpointError: it is not installed.
-    """
-    try:
-        importlib.import_module("safetensors.torch")
-        return importlib.import_module("safetensors")
-    except ImportError as error:
-        raise CheckpointError(
-            "files in safetensors' format need safetensors, which is not installed: pip install safetensors "
-            "(safetensors>=0.9.0rc0 for a Python without the GIL). safe_serialization=False saves in torch's format, "
-            "without it"
-        ) from error
-
-
 def write_object(state: Any, path: Path) -> None:
     """Write a state dict, or bytes that are one already."""
     with path.open("wb") as file:
@@ -314,12 +311,12 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
         CheckpointError: the file is missing or damaged, or holds objects that are only made by executing what the file
             says, which is not done unless it is asked for.
     """
-    read: Callable[..., Any] = functools.partial(torch.load, path, map_location=map_location)
+    known = torch.serialization.get_safe_globals()
+    # Without those that the user has registered: at the end, torch forgets all that it is given here.
+    trusted = [kind for kind in trusted_types(owner) if kind not in known] if weights_only else []
     try:
-        if not weights_only:
-            return read(weights_only=False)
-        with torch.serialization.safe_globals(_not_yet_safe(trusted_types(owner))):
-            return read(weights_only=True)
+        with torch.serialization.safe_globals(trusted):
+            return torch.load(path, map_location=map_location, weights_only=weights_only)
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
     except Exception as error:
@@ -342,7 +339,32 @@ def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointErro
     return CheckpointError(f"{path} can't be read; is it damaged? ({type(error).__name__}: {reason})")
 
 
-def _not_yet_safe(types: Sequence[Any]) -> list[Any]:
-    """Return ``types`` without those that the user has registered: torch forgets all that it is given."""
-    known = torch.serialization.get_safe_globals()
-    return [one for one in types if one not in known]
+def trusted_types(owner: Any = None) -> list[Any]:
+    """Return the classes that a file may name beside torch's own types: no library's code is called to make them.
+
+    Args:
+        owner: the registered object whose state is read. Classes of the notebook or script are trusted, and those of
+            the owner's module, unless it is a library's. What these modules have merely imported is not.
+    """
+    if owner is None:
+        return _numpy_types()
+    modules = {"__main__"}
+    file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
+    if file and user_code.is_user_file(file):
+        modules.add(type(owner).__module__)
+    return [*_numpy_types(), *_PLAIN, *(kind for name in modules for kind in _classes_of(name))]
+
+
+def _classes_of(name: str) -> list[type]:
+    found = list(vars(sys.modules[name]).values())
+    return [value for value in found if issubclass(type(value), type) and value.__module__ == name]
+
+
+def _numpy_types() -> list[Any]:
+    """Return what a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
+    import numpy
+
+    # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.
+    multiarray: Any = importlib.import_module("numpy._core.multiarray")
+    dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
+    return [multiarray._reconstruct, multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]

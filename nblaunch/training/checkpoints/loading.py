@@ -1,36 +1,219 @@
-"""Weights of a checkpoint into a module: :func:`load_weights`.
+"""Weights from disk into a module: :func:`load_weights`, after :func:`check_weights`.
 
 has memory        the module copies into it, by its own ``load_state_dict``
 is on meta        the tensor of the file takes its place, converted and placed if need be; nothing is copied twice
 is quantised      is compared: it is frozen, and its module may be unable to load it
+
+:func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models under the names that scripts
+of Hugging Face Accelerate call. A device map that cuts a model into pieces is for an installed Accelerate.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from nblaunch.compat import delegated
 from nblaunch.errors import CheckpointError
+from nblaunch.training.checkpoints import model_files
+from nblaunch.training.checkpoints.model_files import view_of
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
 from nblaunch.wire.weights import is_sharded, quantised_entries
 
+_OF_PIECES = (
+    "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict", "skip_keys",
+    "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0", "keep_in_fp32_modules",
+    "offload_8bit_bnb",
+)  # fmt: skip
+"""Arguments that say how a model is cut. They mean nothing for one that stays whole."""
+_MAX_NAMED = 8  # names in one message
 
-def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what identifies the memory that a tensor shows, and the storage that this lies in; None where it has none.
 
-    Of a sharded tensor: of this rank's shard.
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    *,
+    strict: bool = False,
+    device: str | torch.device = "cpu",
+    **of_pieces: Any,
+) -> None:
+    """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
+
+    What has no memory yet (``init_empty_weights``) is not copied on the CPU, unless it is converted: it lies on the
+    pages of the file, which the system reads when they are used. Programs that write to the file itself meanwhile
+    would change it; what nblaunch saves in its place is another file.
+
+    Args:
+        model: a module, wrapped or not, filled in place.
+        checkpoint: a file of weights, an index, or a folder with one of them.
+        device_map: None, or ``{"": device}``: where what has no memory yet goes. An installed Accelerate takes any
+            other map, with the arguments that belong to it.
+        offload_folder: Accelerate's argument for a map with ``"disk"``.
+        dtype: of what has no memory yet and is of floating point; None: as the model says.
+        strict: raise where names of the files and the model differ.
+        device: where weights are read to, before they are copied into the model: those of all files, but for the CPU,
+            where they lie on the pages of the files (unless these are of torch's format before 1.6).
+        **of_pieces: Accelerate's other arguments for a map; without effect where there is none.
+
+    Raises:
+        CheckpointError: there are no weights, they are damaged, or they don't fit.
+        ImportError: ``device_map`` cuts the model into pieces, and Accelerate is not installed.
+        TypeError: an unknown argument.
+        ValueError: ``dtype`` is not the name of one.
     """
-    tensor = dtensor.local(tensor)
-    if hasattr(tensor, "__tensor_flatten__"):
-        return None, 0
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
-        return None, 0
-    view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    return view, tensor.untyped_storage().data_ptr()
+    _check_names("load_checkpoint_in_model", of_pieces)
+    target = _dtype(dtype)
+    if _cuts(device_map):
+        of_pieces |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
+        delegated.find(delegated.LOADING)(bare_module(model), checkpoint, device_map, **of_pieces)
+        return
+    place = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
+    weights: dict[str, Any] = {}
+    for file in model_files.files_of(Path(checkpoint)):
+        weights |= model_files.read_weights(file, device)
+    load_weights(model, weights, Path(checkpoint), strict, place, target)
+
+
+def load_checkpoint_and_dispatch(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | str | None = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    strict: bool = False,
+    **of_pieces: Any,
+) -> torch.nn.Module:
+    """Load weights into ``model``, one of ``init_empty_weights`` maybe, and put it on its devices.
+
+    Args:
+        model: a module, filled in place.
+        checkpoint: a file of weights, an index, or a folder with one of them.
+        device_map: None: the model stays where it is; ``{"": device}``: it goes there as a whole. Any other map, such
+            as ``"auto"``, cuts it into pieces: an installed Accelerate does that.
+        max_memory: Accelerate's argument for ``device_map="auto"``.
+        no_split_module_classes: Accelerate's argument for ``device_map="auto"``.
+        dtype: convert floating point weights to this type, as ``torch.bfloat16`` or ``"bfloat16"``.
+        strict: raise where names of the file and the model differ.
+        **of_pieces: Accelerate's other arguments that say how a model is cut into pieces; without effect on one that
+            stays whole.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        CheckpointError: there are no weights, they are damaged, or they don't fit.
+        ImportError: ``device_map`` cuts the model into pieces, and Accelerate is not installed.
+        TypeError: an unknown argument.
+        ValueError: ``dtype`` is not the name of one.
+    """
+    _check_names("load_checkpoint_and_dispatch", of_pieces)
+    target = _dtype(dtype)
+    if _cuts(device_map):
+        dispatched: torch.nn.Module = delegated.find(delegated.DISPATCHING)(
+            model,
+            checkpoint,
+            device_map,
+            max_memory=max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=target,
+            strict=strict,
+            **of_pieces,
+        )
+        return dispatched
+    device = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
+    load_checkpoint_in_model(model, checkpoint, device_map, dtype=target, strict=strict)
+    return model.to(device=device, dtype=target)
+
+
+def _check_names(function: str, given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in _OF_PIECES:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def _cuts(device_map: Mapping[str, Any] | str | None) -> bool:
+    if device_map is None:
+        return False
+    return isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk"
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype={dtype!r} is no type of floating point numbers, as torch.bfloat16 is")
+    return found
+
+
+# --- does it fit? -----------------------------------------------------------------------------------------------------
+
+
+def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
+    """Raise CheckpointError where shapes in a file of weights, or names if ``strict``, are others than the model's.
+
+    Modules that load in a way of their own are left to it.
+    """
+    module = bare_module(model)
+    state = module.state_dict()
+    own = _shapes(state)
+    saved = _without_wrapper(_shapes(model_files.read_weights(path)), own)
+    views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
+    held = {views.get(name) for name in saved} - {None}  # what is tied to these may be left out
+    frozen = quantised_entries(module, state).keys()
+    left_out = {name for name in own if views.get(name) in held} | frozen
+    special = tuple(_special_prefixes(module))
+    wrong = [
+        f"size mismatch for {name}: {saved[name]} in the file, {shape} in the model"
+        for name, shape in own.items()
+        if None not in (shape, saved.get(name)) and saved[name] != shape and name not in frozen
+    ]
+    if strict:
+        wrong += [
+            f"{name} is missing in the file" for name in own if name not in saved and name not in left_out
+        ]
+        wrong += [f"{name} is not in the model" for name in saved if name not in own]
+    wrong = [text for text in wrong if not text.removeprefix("size mismatch for ").startswith(special)]
+    if wrong:
+        more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise CheckpointError(f"{path} does not fit the model. {'; '.join(wrong[:_MAX_NAMED])}{more}")
+
+
+def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    return {
+        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        for name, value in weights.items()
+    }
+
+
+def _special_prefixes(module: nn.Module) -> Iterator[str]:
+    """Yield the names of submodules that rename or reshape what they load."""
+    for name, child in module.named_modules():
+        loads = type(child)._load_from_state_dict is not nn.Module._load_from_state_dict
+        if (
+            loads
+            or any(
+                not getattr(hook, "keeps_names_and_shapes", False)
+                for hook in child._load_state_dict_pre_hooks.values()
+            )
+            or type(child).load_state_dict is not nn.Module.load_state_dict
+        ):
+            yield f"{name}." if name else ""
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_weights(
@@ -41,7 +224,7 @@ def load_weights(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Load a state dict into the module inside ``model``, also one whose names begin with ``module.``.
+    """Load a state dict into the module inside ``model``.
 
     Args:
         model: wrapped or not.
@@ -50,14 +233,9 @@ def load_weights(
         strict: names of the files and of the module must be the same.
         device: where what is on the meta device goes; None: the CPU.
         dtype: of what is on the meta device and of floating point; None: as the module says.
-
-    Raises:
-        CheckpointError: shapes don't fit, quantised weights are other ones, or names differ where they must not.
     """
-    module, rest = bare_module(model), dict(weights)
-    own = module.state_dict().keys()
-    if rest and all(name.startswith("module.") for name in rest) and not own & rest.keys():
-        rest = {name.removeprefix("module."): value for name, value in rest.items()}
+    module = bare_module(model)
+    rest = _without_wrapper(weights, module.state_dict())
     done = _fill_bare(module, rest, device or torch.device("cpu"), dtype)
     state = module.state_dict()
     _add_twins(rest, state)
@@ -74,6 +252,13 @@ def load_weights(
         raise CheckpointError(f"{source} does not fit the {type(module).__name__}. {'; '.join(texts)}")
 
 
+def _without_wrapper(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``saved`` under the module's own names, where all begin with the ``module.`` of a parallel wrapper."""
+    if not own.keys() & saved.keys() and all(name.startswith("module.") for name in saved):
+        return {name.removeprefix("module."): value for name, value in saved.items()}
+    return dict(saved)
+
+
 def _add_twins(weights: dict[str, Any], own: Mapping[str, Any]) -> None:
     """Add names that are tied to one in the files, which libraries write once."""
     held = {view_of(own[name])[0]: name for name in weights if isinstance(own.get(name), torch.Tensor)}
@@ -86,13 +271,11 @@ def _add_twins(weights: dict[str, Any], own: Mapping[str, Any]) -> None:
 def _drop_quantised(
     module: torch.nn.Module, weights: dict[str, Any], own: Mapping[str, Any], source: Path
 ) -> set[str]:
-    """Leave out what is quantised in the module, and return its names.
-
-    What libraries keep beside quantised weights may differ in its last digits.
-    """
+    """Take what is quantised in the module out of ``weights``, and return its names."""
     entries = quantised_entries(module, own)
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
+        # What libraries keep beside quantised weights may differ in its last digits.
         if is_weight and isinstance(saved, torch.Tensor) and not _is_equal(own[name], saved):
             raise CheckpointError(
                 f"{source} has other quantised weights than the model, in {name}. They are frozen and "
@@ -104,11 +287,7 @@ def _drop_quantised(
 def _fill_bare(
     module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> set[str]:
-    """Put tensors of the files in the place of those on the meta device.
-
-    Returns:
-        The names that are done, which are left out of ``weights``.
-    """
+    """Put tensors of ``weights`` in the place of those on the meta device; take them out, and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
     made: dict[int, torch.Tensor] = {}  # by the id of what was on the meta device, which tied names share
     addresses: set[int] = set()

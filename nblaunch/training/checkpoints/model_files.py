@@ -7,6 +7,7 @@ the callers, except that a folder written by :func:`save_sharded` is one that :f
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import zipfile
@@ -23,16 +24,40 @@ from nblaunch.training.checkpoints.files import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    safetensors,
     unreadable,
 )
-from nblaunch.training.checkpoints.loading import view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import current_topology
 from nblaunch.wire.weights import is_sharded
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
+    """Return what identifies the memory that a tensor shows, and the storage that this lies in; None and 0 where it has
+    none. Of a sharded tensor: of this rank's shard.
+    """
+    tensor = dtensor.local(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        return None, 0
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
+        return None, 0
+    view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return view, tensor.untyped_storage().data_ptr()
+
+
+def _safetensors() -> Any:
+    """Return the library that reads and writes such files, imported here: training does without it."""
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise CheckpointError(
+            "files in safetensors' format need safetensors, which is not installed: pip install safetensors "
+            "(safetensors>=0.9.0rc0 for a Python without the GIL). safe_serialization=False saves in torch's format, "
+            "without it"
+        ) from error
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -88,7 +113,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
             torch.save(dict(weights), file)
         return
     tensors, aliases = _separate(weights, path.name)
-    safetensors().torch.save_file(tensors, path, metadata={**aliases, "format": "pt"})
+    _safetensors().torch.save_file(tensors, path, metadata={**aliases, "format": "pt"})
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -234,7 +259,7 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
 
 
 def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
-    library = safetensors()
+    library = _safetensors()
     try:
         with library.safe_open(path, framework="pt", device=str(device)) as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

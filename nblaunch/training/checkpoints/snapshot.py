@@ -23,7 +23,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nblaunch.backends.base import Backend
-from nblaunch.training.checkpoints import files, loading, model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.data import resuming
@@ -270,7 +270,7 @@ def _snapshot(
         order = resuming.capture(loader, state.shared)
         snapshot.objects[files.numbered(files.SAMPLER, index)] = order
     if state.scaler is not None:
-        snapshot.objects[files.SCALER] = state.scaler.state_dict()
+        snapshot.objects[files.SCALER_NAME] = state.scaler.state_dict()
     for index, obj in enumerate(state.custom):
         # As bytes at once: what a user's object holds can't be known, nor copied safely.
         snapshot.objects[files.custom(index)] = _as_bytes(obj.state_dict())
@@ -387,7 +387,7 @@ class CpuCopies:
             held = self._copy(dtensor.local(state), path, before, seen)
             return dtensor.on_host(state, held)
         if isinstance(state, torch.Tensor):
-            view, _ = loading.view_of(state)
+            view, _ = model_files.view_of(state)
             copy = seen.get(view) if view is not None else None
             if copy is None:
                 copy = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())

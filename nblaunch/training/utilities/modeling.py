@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from nblaunch import formatting
-from nblaunch.training.checkpoints.loading import view_of
-from nblaunch.training.checkpoints.model_files import read_weights
+from nblaunch.training.checkpoints.model_files import read_weights, view_of
 from nblaunch.wire.weights import is_sharded
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
