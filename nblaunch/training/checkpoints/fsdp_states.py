@@ -17,7 +17,8 @@ from torch import nn
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints.model_files import save_sharded
 from nblaunch.training.models import bare_module
-from nblaunch.training.strategies import distributed_checkpoint
+from nblaunch.training.strategies import dtensor_strategy
+from nblaunch.training.strategies.dtensor_strategy import inner_optimizer
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"
@@ -66,7 +67,7 @@ def load_fsdp_model(
     current = states.get_model_state_dict(module, options=options)
     path = _place(fsdp_plugin, Path(input_dir), FSDP_MODEL_NAME, model_index)
     loaded = _read(fsdp_plugin, accelerator, {"model": current}, path)
-    with distributed_checkpoint.loading(path):
+    with dtensor_strategy.loading(path):
         return states.set_model_state_dict(
             module, loaded["model"], options=_options(fsdp_plugin, adapter_only, strict=not adapter_only)
         )
@@ -83,8 +84,8 @@ def save_fsdp_optimizer(
     """Write the state of a prepared optimizer below ``output_dir``; otherwise as :func:`save_fsdp_model`."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    inner = getattr(optimizer, "optimizer", optimizer)
-    state = get_optimizer_state_dict(bare_module(model), inner, options=_options(fsdp_plugin))
+    module, inner = bare_module(model), inner_optimizer(optimizer)
+    state = get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
     _save(fsdp_plugin, accelerator, {"optimizer": state}, Path(output_dir), _OPTIMIZER, optimizer_index)
 
 
@@ -104,11 +105,11 @@ def load_fsdp_optimizer(
     """
     from torch.distributed.checkpoint import state_dict as states
 
-    module, inner = bare_module(model), getattr(optimizer, "optimizer", optimizer)
+    module, inner = bare_module(model), inner_optimizer(optimizer)
     current = states.get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
     path = _place(fsdp_plugin, Path(input_dir), _OPTIMIZER, optimizer_index)
     loaded = _read(fsdp_plugin, accelerator, {"optimizer": current}, path)
-    with distributed_checkpoint.loading(path):
+    with dtensor_strategy.loading(path):
         states.set_optimizer_state_dict(module, inner, loaded["optimizer"], options=_options(fsdp_plugin))
 
 
@@ -143,7 +144,7 @@ def merge_fsdp_weights(
         for name, entry in entries.items()
         if isinstance(entry, dcp.metadata.TensorStorageMetadata)
     }
-    distributed_checkpoint.read(state, folder, is_alone=True)
+    dtensor_strategy.read(state, folder, is_alone=True)
     weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     save_sharded(weights, Path(output_path), "10GB", safe_serialization)
     if remove_checkpoint_dir:
@@ -177,9 +178,7 @@ def _save(
             torch.save(full, _file(output_dir, name, index))
         accelerator.wait_for_everyone()
     else:
-        distributed_checkpoint.write(
-            state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1
-        )
+        dtensor_strategy.write(state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1)
 
 
 def _place(plugin: Any, input_dir: Path, name: str, index: int) -> Path:
@@ -192,12 +191,12 @@ def _place(plugin: Any, input_dir: Path, name: str, index: int) -> Path:
 
 def _read(plugin: Any, accelerator: Any, state: dict[str, Any], path: Path) -> dict[str, Any]:
     if not _is_full(plugin):
-        distributed_checkpoint.read(state, path, is_alone=accelerator.num_processes == 1)
+        dtensor_strategy.read(state, path, is_alone=accelerator.num_processes == 1)
         return state
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     (kind,) = state
-    with distributed_checkpoint.loading(path):
+    with dtensor_strategy.loading(path):
         return {kind: torch.load(path, map_location="cpu", weights_only=True)}
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -41,7 +41,6 @@ _STOP_S = 5.0  # for the last message of a process that ends
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
 
 Message = TypeVar("Message", "Round", "Whereabouts", "Report", "SaveOutcome")
-Collectives = Callable[[], dict[str, int]]
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -140,11 +139,17 @@ class _Mail:
 
 
 class _Side:
-    """What both sides have: their messages, and the process group that they belong to."""
+    """What both sides have: their messages, and the process group that they belong to.
 
-    def __init__(self, store: Any) -> None:
-        self._mail = _Mail(store)
+    Args:
+        backend: counts the collectives that a device runs by itself.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        # The store has no public name; torch's own modules take it so, since 1.13 at least.
+        self._mail = _Mail(dist.distributed_c10d._get_default_store())
         self._group = weakref.ref(dist.group.WORLD)
+        self._backend = backend
 
     def is_current(self) -> bool:
         """Return whether this process is still in that group."""
@@ -155,19 +160,11 @@ class _Side:
 
 
 class Coordinator(_Side):
-    """Rank 0's side, one round after the other.
+    """Rank 0's side, one round after the other."""
 
-    Args:
-        store: of the process group.
-        world_size: ranks in it.
-        collectives: counts those that this rank has begun, see :func:`collectives_begun`.
-    """
-
-    def __init__(self, store: Any, world_size: int, collectives: Collectives) -> None:
-        super().__init__(store)
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
         self._held: Any = None
-        self._others = range(1, world_size)
-        self._collectives = collectives
         self._number = 0
         self._is_decided = False
         self._target = ""
@@ -180,9 +177,9 @@ class Coordinator(_Side):
         before = self._mail.read("round", Round)
         self._number = before.number + 1 if before is not None else 1
         self._is_decided, self.present = False, []
-        own = self._collectives()
+        own = _collectives_begun(self._backend)
         self._mail.post("round", Round(self._number))
-        pending, passed = list(self._others), []
+        pending, passed = list(range(1, dist.get_world_size())), []
         pause = _Pause()
         with waiting():
             while pending:
@@ -220,11 +217,6 @@ class Coordinator(_Side):
                     found[rank] = Report(self._number, _LEFT.format(self._target, rank))
             pause.sleep()
         return found
-
-    def close(self) -> None:
-        """Publish that the checkpoint is written, and wait until the present ranks know."""
-        self.announce(SaveOutcome())
-        self.wait_until_known()
 
     def wait_until_known(self) -> None:
         """Wait until the present ranks have the outcome: the store may be this process's own, and end with it."""
@@ -270,15 +262,13 @@ class Participant(_Side):
     """Another rank's side, and the thread that answers rank 0 meanwhile; it ends with the process group.
 
     Args:
-        store: of the process group.
+        backend: see above.
         rank: of this process.
-        collectives: counts those that this rank has begun.
     """
 
-    def __init__(self, store: Any, rank: int, collectives: Collectives) -> None:
-        super().__init__(store)
+    def __init__(self, backend: Backend, rank: int) -> None:
+        super().__init__(backend)
         self._rank = rank
-        self._collectives = collectives
         self._changed = threading.Condition()  # guards what follows
         self._is_present = False
         self._round: Round | None = None
@@ -357,7 +347,7 @@ class Participant(_Side):
     def _answer(self) -> None:
         pause = _Pause()
         while self.is_current() and not self._is_stopping:
-            is_busy = self._look(self._collectives())
+            is_busy = self._look(_collectives_begun(self._backend))
             if self._wake.wait(pause.next_s if is_busy else _IDLE_S) or not is_busy:
                 self._wake.clear()
                 pause = _Pause()
@@ -400,7 +390,7 @@ class Participant(_Side):
         self._mail.post(f"rank/{self._rank}", found)
 
 
-def collectives_begun(backend: Backend) -> dict[str, int]:
+def _collectives_begun(backend: Backend) -> dict[str, int]:
     """Return how many collectives this rank has begun in each process group that rank 0 is in.
 
     Collectives that a device runs outside of torch's process groups are counted by its backend.

@@ -17,12 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.events import Note
-from nblaunch.training.checkpoints import files, safe_save, save_round
+from nblaunch.training.checkpoints import files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Report, Round, SaveOutcome
@@ -106,14 +104,8 @@ class Saver:
         if state.world_size == 1 or not is_distributed():
             return None
         if shared.save_round is None or not shared.save_round.is_current():
-            # The store has no public name; torch's own modules take it so, since 1.13 at least.
-            store = dist.distributed_c10d._get_default_store()
-            collectives = partial(save_round.collectives_begun, shared.process.backend)
-            shared.save_round = (
-                Coordinator(store, state.world_size, collectives)
-                if state.rank == 0
-                else Participant(store, state.rank, collectives)
-            )
+            backend = shared.process.backend
+            shared.save_round = Coordinator(backend) if state.rank == 0 else Participant(backend, state.rank)
         return shared.save_round
 
     def _refuse_to_save_alone(self) -> None:
@@ -217,7 +209,8 @@ class Saver:
                 raise
             raise CheckpointError(_not_saved(target, 0, error)) from error
         if coordinator is not None:
-            coordinator.close()
+            coordinator.announce(SaveOutcome())
+            coordinator.wait_until_known()
         self._remove_oldest(target)
 
     # --- the others ----------------------------------------------------------------------------------------------
@@ -233,31 +226,29 @@ class Saver:
         round = participant.arrive()
         if not round.folder:
             participant.outcome(round.number).check()
+        folder, target = Path(round.folder), Path(round.target)
         with self._reporting_errors(participant, round):
-            contribution = self._contribute(Path(round.folder), Path(round.target), asynchronous)
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"checkpoint {target} was not saved; nothing was changed. Rank {self._state.rank} does not find "
+                    f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
+                )
+            contribution = contribute(self._state, folder, self._shards if asynchronous else None)
         write = partial(self._write_contribution, contribution, participant, round)
         if contribution.shards is None:
             write()
         else:
-            self._start_thread(Path(round.target), write)
+            self._start_thread(target, write)
         self._pending = round.number
         self._project.iteration = round.iteration
         if not asynchronous:
             self.wait()
-        return Path(round.target)
-
-    def _contribute(self, folder: Path, target: Path, asynchronous: bool) -> Contribution:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"checkpoint {target} was not saved; nothing was changed. Rank {self._state.rank} does not find "
-                f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
-            )
-        return contribute(self._state, folder, self._shards if asynchronous else None)
+        return target
 
     def _write_contribution(self, contribution: Contribution, participant: Participant, round: Round) -> None:
         with self._reporting_errors(participant, round):
             try:
-                checksums = contribution.write(Path(round.folder))
+                checksums = contribution.write(self._state, Path(round.folder))
             except OSError as error:  # a full disk
                 raise CheckpointError(_not_saved(Path(round.target), self._state.rank, error)) from error
         participant.report(round.number, checksums=checksums)

@@ -156,27 +156,22 @@ class Contribution:
     """What another rank than the first adds to a checkpoint.
 
     Args:
-        state: of this rank.
         objects: states of random generators and loaders, as bytes, by file name.
         shards: copies of those of this rank, which are not written yet; None: they are, or models are whole.
     """
 
-    state: CheckpointSources
     objects: dict[str, bytes]
     shards: ShardWriter | None = None
 
-    def write(self, folder: Path) -> dict[str, str]:
+    def write(self, state: CheckpointSources, folder: Path) -> dict[str, str]:
         """Write it; returns the checksums of all files that are known to be this rank's."""
         if self.shards is not None:
             self.shards.write(folder)
         for name, one in self.objects.items():
             files.write_object(one, folder / name)
-        strategy = self.state.strategy
-        own = [
-            *(folder / name for name in self.objects),
-            *(strategy.shard_files(folder, self.state.rank) if strategy.holds_shards else ()),
-        ]
-        return files.checksums(folder, [file.relative_to(folder).as_posix() for file in own])
+        shards = state.strategy.shard_files(folder, state.rank) if state.strategy.holds_shards else ()
+        names = [path.relative_to(folder).as_posix() for path in shards]
+        return files.checksums(folder, [*self.objects, *names])
 
 
 def collect(
@@ -190,132 +185,123 @@ def collect(
         safe_serialization: weights in safetensors' format.
         copies: take copies of shards, where the strategy writes them later; None: they are written at once.
     """
-    held = _Held.of(state, folder, copies)
-    with held.cancelled_by_errors():
-        return _snapshot(state, held, _run_hooks(state, folder, held.weights), safe_serialization)
+    is_sharded, shards = _save_shards(state, folder, copies)
+    with _cancelled_by_errors(shards):
+        weights = [] if is_sharded else _full_weights(state)
+        optimizers = [] if is_sharded else _full_optimizers(state)
+        weights = _run_hooks(state, folder, weights)
+        manifest = _manifest(state, is_sharded)
+        objects = _objects(state, optimizers)
+        return Snapshot(manifest, weights, objects, safe_serialization, shards=shards)
 
 
 def contribute(state: CheckpointSources, folder: Path, copies: CpuCopies | None = None) -> Contribution:
     """Do another rank's part of :func:`collect`: its shards of models and optimizers, the hooks, its own states."""
     if not state.strategy.holds_shards:
-        _run_hooks(state, folder, None)
-        return Contribution(state, _own_objects(state))
-    held = _Held.of(state, folder, copies)
-    with held.cancelled_by_errors():
-        _run_hooks(state, folder, held.weights)
-        return Contribution(state, _own_objects(state), held.shards)
+        _run_hooks(state, folder, [bare_module(model).state_dict() for model in state.preparer.models])
+        return Contribution(_own_objects(state))
+    is_sharded, shards = _save_shards(state, folder, copies)
+    with _cancelled_by_errors(shards):
+        weights = []
+        if not is_sharded:
+            weights = _full_weights(state)
+            _full_optimizers(state)  # a collective, of which only the main process keeps the result
+        _run_hooks(state, folder, weights)
+        return Contribution(_own_objects(state), shards)
 
 
-@dataclass
-class _Held:
-    """Models and optimizers as this rank saves them: whole, or in shards that are written already or will be.
-
-    Args:
-        weights: full state dicts of models that are to be written.
-        optimizers: the same of optimizers.
-        is_sharded: every rank writes its shards instead.
-        shards: that writes them later; None: they are written.
-    """
-
-    weights: list[Mapping[str, Any]] = field(default_factory=list)
-    optimizers: list[Mapping[str, Any]] = field(default_factory=list)
-    is_sharded: bool = False
-    shards: ShardWriter | None = None
-
-    @classmethod
-    def of(cls, state: CheckpointSources, folder: Path, copies: CpuCopies | None) -> _Held:
-        prepared, strategy = state.preparer, state.strategy
-        shards = (
-            strategy.shard_writer(prepared.models, prepared.optimizers, copies.take)
-            if copies is not None
-            else None
-        )
-        if shards is not None or strategy.save_shards(folder, prepared.models, prepared.optimizers):
-            return cls(is_sharded=True, shards=shards)
-        return cls(
-            [_weights(state, bare_module(model)) for model in prepared.models],
-            [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
-        )
-
-    @contextmanager
-    def cancelled_by_errors(self) -> Iterator[None]:
-        """Let the other ranks write no shards where the block raises."""
-        try:
-            yield
-        except Exception as error:
-            if self.shards is not None:
-                self.shards.cancel(f"{type(error).__name__}: {error}")
-            raise
+def _save_shards(
+    state: CheckpointSources, folder: Path, copies: CpuCopies | None
+) -> tuple[bool, ShardWriter | None]:
+    """Return whether models and optimizers are saved in shards, and what writes them; None: they are written."""
+    prepared, strategy = state.preparer, state.strategy
+    shards = None
+    if copies is not None:
+        shards = strategy.shard_writer(prepared.models, prepared.optimizers, copies.take)
+    if shards is not None:
+        return True, shards
+    return strategy.save_shards(folder, prepared.models, prepared.optimizers), None
 
 
-def _snapshot(
-    state: CheckpointSources, held: _Held, weights: list[Mapping[str, Any]], safe_serialization: bool
-) -> Snapshot:
-    prepared = state.preparer
-    manifest = Manifest(
-        world_size=state.world_size,
-        optimizers=len(prepared.optimizers),
-        schedulers=len(prepared.schedulers),
-        loaders=len(prepared.loaders),
-        custom=len(state.custom),
-        sharded_by=state.strategy.name if held.is_sharded else "",
-        gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
-    )
-    snapshot = Snapshot(manifest, weights, {}, safe_serialization, shards=held.shards)
-    schedulers = [scheduler.state_dict() for scheduler in prepared.schedulers]
-    for name, states in ((files.OPTIMIZER, held.optimizers), (files.SCHEDULER, schedulers)):
-        for index, one in enumerate(states):
-            snapshot.objects[files.numbered(name, index)] = one
-    for index, loader in enumerate(prepared.loaders):
-        order = resuming.capture(loader, state.shared)
-        snapshot.objects[files.numbered(files.SAMPLER, index)] = order
-    if state.scaler is not None:
-        snapshot.objects[files.SCALER_NAME] = state.scaler.state_dict()
-    for index, obj in enumerate(state.custom):
-        # As bytes at once: what a user's object holds can't be known, nor copied safely.
-        snapshot.objects[files.custom(index)] = _as_bytes(obj.state_dict())
-    snapshot.objects |= _own_objects(state)
-    return snapshot
+@contextmanager
+def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
+    """Let the other ranks write no shards where the block raises."""
+    try:
+        yield
+    except Exception as error:
+        if shards is not None:
+            shards.cancel(f"{type(error).__name__}: {error}")
+        raise
 
 
-def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
-    """Return the states of random generators and loaders that every rank has of its own."""
-    return {**_loader_states(state), files.random_states(state.rank): _random_states(state)}
-
-
-def _weights(state: CheckpointSources, module: torch.nn.Module) -> dict[str, Any]:
+def _full_weights(state: CheckpointSources) -> list[Mapping[str, Any]]:
     """Return full weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
-    weights = state.strategy.state_dict(module)
-    for name in quantised_entries(module, weights):
-        if hasattr(weights[name], "__tensor_flatten__"):
-            del weights[name]
-    return weights
+    found: list[Mapping[str, Any]] = []
+    for model in state.preparer.models:
+        module = bare_module(model)
+        weights = state.strategy.state_dict(module)
+        for name in quantised_entries(module, weights):
+            if hasattr(weights[name], "__tensor_flatten__"):
+                del weights[name]
+        found.append(weights)
+    return found
+
+
+def _full_optimizers(state: CheckpointSources) -> list[Mapping[str, Any]]:
+    return [state.strategy.optimizer_state_dict(optimizer) for optimizer in state.preparer.optimizers]
 
 
 def _run_hooks(
-    state: CheckpointSources, folder: Path, weights: list[Mapping[str, Any]] | None
+    state: CheckpointSources, folder: Path, weights: list[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Call the hooks with ``weights``, or those of this rank; returns the weights that they have left."""
+    """Call the hooks; return the weights that they have left."""
     models = list(state.preparer.models)
-    if weights is None:
-        weights = [bare_module(model).state_dict() for model in models]
     for hook in list(state.save_hooks.values()):
         hook(models, weights, str(folder))
     return list(weights)
 
 
-def _loader_states(state: CheckpointSources) -> dict[str, bytes]:
-    """Return where this rank's loaders are that know it: what they read differs from rank to rank."""
-    return {
+def _manifest(state: CheckpointSources, is_sharded: bool) -> Manifest:
+    prepared = state.preparer
+    return Manifest(
+        world_size=state.world_size,
+        optimizers=len(prepared.optimizers),
+        schedulers=len(prepared.schedulers),
+        loaders=len(prepared.loaders),
+        custom=len(state.custom),
+        sharded_by=state.strategy.name if is_sharded else "",
+        gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
+    )
+
+
+def _objects(state: CheckpointSources, optimizers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    prepared = state.preparer
+    objects: dict[str, Any] = {}
+    for index, one in enumerate(optimizers):
+        objects[files.numbered(files.OPTIMIZER, index)] = one
+    for index, scheduler in enumerate(prepared.schedulers):
+        objects[files.numbered(files.SCHEDULER, index)] = scheduler.state_dict()
+    for index, loader in enumerate(prepared.loaders):
+        objects[files.numbered(files.SAMPLER, index)] = resuming.capture(loader, state.shared)
+    if state.scaler is not None:
+        objects[files.SCALER_NAME] = state.scaler.state_dict()
+    for index, obj in enumerate(state.custom):
+        # As bytes at once: what a user's object holds can't be known, nor copied safely.
+        objects[files.custom(index)] = _as_bytes(obj.state_dict())
+    return objects | _own_objects(state)
+
+
+def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
+    """Return the states of random generators and loaders that every rank has of its own."""
+    # Of loaders that know where they are: what they read differs from rank to rank.
+    objects = {
         files.loader_state(index, state.rank): _as_bytes(loader.state_dict())
         for index, loader in enumerate(state.preparer.loaders)
         if loader.use_stateful_dataloader and (state.rank == 0 or loader.reads_on_every_rank)
     }
-
-
-def _random_states(state: CheckpointSources) -> bytes:
     generators = capture_random_states(state.shared.process.backend)
-    return _as_bytes({**generators, "step": state.preparer.accumulation.step})
+    generators["step"] = state.preparer.accumulation.step
+    return {**objects, files.random_states(state.rank): _as_bytes(generators)}
 
 
 def _as_bytes(state: Any) -> bytes:

@@ -27,8 +27,8 @@ from nblaunch.training import models
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
-from nblaunch.training.strategies import distributed_checkpoint
 from nblaunch.training.strategies.deepspeed import library
+from nblaunch.training.strategies.dtensor_strategy import loading
 from nblaunch.training.waiting import barrier
 from nblaunch.wire.weights import TensorShard
 
@@ -65,7 +65,7 @@ def load(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess
         path = folder / f"{_tag(index)}.bin"
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder} has no {path.name} for model {index}")
-        with distributed_checkpoint.loading(path):
+        with loading(path):
             bare_module(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
