@@ -3,7 +3,7 @@
 settings.py         what users set
 strategy.py         what ``prepare`` and the training loop call; the plugin, which builds it
 over_devices.py     the same for one process that drives several devices
-units.py            which modules are gathered as one, what they may return, activations computed anew
+units.py            which modules are gathered as one, what they may return, activations computed anew; what torch has
+                    no public way to ask of them
 weights.py          where the shards of a rank are filled from
-fsdp_internals.py   what torch has no public way to ask
 """

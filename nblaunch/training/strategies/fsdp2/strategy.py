@@ -25,11 +25,9 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
-from nblaunch.training.strategies.fsdp2 import fsdp_internals
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
-from nblaunch.training.strategies.fsdp2.units import checkpoint_activations, return_no_views
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
 from nblaunch.training.strategies.tensor_parallel import share_weights, warn_of_unsharded
 from nblaunch.wire.weights import is_fsdp_module, is_quantised_weight, is_sharded, is_sharded_model
@@ -89,7 +87,9 @@ class Fsdp2Strategy(DTensorStrategy):
         )
         if self._settings.activation_checkpointing:
             for _, unit in units or [("", inner)]:
-                checkpoint_activations(unit, bool(self._settings.activation_checkpointing_offload))
+                fsdp2_units.checkpoint_activations(
+                    unit, bool(self._settings.activation_checkpointing_offload)
+                )
         if self.holds_shards:
             if self._parallelism is not None and self._parallelism.tp_enabled:
                 self._shard_further(inner, units) if is_sharded_model(inner) else warn_of_unsharded(inner)
@@ -113,8 +113,8 @@ class Fsdp2Strategy(DTensorStrategy):
         self._apply_fully_shard([module for _, module in units], ignored)
         weights.materialize_shards(torch.device("cpu") if self._settings.cpu_offload else device)
         for unit, module in units:
-            fsdp_internals.register_new_parameters(module)
-            fsdp_internals.name_in_errors(unit, module)
+            fsdp2_units.register_new_parameters(module)
+            fsdp2_units.name_in_errors(unit, module)
         weights.fill_shards(self._settings.param_init_fn)
         self._report(model, name, weights.num_bytes, len(units))
 
@@ -136,7 +136,7 @@ class Fsdp2Strategy(DTensorStrategy):
         )
         self._apply_fully_shard([module for _, module in units], ignored)
         for unit, module in units:
-            fsdp_internals.name_in_errors(unit, module)
+            fsdp2_units.name_in_errors(unit, module)
         self._report(model, name, model_bytes, len(units))
 
     def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
@@ -157,7 +157,7 @@ class Fsdp2Strategy(DTensorStrategy):
             "ignored_params": ignored,
         }
         for module in modules:
-            return_no_views(module)
+            fsdp2_units.return_no_views(module)
             fully_shard(module, **arguments)
 
     def _mesh(self) -> Any:
@@ -197,7 +197,7 @@ class Fsdp2Strategy(DTensorStrategy):
         if not is_fsdp_module(own):
             yield
             return
-        before = fsdp_internals.is_reducing(own)
+        before = fsdp2_units.is_reducing(own)
         own.set_requires_gradient_sync(reduces)
         try:
             yield
@@ -216,7 +216,7 @@ class Fsdp2Strategy(DTensorStrategy):
                 dtensor.local(parameter.grad).mul_(factor)
         for module in model.modules():
             if is_fsdp_module(module):
-                for gradient in fsdp_internals.unsharded_gradients(module):
+                for gradient in fsdp2_units.unsharded_gradients(module):
                     dtensor.local(gradient).mul_(factor)
 
     # --- states --------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ backward in a hook on the tensors that it returned. On a view, as a linear layer
 hook is lost when the user goes on with ``x += y``, and torch (from 2.12) warns of it at each such unit in any case.
 
 Its activations can be computed anew in backward instead of being kept.
+
+No other module looks inside ``fully_shard``, for what torch has no public way to ask.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import inspect
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +35,14 @@ MIN_NUM_PARAMS = 100_000_000
 
 # Containers that are never called, and a layer of nn.MultiheadAttention whose weights are used without calling it.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+# The collectives of a unit, as profiles name them.
+_COLLECTIVES = {
+    "unshard": "all_gather",
+    "wait_for_unshard": "all_gather",
+    "post_backward": "reduce_scatter",
+    "finalize_backward": "reduce_scatter",
+}
 
 
 Policy = Callable[..., Any] | str | None
@@ -197,6 +207,9 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     return kept
 
 
+# --- what they return -------------------------------------------------------------------------------------------------
+
+
 def return_no_views(module: nn.Module) -> None:
     """Have ``module`` return no views. To be called before ``fully_shard``, whose hooks run after those there are."""
     module.register_forward_hook(_without_views, with_kwargs=True)
@@ -251,6 +264,8 @@ class _AsOwnTensor(torch.autograd.Function):
         return gradients[0]
 
 
+# --- activations computed anew ----------------------------------------------------------------------------------------
+
 # What layers of generating models are given to keep tokens in, in the words of transformers.
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
@@ -286,3 +301,72 @@ def _is_filled(cache: Any) -> bool:
     """Return whether a cache of transformers, or of a user's own, has tokens."""
     length = getattr(cache, "get_seq_length", None)
     return bool(length()) if callable(length) else bool(cache)
+
+
+# --- inside fully_shard -----------------------------------------------------------------------------------------------
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters of one sharded unit."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12 allows several
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def register_new_parameters(module: nn.Module) -> None:
+    """Register parameters that took the place of those that ``fully_shard`` made, so that torch goes on with them."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()  # as after ``load_state_dict(assign=True)``
+            parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def is_reducing(module: nn.Module) -> bool:
+    """Return whether ``backward`` through a unit, and those inside it, reduces gradients: see ``no_sync``."""
+    return all(
+        group.reduce_grads
+        for unit in module.modules()
+        if hasattr(unit, "_get_fsdp_state")
+        for group in _groups(unit)
+    )
+
+
+def unsharded_gradients(module: nn.Module) -> Iterator[Any]:
+    """Yield gradients that a unit has accumulated unreduced: of unsharded parameters, on this rank alone."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None and unsharded.grad is not None:
+                yield unsharded.grad
+
+
+def name_in_errors(name: str, module: nn.Module) -> None:
+    """Have errors of a unit's collectives say which unit it was, and which collective."""
+    kind = type(module).__mro__[2].__name__ if len(type(module).__mro__) > 2 else type(module).__name__
+    unit = f"{name} ({kind})" if name else f"the model itself ({kind})"
+    for group in _groups(module):
+        for method, collective in _COLLECTIVES.items():
+            setattr(group, method, _named(getattr(group, method), f"in {collective} of {unit}"))
+
+
+def _ordinary_tensors() -> AbstractContextManager[Any]:
+    """Leave ``torch.inference_mode``: gathered weights are kept, and training can't use its tensors."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _named(method: Callable[..., Any], where: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with _ordinary_tensors():
+                return method(*args, **kwargs)
+        except Exception as error:
+            # In the message, because notes are not shown before Python 3.11; the type stays what it is.
+            if error.args and isinstance(error.args[0], str) and where not in error.args[0]:
+                error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+            raise
+
+    return call
