@@ -14,7 +14,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,43 +81,25 @@ class DummyScheduler(SchedulerPlaceholder):
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What an engine is configured by: model, optimizer, scheduler and batch sizes, before they are prepared.
-
-    Args:
-        model: the user's own module.
-        optimizer: torch's, a ``DummyOptim``, or None.
-        scheduler: torch's, a ``DummyScheduler``, or None.
-        batch_sizes: rows per batch and rank of every loader; None for one that doesn't say.
-        world_size: ranks of the job.
-        num_steps: micro-steps per optimizer step.
-        splits_batches: whether a loader's batch is that of all ranks together.
-        is_train_batch_min: of several loaders, the one with the smallest batches is trained on; False: the largest.
-        precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        device_type: as ``"cpu"``, ``"cuda"``.
-    """
+    """What an engine is configured by: model, optimizer, scheduler and batch sizes, before they are prepared."""
 
     model: torch.nn.Module
-    optimizer: Any = None
-    scheduler: Any = None
-    batch_sizes: Sequence[int | None] = field(default=())
+    optimizer: Any = None  # torch's, or a DummyOptim
+    scheduler: Any = None  # torch's, or a DummyScheduler
+    batch_sizes: Sequence[int | None] = ()  # of every loader; None for one that doesn't say
     world_size: int = 1
-    num_steps: int = 1
-    splits_batches: bool = False
-    is_train_batch_min: bool = True
+    num_steps: int = 1  # micro-steps per optimizer step
+    splits_batches: bool = False  # a loader's batch is that of all ranks together
+    is_train_batch_min: bool = True  # of several loaders, the one with the smallest batches is trained on
     precision: str = "no"
     device_type: str = "cpu"
 
 
 def complete(given: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]:
-    """Return the configuration for an engine that trains what was prepared.
-
-    Args:
-        given: the configuration of the plugin, which stays as it is.
-        prepared: fills in what it has as "auto".
+    """Return the configuration of the plugin with what it has as "auto" filled in, for an engine of what was prepared.
 
     Raises:
-        ValueError: the configuration contradicts what was prepared, or "auto" stands where the value is not known;
-            names the keys.
+        ValueError: it contradicts what was prepared, or "auto" stands where the value is not known; names the keys.
     """
     config = copy.deepcopy(dict(given))
     for kind in ("fp16", "bf16"):
@@ -147,37 +130,27 @@ def _complete_batches(config: dict[str, Any], prepared: EngineInputs) -> None:
         config, accumulation, prepared.num_steps, f"Accelerator({accumulation}={prepared.num_steps})"
     )
     micro = "train_micro_batch_size_per_gpu"
-    sizes = [_per_rank(size, prepared) for size in prepared.batch_sizes if size is not None]
+    sizes = [size for size in prepared.batch_sizes if size is not None]
+    if prepared.splits_batches:
+        sizes = [max(1, size // prepared.world_size) for size in sizes]
     there, total = get(config, micro), get(config, "train_batch_size")
     if there is None or there == AUTO:
         if sizes:
-            put(config, micro, min(sizes) if prepared.is_train_batch_min else max(sizes))
+            there = min(sizes) if prepared.is_train_batch_min else max(sizes)
+        elif isinstance(total, int):
+            there = max(1, total // (prepared.num_steps * prepared.world_size))
         else:
-            put(config, micro, _from_total(total, prepared))
+            there = 1  # without a loader, the engine only counts samples with it
+        put(config, micro, there)
     elif sizes and len(sizes) == len(prepared.batch_sizes) and there not in sizes:
         raise ValueError(
             f"the DeepSpeed configuration has {micro}={there}, but the loaders' batches have "
             f'{" and ".join(map(str, sizes))} rows per rank; write "auto"'
         )
-    product = get(config, micro) * get(config, accumulation) * prepared.world_size
-    set_or_check(
-        config,
-        "train_batch_size",
-        product,
-        f"{micro}={get(config, micro)} x {accumulation}={get(config, accumulation)} x {prepared.world_size} ranks "
-        f"= {product}",
-    )
-
-
-def _per_rank(size: int, prepared: EngineInputs) -> int:
-    return max(1, size // prepared.world_size) if prepared.splits_batches else size
-
-
-def _from_total(total: Any, prepared: EngineInputs) -> int:
-    """Return a micro-batch size where no loader is prepared; the engine only counts samples with it."""
-    if not isinstance(total, int):
-        return 1
-    return max(1, total // (prepared.num_steps * prepared.world_size))
+    num_steps, num_ranks = get(config, accumulation), prepared.world_size
+    product = there * num_steps * num_ranks
+    source = f"{micro}={there} x {accumulation}={num_steps} x {num_ranks} ranks = {product}"
+    set_or_check(config, "train_batch_size", product, source)
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
@@ -185,9 +158,9 @@ def _from_total(total: Any, prepared: EngineInputs) -> int:
 
 def _complete_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
     # Buffers larger than the model would be filled by nothing.
-    num_elements = max(1, sum(_num_elements(parameter) for parameter in model.parameters()))
+    num_elements = sum(num_elements_of(parameter) for parameter in model.parameters())
     if get(config, f"{_ZERO}.reduce_bucket_size") is None:
-        put(config, f"{_ZERO}.reduce_bucket_size", min(_MAX_BUCKET, num_elements))
+        put(config, f"{_ZERO}.reduce_bucket_size", min(_MAX_BUCKET, max(1, num_elements)))
     hidden = _hidden_size(model)
     if hidden is None:
         return  # what is still "auto" is refused at the end, by name
@@ -200,10 +173,9 @@ def _complete_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
             put(config, f"{_ZERO}.{name}", value)
 
 
-def _num_elements(parameter: Any) -> int:
-    return int(
-        getattr(parameter, "ds_numel", parameter.numel())
-    )  # of a model that was sharded while it was built
+def num_elements_of(parameter: Any) -> int:
+    """Return the number of elements of a parameter, which stage 3 may have sharded already."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:
@@ -231,8 +203,7 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
         given = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
         _fill_params(config, "optimizer", given)
         if _needs_torch_adam(config, prepared.device_type):
-            params = described.setdefault("params", {})
-            params.setdefault("torch_adam", True)
+            described.setdefault("params", {}).setdefault("torch_adam", True)
     elif optimizer is not None:
         if described is not None:
             raise ValueError(
@@ -298,22 +269,14 @@ def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any])
         if name in given:
             put(config, key, given[name])
         else:
-            drop(config, key)
+            del get(config, key.rpartition(".")[0])[name]
 
 
 # --- nested dicts, with keys as "zero_optimization.stage" -------------------------------------------------------------
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """Return a configuration as a new dict.
-
-    Args:
-        source: see ``DeepSpeedPlugin(hf_ds_config)``; also JSON text in base64, as launchers pass it.
-
-    Raises:
-        ValueError: there is no such file, or it holds no JSON object.
-        TypeError: it is none of these.
-    """
+    """Return a configuration as a new dict: see ``DeepSpeedPlugin(hf_ds_config)``, and :class:`HfDeepSpeedConfig`."""
     source = getattr(source, "config", source)
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
@@ -321,22 +284,18 @@ def read_config(source: Any) -> dict[str, Any]:
         raise TypeError(
             f"a DeepSpeed configuration is a dict, the path of a JSON file or JSON text, not {source!r:.80}"
         )
+    name = f"the DeepSpeed configuration {str(source)!r:.200}"
     try:
         text = _text_of(source)
     except UnicodeDecodeError as error:
-        raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not text: {error}") from None
+        raise ValueError(f"{name} is not text: {error}") from None
     try:
         config = json.loads(text)
-    except RecursionError:
-        raise ValueError(
-            f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: nested too deeply"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{name} is not JSON: {reason}") from None
     if not isinstance(config, dict):
-        raise ValueError(
-            f"the DeepSpeed configuration {str(source)!r:.200} is a {type(config).__name__}, not an object"
-        )
+        raise ValueError(f"{name} is a {type(config).__name__}, not an object")
     return config
 
 
@@ -346,13 +305,11 @@ def _text_of(source: str | Path) -> str:
     path = Path(source)
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    try:
-        text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
-    except (binascii.Error, UnicodeError):
-        text = ""
-    if not text.startswith("{"):
-        raise ValueError(f"there is no DeepSpeed configuration {str(path.absolute())!r}")
-    return text
+    with suppress(binascii.Error, UnicodeError):
+        text = base64.urlsafe_b64decode(str(source)).decode("utf-8")  # as launchers pass it
+        if text.startswith("{"):
+            return text
+    raise ValueError(f"there is no DeepSpeed configuration {str(path.absolute())!r}")
 
 
 def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -376,20 +333,8 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
     config[name] = value
 
 
-def drop(config: dict[str, Any], key: str) -> None:
-    """Remove a key, if it is there."""
-    way, _, name = key.rpartition(".")
-    inner = get(config, way) if way else config
-    if isinstance(inner, dict):
-        inner.pop(name, None)
-
-
 def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> None:
-    """Set a key that is missing or "auto"; what it says otherwise must be the same.
-
-    Raises:
-        ValueError: it says something else; names the key and ``source``, where ``value`` comes from.
-    """
+    """Set a key that is missing or "auto"; raise ValueError where it has another value than ``source`` gives it."""
     there = get(config, key)
     if there is None or there == AUTO:
         put(config, key, value)

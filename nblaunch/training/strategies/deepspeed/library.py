@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -50,28 +50,15 @@ def check_installed() -> None:
         )
 
 
-def _check_version() -> None:
-    """Raise ImportError where DeepSpeed is so old that it would train wrong silently."""
-    try:
-        version = importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        return  # sources on the path, without a version
-    if TorchVersion(version) < OLDEST:
-        raise ImportError(
-            f"DeepSpeed {version} is too old: stage 2 of 0.17 accumulates "
-            f"gradients wrong, and of 0.18 fails; {OLDEST} or newer is needed: pip install -U deepspeed"
-        )
-
-
 def load(process: JoinedProcess) -> Any:
-    """Import ``deepspeed`` and have it compute on this process's kind of device, in this process's group.
-
-    Raises:
-        ImportError: it is not installed, too old, or its import fails.
-        ValueError: it can't compute on this device.
-    """
-    check_installed()
-    _check_version()
+    """Import ``deepspeed`` and have it compute on this process's kind of device, in this process's group."""
+    with suppress(importlib.metadata.PackageNotFoundError):  # sources on the path, without a version
+        version = importlib.metadata.version("deepspeed")
+        if TorchVersion(version) < OLDEST:  # it would train wrong silently
+            raise ImportError(
+                f"DeepSpeed {version} is too old: stage 2 of 0.17 accumulates gradients wrong, and of 0.18 fails; "
+                f"{OLDEST} or newer is needed: pip install -U deepspeed"
+            )
     kind = process.backend.device_type
     if kind not in DEVICES:
         raise ValueError(
@@ -85,10 +72,18 @@ def load(process: JoinedProcess) -> Any:
     if library.get_accelerator().device_name().partition(":")[0] != kind:
         chosen.ds_accelerator = None  # imported before, in the kernel, where it chose for itself
         library.get_accelerator()
-    _leave_uncompiled(library)
-    _compile_at_first_use()
+    # DeepSpeed's all-reduce through shared memory, which only its inference uses: each rank would call a compiler for
+    # half a minute as soon as there is a process group.
+    getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    # Every stage of ZeRO asks whether its optimizer is Muon, whose module (0.19) decorates functions with
+    # ``torch.compile``: that imports the compiler, 3 s in each worker, with warnings of torch's own.
+    with suppress(ImportError), _compiling_later():
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     add_wrapper(library.DeepSpeedEngine)
-    _join_alone(process)
+    if (
+        process.topology.world_size == 1 and not is_distributed()
+    ):  # DeepSpeed needs a group in a lone process, too
+        dist.init_process_group(process.backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
     _take_over_group()
     return library
 
@@ -109,20 +104,6 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_EXPECTED)
 
 
-def _leave_uncompiled(library: Any) -> None:
-    """Keep DeepSpeed from compiling its all-reduce through shared memory, which only its inference uses.
-
-    Each rank would call a compiler for half a minute as soon as there is a process group.
-    """
-    getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-
-
-def _join_alone(process: JoinedProcess) -> None:
-    """Make a process group of one, which DeepSpeed needs in a lone process, too."""
-    if process.topology.world_size == 1 and not is_distributed():
-        dist.init_process_group(process.backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
 def _take_over_group() -> None:
     """Have DeepSpeed use the process group that this process is in, and forget the one of a launch before.
 
@@ -140,28 +121,6 @@ def _take_over_group() -> None:
         getattr(groups, "_release_process_group_references", int)()
         _group, _owner_pid = dist.group.WORLD, os.getpid()
     comm.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-
-
-def initialize(library: Any, config: Mapping[str, Any], **objects: Any) -> Any:
-    """Call ``deepspeed.initialize``; return the engine.
-
-    Args:
-        library: what :func:`load` returned.
-        config: complete.
-        **objects: ``model``, ``optimizer`` and the like.
-    """
-    engine, *_ = library.initialize(config=dict(config), **objects)
-    return engine
-
-
-def _compile_at_first_use() -> None:
-    """Import DeepSpeed's optimizer Muon so that torch's compiler is imported when Muon first steps, if ever.
-
-    Every stage of ZeRO asks whether its optimizer is Muon, whose module (0.19) decorates functions with
-    ``torch.compile``: that imports the compiler, 3 s in each worker, with warnings of torch's own.
-    """
-    with suppress(ImportError), _compiling_later():
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ is handed to the engine, at the place where it is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +138,7 @@ class DeepSpeedStrategy(Strategy):
         config = deepspeed_config.complete(settings.deepspeed_config, self._describe(model, process))
         _gather_as_one(library, model, settings.transformer_moe_cls_names)
         with Waiting(process.slot):  # it compares and copies weights over ranks
-            engine = deepspeed_library.initialize(library, config, model=model, **self._engine_arguments())
+            engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
         if deepspeed_library.sharded_parameters(model):
             context.current().collect_sharded_weights = checkpoint.shards_to_send
             checkpoint.warn_of_empty(model)
@@ -146,11 +146,7 @@ class DeepSpeedStrategy(Strategy):
         if optimizer is not None:
             self.engine, self.config = engine, config
             self._optimizer = EngineOptimizer(
-                engine,
-                self._step,
-                self._setup.accumulation,
-                self._precision,
-                process.backend,
+                engine, self._step, self._setup.accumulation, self._precision, process.backend
             )
         return engine
 
@@ -338,11 +334,7 @@ class DeepSpeedPlugins(NamedSettings, StrategyPlugin):
 
 
 def _batch_size(loader: DataLoader) -> int | None:
-    size = (
-        loader.batch_size
-        if loader.batch_size is not None
-        else getattr(loader.batch_sampler, "batch_size", None)
-    )
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
@@ -361,20 +353,22 @@ def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None
 
 
 def _report_shards(engine: Any, name: str, process: JoinedProcess) -> None:
-    """Report what each rank holds, where several hold shards. All of them call it.
-
-    Args:
-        engine: just made.
-        name: of the model's class.
-        process: ranks of this process.
-    """
+    """Report what each rank holds of the model of this class, where several hold shards. All of them call it."""
     stage = int(engine.zero_optimization_stage())
     if not stage or process.topology.world_size == 1:
         return
-    sizes = operations.gather_object([_shard_bytes(engine, stage)])
+    sharded: list[Any] = deepspeed_library.sharded_parameters(engine.module)
+    if stage == 3:
+        held = [parameter.ds_tensor for parameter in sharded]
+    else:  # the fp32 weights that its optimizer steps, if it has one
+        groups = getattr(engine.optimizer, "param_groups", [])
+        held = [parameter for group in groups for parameter in group["params"]]
+    sizes = operations.gather_object([sum(one.numel() * one.element_size() for one in held)])
     if process.topology.rank == 0:
-        text = shards_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
-        context.current().emit(Note.of_job(text))
+        # Small weights stay gathered: stage3_param_persistence_threshold.
+        kept = [parameter for parameter in sharded if getattr(parameter, "ds_persist", False)]
+        model_bytes, kept_bytes = _num_bytes(engine.module.parameters()), _num_bytes(kept)
+        context.current().emit(Note.of_job(shards_line(name, stage, model_bytes, sizes, kept_bytes)))
 
 
 def shards_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], kept_bytes: int = 0) -> str:
@@ -385,7 +379,7 @@ def shards_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], k
         stage: of ZeRO, 1 to 3.
         model_bytes: of all weights, in the numbers that the model computes in.
         sizes: bytes of every rank's shard.
-        kept_bytes: with stage 3, of the weights that are so small that they are never freed.
+        kept_bytes: with stage 3, of the weights that are never freed.
     """
     weights, shard = formatting.size(model_bytes), formatting.size_range(sizes)
     if stage < 3:
@@ -402,30 +396,7 @@ def shards_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], k
     return f"{name}: {held}; gradients and optimizer states are sharded (ZeRO stage 3)"
 
 
-def _shard_bytes(engine: Any, stage: int) -> int:
-    """Return the size of the weights on this rank; in stages 1 and 2 of the fp32 ones that its optimizer steps."""
-    if stage == 3:
-        held: list[Any] = deepspeed_library.sharded_parameters(engine.module)
-        return sum(_bytes(parameter.ds_tensor) for parameter in held)
-    groups = getattr(engine.optimizer, "param_groups", [])  # none where an engine only evaluates
-    return sum(_bytes(parameter) for group in groups for parameter in group["params"])
-
-
-def _model_bytes(module: Any) -> int:
+def _num_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
     return sum(
-        getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        for parameter in module.parameters()
+        deepspeed_config.num_elements_of(parameter) * parameter.element_size() for parameter in parameters
     )
-
-
-def _kept_bytes(module: Any) -> int:
-    """Return the size of small weights that stay gathered. Source: stage3_param_persistence_threshold."""
-    return sum(
-        parameter.ds_numel * parameter.element_size()  # type: ignore[attr-defined]
-        for parameter in deepspeed_library.sharded_parameters(module)
-        if getattr(parameter, "ds_persist", False)
-    )
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
