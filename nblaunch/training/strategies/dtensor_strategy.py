@@ -39,15 +39,7 @@ _NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training
 
 
 class DTensorStrategy(Strategy):
-    """Clip, save and load models whose parameters are DTensors; the rest is that of the strategy.
-
-    Args:
-        process: ranks and device of this process.
-        setting: what asks for shards, for the error.
-
-    Raises:
-        RuntimeError: torch is too old.
-    """
+    """Clip, save and load models whose parameters are DTensors; ``setting`` is what asks for that, for the error."""
 
     def __init__(self, process: JoinedProcess, setting: str) -> None:
         if not hasattr(torch.nn.utils, "get_total_norm"):
@@ -98,7 +90,7 @@ class DTensorStrategy(Strategy):
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         of_each = {
-            index: {key: _shard_like(value, held[index]) for key, value in values.items()}
+            index: dtensor.shard_state_dict(values, dict.fromkeys(values, held[index]))
             for index, values in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": of_each})
@@ -145,22 +137,12 @@ class DTensorStrategy(Strategy):
         return True
 
 
-def _shard_like(value: Any, parameter: torch.Tensor) -> Any:
-    return dtensor.shard_like(value, parameter) if isinstance(value, torch.Tensor) else value
-
-
 class CopiedShards(ShardWriter):
     """Copies of a rank's shards, which torch.distributed.checkpoint writes from a thread.
 
     The ranks exchange what it plans in a process group of its own: the order of collectives in a thread, beside those
     of training, is another on every rank. (``async_save`` of torch writes one state like this; here are several, which
     one thread writes in an order that all ranks have in common.)
-
-    Args:
-        models: prepared.
-        optimizers: prepared.
-        copy: returns a nested state in memory that training does not write to.
-        group: of all ranks, on the CPU, for nothing else; None: this process is alone.
     """
 
     def __init__(
@@ -170,7 +152,7 @@ class CopiedShards(ShardWriter):
         copy: Callable[[Any], Any],
         group: Any,
     ) -> None:
-        self._group = group
+        self._group = group  # None: this process is alone
         if group is None:
             # For good: threads share the filters.
             warnings.filterwarnings("ignore", message=_DISABLED)
@@ -235,11 +217,7 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
 
 
 def write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
-    """Write this rank's shards of one nested state into ``folder``.
-
-    Raises:
-        CheckpointError: they could not be written.
-    """
+    """Write this rank's shards of one nested state into ``folder``."""
     with waiting(), _quiet():
         _save(state, folder, is_alone)
 
@@ -257,11 +235,7 @@ def _save(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
 
 
 def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
-    """Read this rank's shards of a nested state from ``folder``, into its tensors.
-
-    Raises:
-        CheckpointError: the files are missing, damaged, or of another model.
-    """
+    """Read this rank's shards of a nested state from ``folder``, into its tensors."""
     from torch.distributed import checkpoint as dcp
 
     if not (folder / ".metadata").is_file():

@@ -32,12 +32,7 @@ class TensorParallelPlugin(StrategyPlugin):
 
 
 class TensorParallelStrategy(DTensorStrategy):
-    """Leave models as they were sharded.
-
-    Args:
-        process: ranks and device of this process.
-        parallelism: how the ranks are divided.
-    """
+    """Leave models as they were sharded."""
 
     name = TensorParallelPlugin.name
     holds_shards = True

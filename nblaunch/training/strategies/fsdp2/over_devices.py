@@ -35,15 +35,7 @@ _REFUSED = {
 
 
 class DeviceShardsStrategy(Strategy):
-    """Shard weights, gradients and optimizer state over the devices of this process.
-
-    Args:
-        process: this process, which drives several devices.
-        settings: what users set; read when a model is set up.
-
-    Raises:
-        ValueError: a setting can't be followed here.
-    """
+    """Shard weights, gradients and optimizer state over the devices of this process."""
 
     name = "fsdp2 over devices"
     moves_models = True
@@ -105,7 +97,7 @@ class DeviceShardsStrategy(Strategy):
                 self._backend.shard(sent, dimension)
                 state[prefix + name] = sent
 
-    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as checkpoints.contents asks
+    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as checkpoints/loading.py asks
 
     def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Shard activations by rows, so that the compiler gathers weights rather than activations."""

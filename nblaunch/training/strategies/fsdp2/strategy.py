@@ -41,10 +41,6 @@ class Fsdp2Strategy(DTensorStrategy):
         settings: what users set; read when a model is set up.
         dtype: in which weights are gathered; None: their own.
         parallelism: how the ranks are divided; None: all of them shard, or those inside each machine.
-
-    Raises:
-        RuntimeError: torch is too old.
-        ValueError: the device has no sharding.
     """
 
     name = "fsdp2"
@@ -91,53 +87,53 @@ class Fsdp2Strategy(DTensorStrategy):
                     unit, bool(self._settings.activation_checkpointing_offload)
                 )
         if self.holds_shards:
-            if self._parallelism is not None and self._parallelism.tp_enabled:
-                self._shard_further(inner, units) if is_sharded_model(inner) else warn_of_unsharded(inner)
-            if not is_fsdp_module(inner):
-                self._shard(inner, units)
+            self._shard(inner, units)
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-        """Shard a model that is whole on the ranks, or on the meta device, from the inside out."""
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
         memory.tune_allocator()
         ignored = self._ignored_parameters(model)
         name = type(model).__name__  # before fully_shard makes another class of it
         units = [*units, ("", model)]
+        modules = [module for _, module in units]
+        is_tp = self._parallelism is not None and self._parallelism.tp_enabled
+        if is_tp and not is_sharded_model(model):
+            warn_of_unsharded(model)
+            is_tp = False
+        num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, modules, ignored)
+        for unit, module in units:
+            fsdp2_units.name_in_errors(unit, module)
+        self._report(model, name, num_bytes, len(units))
+
+    def _shard_whole(self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> int:
+        """Shard a model that is whole on the ranks, or on the meta device, from the inside out; return its size."""
         device = self._process.device
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
         # What computes in fewer bits is trained in fp32, however the model was loaded: small steps would be lost.
         master = torch.float32 if self._dtype is not None else None
         weights = FullWeights(model, ignored, device, may_be_sent, master)
         weights.move_to_meta()
-        self._apply_fully_shard([module for _, module in units], ignored)
+        self._apply_fully_shard(modules, ignored)
         weights.materialize_shards(torch.device("cpu") if self._settings.cpu_offload else device)
-        for unit, module in units:
+        for module in modules:
             fsdp2_units.register_new_parameters(module)
-            fsdp2_units.name_in_errors(unit, module)
         weights.fill_shards(self._settings.param_init_fn)
-        self._report(model, name, weights.num_bytes, len(units))
+        return weights.num_bytes
 
-    def _shard_further(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-        """Shard a model whose layers are sharded over other ranks already, so that no rank has it whole."""
+    def _shard_further(
+        self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+    ) -> int:
+        """Do so where layers are sharded over other ranks already, so that no rank has the model whole."""
         assert self._parallelism is not None
-        memory.tune_allocator()
-        ignored = self._ignored_parameters(model)
-        name = type(model).__name__
-        units = [*units, ("", model)]
         model.to(self._process.device)
         share_weights(model, self._parallelism)
         if self._dtype is not None:
             _train_in_fp32(model, ignored)
-        model_bytes = sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in model.parameters()
-            if parameter not in ignored
-        )
-        self._apply_fully_shard([module for _, module in units], ignored)
-        for unit, module in units:
-            fsdp2_units.name_in_errors(unit, module)
-        self._report(model, name, model_bytes, len(units))
+        sharded = [parameter for parameter in model.parameters() if parameter not in ignored]
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in sharded)
+        self._apply_fully_shard(modules, ignored)
+        return num_bytes
 
     def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         ignored = fsdp2_units.ignored_parameters(model, self._settings.ignored_modules)
@@ -241,16 +237,15 @@ class FullyShardedDataParallelPlugin(ShardingSettings, StrategyPlugin):
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Put fp32 parameters in the place of those that are trained in fewer bits, tied as before."""
-    made: dict[int, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is None or old in ignored or not (old.requires_grad and old.is_floating_point()):
                 continue
-            if id(old) not in made:
-                made[id(old)] = (
-                    old if old.dtype == torch.float32 else nn.Parameter(old.detach().to(torch.float32))
-                )
-            module._parameters[name] = made[id(old)]
+            if old.dtype != torch.float32:
+                if old not in made:
+                    made[old] = nn.Parameter(old.detach().to(torch.float32))
+                module._parameters[name] = made[old]
 
 
 def shards_line(

@@ -20,7 +20,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,14 +60,11 @@ def choose(
 
     Args:
         model: as the user built it.
-        policy: ``auto_wrap_policy`` of the plugin.
-        class_names: its ``transformer_cls_names_to_wrap``.
-        min_num_params: its ``min_num_params``.
+        policy: ``auto_wrap_policy`` of the plugin, whose fields the next two are as well.
+        class_names: ``transformer_cls_names_to_wrap``.
+        min_num_params: of a unit.
         is_trained_in_fp32: all shards that are trained will be in fp32. Otherwise modules of another dtype than the
             rest of their unit get units of their own, because those of one unit must be alike.
-
-    Raises:
-        ValueError: a class name is not in the model; lists those that are.
     """
     is_unit = _rule(model, policy, class_names, min_num_params)
     chosen = [
@@ -103,11 +100,7 @@ def _of_other_dtypes(model: nn.Module, units: dict[str, nn.Module]) -> list[tupl
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
-    """Return the parameters of the modules that are not to be sharded.
-
-    Raises:
-        ValueError: a regular expression fits no module.
-    """
+    """Return the parameters of the modules that are not to be sharded."""
     if ignored is None:
         return set()
     if isinstance(ignored, str):
@@ -155,10 +148,11 @@ def _of_classes(model: nn.Module, names: list[str], is_asked_for: bool) -> Calla
 
 def _classes_in(model: nn.Module) -> str:
     """List the classes of modules with submodules or parameters, those that occur several times first."""
-    counts: dict[str, int] = {}
-    for module in list(model.modules())[1:]:
-        if not isinstance(module, _NEVER_CALLED) and any(True for _ in module.parameters()):
-            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    counts = Counter(
+        type(module).__name__
+        for module in list(model.modules())[1:]
+        if not isinstance(module, _NEVER_CALLED) and any(True for _ in module.parameters())
+    )
     listed = sorted(counts, key=lambda name: (-counts[name], name))
     return "Its classes are " + (", ".join(f"{name} ({counts[name]})" for name in listed) or "none")
 
@@ -194,10 +188,10 @@ def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
 
 def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Leave out units that have one of two tied weights: both belong to a unit around them."""
-    holders: dict[int, set[int]] = {}
+    holders: dict[int, set[int]] = defaultdict(set)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), set()).add(id(module))
+            holders[id(parameter)].add(id(module))
     tied = [modules for modules in holders.values() if len(modules) > 1]
     kept = []
     for name, unit in units:
@@ -352,16 +346,13 @@ def name_in_errors(name: str, module: nn.Module) -> None:
             setattr(group, method, _named(getattr(group, method), f"in {collective} of {unit}"))
 
 
-def _ordinary_tensors() -> AbstractContextManager[Any]:
-    """Leave ``torch.inference_mode``: gathered weights are kept, and training can't use its tensors."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
 def _named(method: Callable[..., Any], where: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Gathered weights are kept, and training can't use the tensors of ``torch.inference_mode``.
+        is_left = torch.is_inference_mode_enabled()
         try:
-            with _ordinary_tensors():
+            with torch.inference_mode(False) if is_left else nullcontext():
                 return method(*args, **kwargs)
         except Exception as error:
             # In the message, because notes are not shown before Python 3.11; the type stays what it is.

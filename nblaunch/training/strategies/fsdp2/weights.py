@@ -36,9 +36,6 @@ class FullWeights:
         device: where shards go.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.
         master: dtype of the shards of what is trained; None: as the model has it.
-
-    Raises:
-        ValueError: ranks have different models, or only ranks other than 0 have weights.
     """
 
     def __init__(
@@ -92,7 +89,10 @@ class FullWeights:
                 self._replace(tensor, tensor.to(self._device))  # type: ignore[arg-type]
             return
         # Where only rank 0 has it, the others make room for what it sends.
-        moved = tensor.detach().to(self._device) if not tensor.is_meta else _room_for(tensor, self._device)
+        if tensor.is_meta:
+            moved = torch.empty_like(tensor, device=self._device, requires_grad=False)
+        else:
+            moved = tensor.detach().to(self._device)
         if self._origins[name] == "rank 0":
             moved = operations.broadcast(moved.clone())
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
@@ -147,11 +147,7 @@ class FullWeights:
         return held if held.is_contiguous() and is_shared else None
 
     def fill_shards(self, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Fill the shards that the model now holds.
-
-        Args:
-            initialise: makes the weights of one module that has them nowhere yet; None: as the module does itself.
-        """
+        """Fill the shards that the model now holds; ``initialise`` makes the weights of modules that have none yet."""
         done: set[int] = set()
         for name, source in self._parameters.items():
             shard = _owner(self._model, name)[_own_name(name)]
@@ -249,11 +245,7 @@ def _fingerprint(tensor: torch.Tensor) -> Any:
 
 
 def _initialiser(model: nn.Module, nowhere: set[str]) -> Callable[[nn.Module], Any]:
-    """Return how the model's own code makes the weights of one of its modules.
-
-    Raises:
-        ValueError: it does not say how; names the modules.
-    """
+    """Return how the model's own code makes the weights of one of its modules."""
     of_model = getattr(model, "_init_weights", None)  # transformers' models
     if callable(of_model):
         return of_model
@@ -282,10 +274,6 @@ def _random_state_of_main() -> Iterator[None]:
 
 def _owner(model: nn.Module, name: str) -> dict[str, nn.Parameter | None]:
     return model.get_submodule(name.rpartition(".")[0])._parameters
-
-
-def _room_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(tensor, device=device, requires_grad=False)
 
 
 def _own_name(name: str) -> str:
