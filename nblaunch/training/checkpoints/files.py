@@ -107,11 +107,6 @@ def loader_state(index: int, rank: int) -> str:
     return name if rank == 0 else f"{name.removesuffix('.bin')}_rank{rank}.bin"
 
 
-def folder_name(iteration: int) -> str:
-    """Return the name of an automatically named checkpoint."""
-    return f"checkpoint_{iteration}"
-
-
 def iteration_of(folder: Path) -> int | None:
     """Return the number in an automatic name; None where the name is none."""
     match = _NUMBERED.fullmatch(folder.name)
@@ -128,11 +123,6 @@ def in_order(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
-def is_removable(folder: Path) -> bool:
-    """Return whether ``save_state`` made the folder where it is; a link or a folder of that name may be anything."""
-    return (folder / MANIFEST).is_file() and not folder.is_symlink()
-
-
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds: the file ``nblaunch_checkpoint.json`` in its folder.
@@ -140,10 +130,7 @@ class Manifest:
     Args:
         world_size: ranks of the job that wrote it.
         models: how many files of weights; 0 where a hook saved models in its own way.
-        optimizers: how many.
-        schedulers: how many.
-        loaders: how many.
-        custom: how many registered objects.
+        optimizers, schedulers, loaders, custom: how many, the last of registered objects.
         sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
         gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
@@ -169,11 +156,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None where it has none, as those of other tools.
-
-    Raises:
-        CheckpointError: it can't be read, or a newer version than this one wrote it.
-    """
+    """Return the manifest of a checkpoint; None where it has none, as those of other tools."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -218,15 +201,8 @@ def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
     return found
 
 
-def check_bytes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Raise CheckpointError where bytes are not those that were written, naming the files.
-
-    Args:
-        folder: the checkpoint.
-        manifest: that of the checkpoint.
-        rank: of this process, which reads its share of the files.
-        world_size: how many processes have a share.
-    """
+def check_bytes(folder: Path, manifest: Manifest, rank: int, world_size: int) -> None:
+    """Raise CheckpointError where bytes are not those that were written, naming the files; each rank reads a share."""
     by_size = sorted(manifest.checksums, key=lambda name: (-manifest.files.get(name, 0), name))
     try:
         found = checksums(folder, by_size[rank::world_size])
@@ -263,11 +239,7 @@ def _checksum_of(values: Mapping[str, Any]) -> str:
 
 
 def latest(checkpoints: Path) -> Path:
-    """Return the automatically named checkpoint with the highest number.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the automatically named checkpoint with the highest number."""
     found = in_order(checkpoints)
     if not found:
         raise ValueError(f"{checkpoints} has no checkpoints (folders named checkpoint_<number>)")
@@ -275,11 +247,7 @@ def latest(checkpoints: Path) -> Path:
 
 
 def weights_file(folder: Path, index: int) -> Path:
-    """Return the file with the weights of the n-th model.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the file with the weights of the n-th model."""
     candidates = [numbered(SAFE_WEIGHTS_NAME, index), numbered(WEIGHTS_NAME, index)]
     for name in candidates:
         if (folder / name).is_file():
@@ -299,17 +267,13 @@ def write_object(state: Any, path: Path) -> None:
 
 
 def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None) -> Any:
-    """Read a state dict.
+    """Read a state dict, with ``torch.load`` and its arguments; raise CheckpointError where that can't be done.
 
     Args:
         path: the file.
-        map_location: for :func:`torch.load`.
+        map_location: where tensors go.
         weights_only: False: do what the file says, which can execute any code.
         owner: a registered object, where the state is one's; see :func:`trusted_types`.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or holds objects that are only made by executing what the file
-            says, which is not done unless it is asked for.
     """
     known = torch.serialization.get_safe_globals()
     # Without those that the user has registered: at the end, torch forgets all that it is given here.
@@ -325,13 +289,7 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
 
 
 def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointError:
-    """Return what to raise where a file can't be read: it is damaged, or holds objects that only code can make.
-
-    Args:
-        path: the file.
-        error: of the library that reads it.
-        advice: for a file that holds such objects.
-    """
+    """Return what to raise where a file is damaged, or holds objects that only code can make: then with ``advice``."""
     # torch says first what else one might do, with weights_only=False.
     reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
     if _NOT_PLAIN.search(str(error)):
@@ -352,12 +310,9 @@ def trusted_types(owner: Any = None) -> list[Any]:
     file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
     if file and user_code.is_user_file(file):
         modules.add(type(owner).__module__)
-    return [*_numpy_types(), *_PLAIN, *(kind for name in modules for kind in _classes_of(name))]
-
-
-def _classes_of(name: str) -> list[type]:
-    found = list(vars(sys.modules[name]).values())
-    return [value for value in found if issubclass(type(value), type) and value.__module__ == name]
+    values = [(name, value) for name in modules for value in vars(sys.modules[name]).values()]
+    own = [value for name, value in values if issubclass(type(value), type) and value.__module__ == name]
+    return [*_numpy_types(), *_PLAIN, *own]
 
 
 def _numpy_types() -> list[Any]:

@@ -276,7 +276,11 @@ def _drop_quantised(
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
         # What libraries keep beside quantised weights may differ in its last digits.
-        if is_weight and isinstance(saved, torch.Tensor) and not _is_equal(own[name], saved):
+        if not is_weight or not isinstance(saved, torch.Tensor):
+            continue
+        held = own[name]
+        is_alike = held.shape == saved.shape and held.dtype == saved.dtype
+        if not is_alike or not torch.equal(held.detach().to(saved.device), saved):
             raise CheckpointError(
                 f"{source} has other quantised weights than the model, in {name}. They are frozen and "
                 "are not loaded: load the base model that was trained, quantised as it was then"
@@ -330,9 +334,3 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, to
 def _loads_itself(owner: torch.nn.Module) -> bool:
     """Return whether a module fills its tensors in a way of its own, for which they need memory."""
     return type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
-
-
-def _is_equal(held: torch.Tensor, saved: torch.Tensor) -> bool:
-    if held.shape != saved.shape or held.dtype != saved.dtype:
-        return False
-    return bool(torch.equal(held.detach().to(saved.device), saved))

@@ -103,11 +103,7 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
 
 
 def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bool = True) -> None:
-    """Write a state dict to one file, in safetensors' format or in torch's.
-
-    Raises:
-        CheckpointError: safetensors was asked for, but an entry is no tensor, or the library is not installed.
-    """
+    """Write a state dict to one file, in safetensors' format or in torch's."""
     if not safe_serialization:
         with path.open("wb") as file:
             torch.save(dict(weights), file)
@@ -156,17 +152,7 @@ def save_sharded(
 ) -> None:
     """Write a state dict to ``folder`` as one file, or as several of limited size and an index.
 
-    Weights that were there before go; other files stay.
-
-    Args:
-        weights: the state dict, with unwrapped names.
-        folder: made where it does not exist.
-        max_shard_size: bytes of tensors per file, as a number or as in ``"5GB"``; a larger tensor gets its own file.
-        safe_serialization: safetensors' format; False: torch's.
-
-    Raises:
-        ValueError: ``folder`` is a file, or ``max_shard_size`` is not a size.
-        RuntimeError: a tensor is on the meta device: it has no values.
+    Weights that were there before go; other files stay. See ``Accelerator.save_model``.
     """
     limit = formatting.parse_size(max_shard_size)
     for name, tensor in weights.items():
@@ -242,10 +228,6 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
     """Return the state dict in a file, names of shared tensors included.
 
     On the CPU, tensors lie on the pages of the file, which are read when they are used and copied when written to.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, no state dict of plain values, or in safetensors' format without
-            that library.
     """
     if path.suffix == ".safetensors":
         return _read_safetensors(path, device)
@@ -273,11 +255,7 @@ def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """Return the files of weights of a checkpoint: a file, an index, or a folder with one of them.
-
-    Raises:
-        CheckpointError: there are none, or the index is damaged.
-    """
+    """Return the files of weights of a checkpoint: a file, an index, or a folder with one of them."""
     path = _weights_in(checkpoint)
     if not path.name.endswith(".index.json"):
         return [path]

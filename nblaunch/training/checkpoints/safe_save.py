@@ -31,15 +31,9 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno
 
 
 class Staging:
-    """A folder in the making.
+    """A folder in the making: files are written to ``folder``, and go to ``target`` at last.
 
-    Args:
-        target: where its files go at last.
-
-    ``folder`` is where they are to be written meanwhile; it exists from :meth:`create` to :meth:`commit`.
-
-    Raises:
-        ValueError: ``target`` is a file.
+    ``folder`` exists from :meth:`create` to :meth:`commit`.
     """
 
     def __init__(self, target: Path) -> None:
@@ -56,13 +50,11 @@ class Staging:
         self.folder.mkdir(parents=True)
 
     def commit(self, obsolete: Iterable[str] = ()) -> None:
-        """Put the files in their place.
-
-        Args:
-            obsolete: files of an existing target that go, relative to it.
-        """
+        """Put the files in their place, and remove those of an existing target that are ``obsolete``."""
         (self.folder / _OBSOLETE).write_text(json.dumps(sorted(obsolete)))
-        sync_tree(self.folder)
+        for path in self.folder.rglob("*"):
+            sync_folder(path) if path.is_dir() else sync_file(path)
+        sync_folder(self.folder)
         if self.target.is_dir():
             os.rename(self.folder, self.target / _COMMITTED)
             sync_folder(self.target)
@@ -98,11 +90,7 @@ def finish_commit(target: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder where there is none.
-
-    Raises:
-        ValueError: ``path`` is a file.
-    """
+    """Make a folder where there is none; raise ValueError where ``path`` is a file."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -131,11 +119,9 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
-    """Remove from ``folder`` what killed processes have left: folders half written and half removed.
+    """Remove folders from ``folder`` that killed processes have left half written or half removed.
 
-    Args:
-        folder: where to look.
-        is_ours: whether a folder of that name would be one of those that are written and removed here.
+    Only those of a name that ``is_ours``.
     """
     for path in folder.glob(".*"):
         name, dot, suffix = path.name[1:].rpartition(".")
@@ -150,13 +136,6 @@ def files_below(folder: Path) -> dict[str, int]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != _OBSOLETE
     }
-
-
-def sync_tree(folder: Path) -> None:
-    """Force all files of a folder, and the folders themselves, to disk."""
-    for path in folder.rglob("*"):
-        sync_folder(path) if path.is_dir() else sync_file(path)
-    sync_folder(folder)
 
 
 def sync_file(path: Path) -> None:

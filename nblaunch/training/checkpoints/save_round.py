@@ -48,42 +48,25 @@ Message = TypeVar("Message", "Round", "Whereabouts", "Report", "SaveOutcome")
 
 @dataclass(frozen=True)
 class Round:
-    """One save, as rank 0 announces it.
+    """One save, as rank 0 announces it."""
 
-    Args:
-        number: counts the saves of the process group, from 1.
-        is_decided: the ranks that take part are fixed.
-        present: the other ranks that take part.
-        folder: where they write to; empty if the save has failed, see its :class:`SaveOutcome`.
-        target: the checkpoint's folder at last.
-        iteration: the number in its automatic name.
-    """
-
-    number: int
-    is_decided: bool = False
-    present: tuple[int, ...] = ()
-    folder: str = ""
-    target: str = ""
-    iteration: int = 0
+    number: int  # counts the saves of the process group, from 1
+    is_decided: bool = False  # the ranks that take part are fixed
+    present: tuple[int, ...] = ()  # the other ranks that take part
+    folder: str = ""  # where they write to; empty if the save has failed, see its SaveOutcome
+    target: str = ""  # the checkpoint's folder at last
+    iteration: int = 0  # the number in its automatic name
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is.
+    """Where a rank is."""
 
-    Args:
-        number: the round that this answers.
-        is_present: it has come to ``save_state``.
-        has_left: it has left the process group, or its process ends.
-        num_read: the last round whose outcome it has read.
-        collectives: how many collectives it has begun, by process group.
-    """
-
-    number: int
-    is_present: bool
-    has_left: bool
-    num_read: int
-    collectives: dict[str, int]
+    number: int  # the round that this answers
+    is_present: bool  # it has come to ``save_state``
+    has_left: bool  # it has left the process group, or its process ends
+    num_read: int  # the last round whose outcome it has read
+    collectives: dict[str, int]  # how many it has begun, by process group
 
 
 @dataclass(frozen=True)
@@ -121,11 +104,7 @@ class _Mail:
         self._store.set(key, schema.dump(message).decode())
 
     def read(self, key: str, kind: type[Message]) -> Message | None:
-        """Return the message under ``key``; None before there is one.
-
-        Raises:
-            CheckpointError: there is something else.
-        """
+        """Return the message under ``key``; None before there is one."""
         if not self._store.check([key]):
             return None
         text = self._store.get(key)
@@ -139,11 +118,7 @@ class _Mail:
 
 
 class _Side:
-    """What both sides have: their messages, and the process group that they belong to.
-
-    Args:
-        backend: counts the collectives that a device runs by itself.
-    """
+    """What both sides have: their messages, and the process group that they belong to."""
 
     def __init__(self, backend: Backend) -> None:
         # The store has no public name; torch's own modules take it so, since 1.13 at least.
@@ -187,7 +162,10 @@ class Coordinator(_Side):
                     found = self._mail.read(f"rank/{rank}", Whereabouts)
                     if found is None or not (found.has_left or found.number == self._number):
                         continue
-                    if found.has_left or (not found.is_present and _has_passed(found.collectives, own)):
+                    is_ahead = any(
+                        count > own.get(group, count) for group, count in found.collectives.items()
+                    )
+                    if found.has_left or (not found.is_present and is_ahead):
                         passed.append(rank)
                     elif found.is_present:
                         self.present.append(rank)
@@ -237,10 +215,6 @@ class Coordinator(_Side):
         return found is not None and (found.has_left or found.num_read >= self._number)
 
 
-def _has_passed(theirs: Mapping[str, int], own: Mapping[str, int]) -> bool:
-    return any(count > own[group] for group, count in theirs.items() if group in own)
-
-
 class _Pause:
     """Pauses between looks at the store, short ones first; one long wait would hold an interrupt back."""
 
@@ -259,12 +233,7 @@ class _Pause:
 
 
 class Participant(_Side):
-    """Another rank's side, and the thread that answers rank 0 meanwhile; it ends with the process group.
-
-    Args:
-        backend: see above.
-        rank: of this process.
-    """
+    """Another rank's side, and the thread that answers rank 0 meanwhile; it ends with the process group."""
 
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
@@ -360,7 +329,11 @@ class Participant(_Side):
         is_busy = self._is_present
         if current is not None and current.number > self._handled:
             if current.is_decided:
-                self._take_decision(current)
+                with self._changed:
+                    self._handled = current.number
+                    if self._rank in current.present:
+                        self._is_present, self._round, self._awaited = False, current, current.number
+                        self._changed.notify_all()
             else:
                 is_busy = True
                 self._post(current.number, collectives)
@@ -374,13 +347,6 @@ class Participant(_Side):
                 self._changed.notify_all()
             self._post(self._num_read, collectives)
         return is_busy
-
-    def _take_decision(self, current: Round) -> None:
-        with self._changed:
-            self._handled = current.number
-            if self._rank in current.present:
-                self._is_present, self._round, self._awaited = False, current, current.number
-                self._changed.notify_all()
 
     def _post(self, number: int, collectives: dict[str, int], has_left: bool = False) -> None:
         # Whether it is present was true before its collectives were counted, if not for the last time.

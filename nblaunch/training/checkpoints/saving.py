@@ -37,11 +37,7 @@ from nblaunch.training.waiting import waiting
 
 
 class Saver:
-    """Saves checkpoints, one after the other.
-
-    Args:
-        state: what is saved.
-    """
+    """Saves checkpoints, one after the other."""
 
     def __init__(self, state: CheckpointSources) -> None:
         self._state = state
@@ -59,9 +55,20 @@ class Saver:
         """Save a checkpoint; see ``Accelerator.save_state``."""
         self.wait()
         self._warn_of_open_window()
-        target = self._new_target(output_dir)
-        if main_process_only:
-            self._refuse_to_save_alone()
+        if self._project.automatic_checkpoint_naming:
+            target = self._project.checkpoints / f"checkpoint_{self._project.iteration}"
+        elif output_dir is not None:
+            target = Path(output_dir)
+        else:
+            raise ValueError(
+                "save_state needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        strategy = self._state.strategy
+        if main_process_only and strategy.holds_shards and self._state.world_size > 1:
+            raise ValueError(
+                f"main_process_only=True, but with {strategy.name} every rank holds a shard of the weights; call "
+                "save_state on all ranks, without it"
+            )
         if self._state.rank == 0:
             coordinator = None if main_process_only else self._meet()
             self._save_as_main(target, coordinator, safe_serialization, asynchronous)
@@ -79,12 +86,7 @@ class Saver:
             self._copies, self._shards = CpuCopies(), CpuCopies()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            CheckpointError: it could not be.
-            ValueError: it could not be begun: the caller's mistake.
-        """
+        """Wait until the last checkpoint is written; raise what kept it from being written."""
         if self._thread is not None:
             self._thread.join()  # an interrupt here leaves it to the next call
             self._thread = None
@@ -96,10 +98,7 @@ class Saver:
             raise error
 
     def _meet(self) -> Any:
-        """Return this rank's side of the save rounds: ``Coordinator`` on rank 0, ``Participant`` elsewhere.
-
-        None for a lone process.
-        """
+        """Return this rank's side of the save rounds, a Coordinator on rank 0; None for a lone process."""
         state, shared = self._state, self._state.shared
         if state.world_size == 1 or not is_distributed():
             return None
@@ -107,23 +106,6 @@ class Saver:
             backend = shared.process.backend
             shared.save_round = Coordinator(backend) if state.rank == 0 else Participant(backend, state.rank)
         return shared.save_round
-
-    def _refuse_to_save_alone(self) -> None:
-        strategy = self._state.strategy
-        if strategy.holds_shards and self._state.world_size > 1:
-            raise ValueError(
-                f"main_process_only=True, but with {strategy.name} every rank holds a shard of the weights; call "
-                "save_state on all ranks, without it"
-            )
-
-    def _new_target(self, output_dir: Any) -> Path:
-        if self._project.automatic_checkpoint_naming:
-            return self._project.checkpoints / files.folder_name(self._project.iteration)
-        if output_dir is None:
-            raise ValueError(
-                "save_state needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
-            )
-        return Path(output_dir)
 
     def _open(self, target: Path) -> Staging:
         if self._project.automatic_checkpoint_naming:
@@ -269,26 +251,27 @@ class Saver:
     # --- in a thread, and afterwards -----------------------------------------------------------------------------
 
     def _start_thread(self, target: Path, write: Callable[[], None]) -> None:
-        # No daemon: the end of the process waits for it.
-        self._thread = threading.Thread(
-            target=self._run_in_thread, args=(write,), name=f"nblaunch-save-{target.name}"
-        )
-        self._thread.start()
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # raised by the next call that waits for it
+                self._thread_error = error
+                if self._state.rank == 0:  # which knows the problems of all
+                    context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))
 
-    def _run_in_thread(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # raised by the next call that waits for it
-            self._thread_error = error
-            if self._state.rank == 0:  # which knows the problems of all
-                context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))
+        # No daemon: the end of the process waits for it.
+        self._thread = threading.Thread(target=run, name=f"nblaunch-save-{target.name}")
+        self._thread.start()
 
     def _remove_oldest(self, newest: Path) -> None:
         limit = self._project.total_limit
         if not self._project.automatic_checkpoint_naming or limit is None:
             return
+        # Only what save_state made where it is: a link or a folder of that name may be anything.
         others = [
-            path for path in files.in_order(newest.parent) if path != newest and files.is_removable(path)
+            path
+            for path in files.in_order(newest.parent)
+            if path != newest and (path / files.MANIFEST).is_file() and not path.is_symlink()
         ]
         for path in others[: max(0, len(others) + 1 - limit)]:
             safe_save.remove_folder(path)
@@ -326,11 +309,7 @@ def _give_up(
 
 
 def _checksums_in(reports: Mapping[int, Report]) -> dict[str, str]:
-    """Return checksums of all files that other ranks have written.
-
-    Raises:
-        CheckpointError: a rank could not write its own.
-    """
+    """Return checksums of all files that other ranks have written; raise the problem of one that could not."""
     for _, report in sorted(reports.items()):
         if report.problem:
             raise CheckpointError(report.problem)

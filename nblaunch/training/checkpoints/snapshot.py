@@ -114,23 +114,16 @@ def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
 
 @dataclass
 class Snapshot:
-    """What one checkpoint is made of, before it is written: the live states, until :meth:`detach` copies them.
+    """What one checkpoint is made of, before it is written: the live states, until :meth:`detach` copies them."""
 
-    Args:
-        manifest: that of the checkpoint; sizes and checksums are added as files are written.
-        weights: state dict of every model that no hook took over.
-        objects: state dicts, or their bytes, by file name.
-        safe_serialization: weights in safetensors' format.
-        checksums: of files that other ranks have written and summed up.
-        shards: copies of those of this rank, which are not written yet; None: they are, or models are whole.
-    """
-
-    manifest: Manifest
-    weights: list[Mapping[str, Any]] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
-    safe_serialization: bool = True
-    checksums: dict[str, str] = field(default_factory=dict)
-    shards: ShardWriter | None = None
+    manifest: Manifest  # sizes and checksums are added as files are written
+    weights: list[Mapping[str, Any]]  # of every model that no hook took over
+    objects: dict[str, Any]  # state dicts, or their bytes, by file name
+    safe_serialization: bool
+    shards: (
+        ShardWriter | None
+    )  # copies of this rank's that are not written yet; None: they are, or models are whole
+    checksums: dict[str, str] = field(default_factory=dict)  # of files that other ranks have written
 
     def detach(self, copies: CpuCopies) -> None:
         """Copy everything to memory that training does not write to."""
@@ -153,15 +146,10 @@ class Snapshot:
 
 @dataclass
 class Contribution:
-    """What another rank than the first adds to a checkpoint.
+    """What another rank than the first adds to a checkpoint."""
 
-    Args:
-        objects: states of random generators and loaders, as bytes, by file name.
-        shards: copies of those of this rank, which are not written yet; None: they are, or models are whole.
-    """
-
-    objects: dict[str, bytes]
-    shards: ShardWriter | None = None
+    objects: dict[str, bytes]  # states of random generators and loaders, by file name
+    shards: ShardWriter | None = None  # as in Snapshot
 
     def write(self, state: CheckpointSources, folder: Path) -> dict[str, str]:
         """Write it; returns the checksums of all files that are known to be this rank's."""
@@ -177,13 +165,9 @@ class Contribution:
 def collect(
     state: CheckpointSources, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
 ) -> Snapshot:
-    """Return what the main process saves. In ``folder`` is what ranks and hooks write there by themselves.
+    """Return what the main process saves. Ranks and hooks may write to ``folder`` meanwhile.
 
-    Args:
-        state: of this process.
-        folder: of the checkpoint in the making.
-        safe_serialization: weights in safetensors' format.
-        copies: take copies of shards, where the strategy writes them later; None: they are written at once.
+    With ``copies``, which take copies of shards, the strategy may write these later.
     """
     is_sharded, shards = _save_shards(state, folder, copies)
     with _cancelled_by_errors(shards):
@@ -192,7 +176,7 @@ def collect(
         weights = _run_hooks(state, folder, weights)
         manifest = _manifest(state, is_sharded)
         objects = _objects(state, optimizers)
-        return Snapshot(manifest, weights, objects, safe_serialization, shards=shards)
+        return Snapshot(manifest, weights, objects, safe_serialization, shards)
 
 
 def contribute(state: CheckpointSources, folder: Path, copies: CpuCopies | None = None) -> Contribution:
