@@ -52,11 +52,7 @@ def of_rank(folder: Path, rank: int) -> list[Path]:
 
 
 def load(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess) -> None:
-    """Load what :func:`save` wrote. All ranks must call it.
-
-    Raises:
-        CheckpointError: it has no engine's state for a model, or one that does not fit.
-    """
+    """Load what :func:`save` wrote. All ranks must call it."""
     for index, model in enumerate(models):
         engine = _engine_of(model)
         if engine is not None:
@@ -173,25 +169,15 @@ def _convert(source: Path, target: Path) -> str | None:
 def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     """Return the state dict of a module, in memory of its own on the CPU. All ranks must call it.
 
-    Args:
-        module: a user's own, or one inside it.
-        keep: False: this rank only contributes, and gets an empty dict.
+    A rank that doesn't ``keep`` it only contributes, and gets an empty dict.
     """
-    is_sharded = bool(library.sharded_parameters(module))
-    if not is_sharded and not keep:
+    if not keep and not library.sharded_parameters(module):
         return {}
-    copies: dict[int, torch.Tensor] = {}
-    state: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            copy: Any = value
-        elif id(value) in copies:  # two names of one parameter stay so
-            copy = copies[id(value)]
-        else:
-            copy = copies[id(value)] = _copy(value, keep)
-        if keep:
-            state[name] = copy
-    return state
+    state = module.state_dict(keep_vars=True)
+    # Two names of one parameter stay so.
+    tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
+    copies = {key: _copy(value, keep) for key, value in tensors.items()}
+    return {name: copies.get(id(value), value) for name, value in state.items()} if keep else {}
 
 
 def shards_to_send(module: torch.nn.Module) -> dict[str, Any]:
@@ -206,30 +192,22 @@ def shards_to_send(module: torch.nn.Module) -> dict[str, Any]:
     return sent
 
 
-def warn_of_empty(module: torch.nn.Module) -> None:
-    """Have ``module.state_dict()`` warn a user from now on that it is empty where parameters are sharded."""
-    module.register_state_dict_post_hook(_warn_of_empty)
-
-
-def _warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, metadata: object) -> None:
+def warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, metadata: object) -> None:
+    """Warn a user, as a hook of ``module.state_dict()``, that this is empty where parameters are sharded."""
     sharded = [name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")]
     values = [state.get(prefix + name) for name in sharded]
     # Callers that ask for the variables themselves can put them together, as this file does.
     num_empty = sum(
         isinstance(v, torch.Tensor) and not hasattr(v, "ds_id") and v.numel() == 0 for v in values
     )
-    if num_empty and not _is_asked_by_deepspeed():
+    # For a checkpoint of its own, DeepSpeed adds the shards.
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    if num_empty and not any(str(name).startswith("deepspeed.") for name in callers):
         warn(
             f"state_dict() has nothing in {formatting.count(num_empty, 'tensor')} of {len(state)}: ZeRO 3 keeps each "
             "rank's shard of them elsewhere. Take full weights from accelerator.get_state_dict(model), called on all "
             "ranks, or save them with accelerator.save_model(model, folder)"
         )
-
-
-def _is_asked_by_deepspeed() -> bool:
-    """Return whether the state dict is for a checkpoint of DeepSpeed's own, to which it adds the shards."""
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    return any(str(frame.f_globals.get("__name__")).startswith("deepspeed.") for frame in frames)
 
 
 def _shard_of(parameter: Any) -> TensorShard:

@@ -20,11 +20,7 @@ from nblaunch.training.precision import AutocastForward, Precision, restore_forw
 
 
 class EnginePrecision(Precision):
-    """What is left of mixed precision where the engine scales losses, and holds fp32 copies of its 16-bit weights.
-
-    Args:
-        other: the precision that the process would use otherwise; gives its name.
-    """
+    """What is left of mixed precision where the engine scales losses, and holds fp32 copies of its 16-bit weights."""
 
     def __init__(self, other: Precision) -> None:
         super().__init__(other._backend)
@@ -114,12 +110,7 @@ def last_total_norm(engine: Any) -> torch.Tensor:
 class EngineOptimizer(AcceleratedOptimizer):
     """A prepared optimizer that an engine steps. Its ``param_groups`` and state are those of this rank's shard.
 
-    Args:
-        engine: DeepSpeed's, with an optimizer.
-        step: steps the engine; returns whether the step was left out because gradients overflowed.
-        accumulation: says when to step.
-        precision: of the process.
-        backend: notified of every step.
+    ``step`` steps the engine, and returns whether the step was left out because gradients overflowed.
     """
 
     def __init__(
@@ -157,16 +148,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class EngineScheduler(AcceleratedScheduler):
-    """A prepared scheduler that the engine steps with each of its own steps.
-
-    Args:
-        scheduler: the engine's.
-        optimizer: of the same engine.
-        accumulation: of the process.
-    """
-
-    def __init__(self, scheduler: Any, optimizer: EngineOptimizer, accumulation: AccumulationState) -> None:
-        super().__init__(scheduler, [optimizer], accumulation)
+    """A prepared scheduler that the engine steps with each of its own steps."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine steps its scheduler."""

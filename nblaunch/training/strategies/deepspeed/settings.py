@@ -234,12 +234,7 @@ class DeepSpeedSettings:
 
 @dataclass
 class NamedSettings:
-    """The settings of a process by name, one of them selected: those that ``prepare`` uses.
-
-    Raises:
-        ValueError: there is none.
-        TypeError: one of them is no plugin.
-    """
+    """The settings of a process by name, one of them selected: those that ``prepare`` uses."""
 
     by_name: dict[str, DeepSpeedSettings]
 

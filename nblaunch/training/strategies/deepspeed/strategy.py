@@ -9,7 +9,7 @@ is handed to the engine, at the place where it is called.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,7 @@ class DeepSpeedStrategy(Strategy):
     """Trains with one engine per Accelerator, made of the model and the optimizer of one call of ``prepare``.
 
     A model without an optimizer is evaluated only: stage 3 shards it all the same; with stages 1 and 2 it only goes to
-    its device.
-
-    Args:
-        named: the selected settings describe the engine; read when a model is set up.
-        setup: what it is built with.
+    its device. Of the named settings, those that are selected when a model is set up describe the engine.
     """
 
     name = "deepspeed"
@@ -87,7 +83,6 @@ class DeepSpeedStrategy(Strategy):
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
         self.engine: Any = None
-        self.config: dict[str, Any] | None = None
         self._given = _Given()
         self._optimizer: EngineOptimizer | None = None
         self._is_unsynced = self._is_step_due = False
@@ -141,10 +136,10 @@ class DeepSpeedStrategy(Strategy):
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
         if deepspeed_library.sharded_parameters(model):
             context.current().collect_sharded_weights = checkpoint.shards_to_send
-            checkpoint.warn_of_empty(model)
+            model.register_state_dict_post_hook(checkpoint.warn_of_empty)
         _report_shards(engine, type(model).__name__, process)
         if optimizer is not None:
-            self.engine, self.config = engine, config
+            self.engine = engine
             self._optimizer = EngineOptimizer(
                 engine, self._step, self._setup.accumulation, self._precision, process.backend
             )
@@ -203,23 +198,20 @@ class DeepSpeedStrategy(Strategy):
                 "this DummyScheduler was given to prepare without its model and optimizer; call "
                 "accelerator.prepare(model, optimizer, scheduler, ...) with all of them"
             )
-        return EngineScheduler(self.engine.lr_scheduler, self._optimizer, self._setup.accumulation)
+        return EngineScheduler(self.engine.lr_scheduler, [self._optimizer], self._setup.accumulation)
 
     def clear(self) -> None:
         if self.engine is not None:
             self.engine.destroy()
-        self.engine = self.config = self._optimizer = None
+        self.engine = self._optimizer = None
         self._is_step_due = False
         self._given = _Given()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        return self._unsynced() if self.engine is not None else nullcontext()
-
     @contextmanager
-    def _unsynced(self) -> Iterator[None]:
-        """Have the engine expect more micro-steps: its own ``no_sync`` refuses stages 2 and 3."""
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        # The engine expects more micro-steps meanwhile: its own ``no_sync`` refuses stages 2 and 3.
         before, self._is_unsynced = self._is_unsynced, True
         try:
             yield
