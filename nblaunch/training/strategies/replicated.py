@@ -101,11 +101,7 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 
 
 class DdpStrategy(Strategy):
-    """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
-
-    Args:
-        options: its arguments.
-    """
+    """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike."""
 
     name = "ddp"
 
@@ -237,11 +233,7 @@ def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[No
 
 
 def _with_sync_batchnorm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return ``model`` with its batch normalisation over all ranks; its parameters stay the same objects.
-
-    Raises:
-        ValueError: the device has no such operation.
-    """
+    """Return ``model`` with its batch normalisation over all ranks; its parameters stay the same objects."""
     if device.type == "cpu":
         raise ValueError(
             "DistributedDataParallelKwargs(sync_batchnorm=True) needs a GPU: torch has no synchronised batch "
@@ -281,11 +273,7 @@ def _own(prepared: Any) -> Any:
 
 
 class ReplicatedPlugin(StrategyPlugin):
-    """Builds the strategy of replicas: of a lone process, by DistributedDataParallel, or averaging at the step.
-
-    Args:
-        options: arguments of DistributedDataParallel.
-    """
+    """Builds the strategy of replicas: of a lone process, by DistributedDataParallel, or averaging at the step."""
 
     def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
         self.options = options

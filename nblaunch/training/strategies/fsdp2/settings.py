@@ -23,6 +23,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _TRUTH = {"true": True, "false": False}  # as files and variables have it
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 # Fields of FSDP version 1 that torch's fully_shard has no counterpart for: field -> why it can be left out.
@@ -125,26 +126,15 @@ class ShardingSettings:
             )
         self.sharding_strategy = _sharding_name(self.sharding_strategy)
         self.cpu_offload = _offload(self.cpu_offload)
-        self.reshard_after_forward = _TRUTH.get(
-            str(self.reshard_after_forward).lower(), self.reshard_after_forward
-        )
-        if isinstance(self.reshard_after_forward, str):  # where version 1 has its strategies
-            self.sharding_strategy, self.reshard_after_forward = (
-                _sharding_name(self.reshard_after_forward),
-                None,
-            )
-        if (
-            not isinstance(self.reshard_after_forward, (int, type(None)))
-            or int(self.reshard_after_forward or 0) < 0
-        ):
+        reshards = _TRUTH.get(str(self.reshard_after_forward).lower(), self.reshard_after_forward)
+        if isinstance(reshards, str):  # where version 1 has its strategies
+            self.sharding_strategy, reshards = _sharding_name(reshards), None
+        if not isinstance(reshards, (int, type(None))) or int(reshards or 0) < 0:
             raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward!r:.80} is none of: True, False, a number of ranks"
+                f"reshard_after_forward={reshards!r:.80} is none of: True, False, a number of ranks"
             )
-        for name in (
-            "activation_checkpointing",
-            "activation_checkpointing_offload",
-            "cpu_ram_efficient_loading",
-        ):
+        self.reshard_after_forward = reshards
+        for name in _FLAGS:
             setattr(self, name, _truth(name, getattr(self, name)))
         if isinstance(self.auto_wrap_policy, str):
             self.auto_wrap_policy = self.auto_wrap_policy.lower()
@@ -163,7 +153,14 @@ class ShardingSettings:
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Have ``save_state`` write states of this type from now on; None: of the default one."""
-        self.state_dict_type = _state_dict_type(state_dict_type or "SHARDED_STATE_DICT")
+        name = str(getattr(state_dict_type, "name", state_dict_type or "SHARDED_STATE_DICT")).upper()
+        if name == "LOCAL_STATE_DICT":
+            raise ValueError(
+                "state_dict_type='LOCAL_STATE_DICT' is of FSDP version 1; use 'SHARDED_STATE_DICT', which also writes "
+                "what each rank holds, and can be loaded on any number of ranks"
+            )
+        check_choice("state_dict_type", name.lower(), STATE_DICT_TYPES)
+        self.state_dict_type = name
 
     def set_mixed_precision(
         self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False
@@ -208,11 +205,7 @@ class ShardingSettings:
         return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.cpu_offload else OffloadPolicy()
 
     def precision_policy(self, dtype: torch.dtype | None) -> Any:
-        """Return torch's object for ``mixed_precision_policy``.
-
-        Args:
-            dtype: of the Accelerator's mixed precision; None: full.
-        """
+        """Return torch's object for ``mixed_precision_policy``; ``dtype`` is that of the Accelerator's precision."""
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
         policy = self.mixed_precision_policy
@@ -302,14 +295,3 @@ def _class_names(names: Any) -> list[str] | None:
     if isinstance(names, str):
         return [name.strip() for name in names.split(",")]
     return [str(getattr(name, "__name__", name)) for name in ([names] if isinstance(names, type) else names)]
-
-
-def _state_dict_type(kind: Any) -> str:
-    name = str(getattr(kind, "name", kind)).upper()
-    if name == "LOCAL_STATE_DICT":
-        raise ValueError(
-            "state_dict_type='LOCAL_STATE_DICT' is of FSDP version 1; use 'SHARDED_STATE_DICT', which also writes what "
-            "each rank holds, and can be loaded on any number of ranks"
-        )
-    check_choice("state_dict_type", name.lower(), STATE_DICT_TYPES)
-    return name
