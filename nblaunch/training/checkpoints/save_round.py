@@ -181,20 +181,23 @@ class Coordinator(_Side):
         self._is_decided, self._target = True, target
         self._mail.post("round", Round(self._number, True, tuple(self.present), folder, target, iteration))
 
-    def reports(self) -> dict[int, Report]:
-        """Return what the present ranks have done, by rank; waits for it."""
-        found: dict[int, Report] = {}
+    def checksums(self) -> dict[str, str]:
+        """Return checksums of all files of the present ranks, once these are written; raise where one could not."""
+        reports: dict[int, Report] = {}
         pause = _Pause()
-        while len(found) < len(self.present):
-            for rank in set(self.present) - found.keys():
+        while len(reports) < len(self.present):
+            for rank in set(self.present) - reports.keys():
                 where = self._mail.read(f"rank/{rank}", Whereabouts)
                 report = self._mail.read(f"report/{rank}", Report)
                 if report is not None and report.number == self._number:
-                    found[rank] = report
+                    reports[rank] = report
                 elif where is not None and where.has_left:  # before it has reported
-                    found[rank] = Report(self._number, _LEFT.format(self._target, rank))
+                    reports[rank] = Report(self._number, _LEFT.format(self._target, rank))
             pause.sleep()
-        return found
+        for _, report in sorted(reports.items()):
+            if report.problem:
+                raise CheckpointError(report.problem)
+        return {name: value for report in reports.values() for name, value in report.checksums.items()}
 
     def wait_until_known(self) -> None:
         """Wait until the present ranks have the outcome: the store may be this process's own, and end with it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from nblaunch.events import Note
 from nblaunch.training.checkpoints import files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
-from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Report, Round, SaveOutcome
+from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Round, SaveOutcome
 from nblaunch.training.checkpoints.snapshot import (
     CheckpointSources,
     Contribution,
@@ -138,26 +138,24 @@ class Saver:
             snapshot = collect(self._state, staging.folder, safe, self._shards if asynchronous else None)
             if coordinator is not None and snapshot.shards is None:
                 with waiting():
-                    snapshot.checksums = _checksums_in(coordinator.reports())
+                    snapshot.checksums = coordinator.checksums()
             if asynchronous:
                 snapshot.detach(self._copies)
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
             raise
-        if not asynchronous:
-            self._write(staging, snapshot, coordinator)
-            return
-        self._start_thread(target, partial(self._write, staging, snapshot, coordinator))
+        write = partial(self._write, staging, snapshot, coordinator)
+        if asynchronous:
+            self._start_thread(target, write)
+        else:
+            write()
 
     def _judge_absence(self, passed: Sequence[int]) -> None:
         """Raise where ranks are missing that hold shards of the state; warn that their random states are not saved."""
         if not passed:
             return
-        who = (
-            "on the main process alone"
-            if len(passed) == self._state.world_size - 1
-            else f"without {formatting.ranks(passed)}"
-        )
+        is_alone = len(passed) == self._state.world_size - 1
+        who = "on the main process alone" if is_alone else f"without {formatting.ranks(passed)}"
         strategy = self._state.strategy
         if strategy.holds_shards:
             raise CheckpointError(
@@ -182,7 +180,7 @@ class Saver:
             if snapshot.shards is not None:
                 snapshot.shards.write(staging.folder)
                 if coordinator is not None:
-                    snapshot.checksums = _checksums_in(coordinator.reports())
+                    snapshot.checksums = coordinator.checksums()
             manifest = snapshot.write(staging.folder)
             staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
         except BaseException as error:
@@ -291,13 +289,11 @@ def _give_up(
     coordinator: Coordinator | None, staging: Staging | None, target: Path, error: BaseException
 ) -> None:
     """Publish why the checkpoint is not saved, and remove what is written of it."""
-    # What the caller gave is no folder; all ranks have given it.
-    is_of_caller = isinstance(error, ValueError) and staging is None
-    outcome = (
-        SaveOutcome("ValueError", str(error))
-        if is_of_caller
-        else SaveOutcome("CheckpointError", _not_saved(target, 0, error))
-    )
+    outcome = SaveOutcome("CheckpointError", _not_saved(target, 0, error))
+    if (
+        isinstance(error, ValueError) and staging is None
+    ):  # what the caller gave is no folder, as on all ranks
+        outcome = SaveOutcome("ValueError", str(error))
     try:
         if coordinator is not None:
             coordinator.announce(outcome)  # before the folder goes: others may be looking for it
@@ -306,14 +302,6 @@ def _give_up(
             staging.discard()
     if coordinator is not None and isinstance(error, Exception):
         coordinator.wait_until_known()
-
-
-def _checksums_in(reports: Mapping[int, Report]) -> dict[str, str]:
-    """Return checksums of all files that other ranks have written; raise the problem of one that could not."""
-    for _, report in sorted(reports.items()):
-        if report.problem:
-            raise CheckpointError(report.problem)
-    return {name: value for report in reports.values() for name, value in report.checksums.items()}
 
 
 def _not_saved(target: Path, rank: int, error: BaseException) -> str:

@@ -109,9 +109,6 @@ def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
     return handle
 
 
-# --- one checkpoint ---------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Snapshot:
     """What one checkpoint is made of, before it is written: the live states, until :meth:`detach` copies them."""
