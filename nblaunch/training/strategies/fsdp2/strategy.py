@@ -115,10 +115,10 @@ class Fsdp2Strategy(DTensorStrategy):
         weights = FullWeights(model, ignored, device, may_be_sent, master)
         weights.move_to_meta()
         self._apply_fully_shard(modules, ignored)
-        weights.materialize_shards(torch.device("cpu") if self._settings.cpu_offload else device)
+        place = torch.device("cpu") if self._settings.cpu_offload else device
+        weights.fill_shards(place, self._settings.param_init_fn)
         for module in modules:
             fsdp2_units.register_new_parameters(module)
-        weights.fill_shards(self._settings.param_init_fn)
         return weights.num_bytes
 
     def _shard_further(

@@ -54,7 +54,6 @@ class FullWeights:
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
         self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
         self._others |= {name: p for name, p in model.named_parameters() if p in ignored}
-        self._views: set[str] = set()  # names of shards that are views of the kernel's pages
         self._origins = _origins(type(model).__name__, {**self._parameters, **self._others}, may_be_sent)
 
     @property
@@ -115,51 +114,42 @@ class FullWeights:
                 for name in [name for name, tensor in held.items() if tensor is old]:
                     held[name] = new  # type: ignore[assignment]
 
-    def materialize_shards(self, device: torch.device) -> None:
-        """Give memory to the shards that the model has on the meta device.
+    def fill_shards(self, device: torch.device, initialise: Callable[[nn.Module], Any] | None) -> None:
+        """Give memory on ``device`` to the shards that the model has on the meta device, and fill them.
 
-        On the CPU, what this process shares with the kernel is not even copied: the shard is a view of the kernel's
-        pages. The system copies a page when training first writes to it, and those of frozen weights never.
+        ``initialise`` makes the weights of a module that has them nowhere yet; None: as the module does itself.
         """
         made: dict[int, nn.Parameter] = {}
         for name, source in self._parameters.items():
             parameters, own_name = _owner(self._model, name), _own_name(name)
             meta_shard: Any = parameters[own_name]
             if id(meta_shard) not in made:
-                local = self._shared(name, source, meta_shard) if device.type == "cpu" else None
-                if local is None:
-                    local = torch.empty(extent(meta_shard)[1], dtype=meta_shard.dtype, device=device)
-                else:
-                    self._views.add(name)
+                held = self._shard_of(name, source, meta_shard, device)
                 made[id(meta_shard)] = nn.Parameter(
-                    dtensor.with_local(meta_shard, local), requires_grad=meta_shard.requires_grad
+                    dtensor.with_local(meta_shard, held), requires_grad=meta_shard.requires_grad
                 )
             parameters[own_name] = made[id(meta_shard)]
-
-    def _shared(self, name: str, source: torch.Tensor, shard: Any) -> torch.Tensor | None:
-        """Return the shard as a view of memory that is shared with other processes; None where it is not shared."""
-        if self._origins[name] != "own" or not source.is_contiguous() or source.dtype != shard.dtype:
-            return None
-        if source.is_shared():  # by share_memory(): what is written to it is written for all
-            return None
-        held = dtensor.slice_for(shard, source.detach())
-        is_shared = memory.is_shared(held.data_ptr(), held.numel() * held.element_size())
-        return held if held.is_contiguous() and is_shared else None
-
-    def fill_shards(self, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Fill the shards that the model now holds; ``initialise`` makes the weights of modules that have none yet."""
-        done: set[int] = set()
-        for name, source in self._parameters.items():
-            shard = _owner(self._model, name)[_own_name(name)]
-            if shard is None or id(shard) in done or self._origins[name] == "nowhere":
-                continue
-            done.add(id(shard))
-            if name in self._views:
-                continue
-            with torch.no_grad():
-                dtensor.local(shard).copy_(dtensor.slice_for(shard, self._full(name, source)))
         if "nowhere" in self._origins.values():
             self._initialise(initialise)
+
+    def _shard_of(
+        self, name: str, source: torch.Tensor, meta_shard: Any, device: torch.device
+    ) -> torch.Tensor:
+        """Return a shard of a weight, filled unless there is nothing to fill it from.
+
+        On the CPU, what this process shares with the kernel is not even copied: the shard is a view of the kernel's
+        pages. The system copies a page when training first writes to it, and those of frozen weights never.
+        """
+        is_own = self._origins[name] == "own" and source.is_contiguous() and source.dtype == meta_shard.dtype
+        # What is written to memory of share_memory() is written for all.
+        if device.type == "cpu" and is_own and not source.is_shared():
+            held = dtensor.slice_for(meta_shard, source.detach())
+            if held.is_contiguous() and memory.is_shared(held.data_ptr(), held.numel() * held.element_size()):
+                return held
+        held = torch.empty(extent(meta_shard)[1], dtype=meta_shard.dtype, device=device)
+        if self._origins[name] != "nowhere":
+            held.copy_(dtensor.slice_for(meta_shard, self._full(name, source)))
+        return held
 
     def _full(self, name: str, source: torch.Tensor) -> torch.Tensor:
         """Return the full tensor: this rank's own, or that of rank 0, one at a time."""
