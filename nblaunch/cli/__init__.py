@@ -1,23 +1,19 @@
 """The command line: ``nblaunch <command>``, also as ``python -m nblaunch``.
 
-:func:`main` imports the module of the command, builds its parser and calls its ``run``. Each command is a module with
-
-    add_parser(subparsers)           name, options and help, by ``subparsers.add_parser(...)``
-    run(arguments) -> int            executes the command and returns the exit code
-    explain_unknown(options) -> str  optional: the message for unknown options
+:func:`main` calls the function that :data:`COMMANDS` names. It adds description and options to the command's parser,
+and as defaults ``run``, which executes the command and returns the exit code, and maybe ``explain_unknown``, which
+returns the message for unknown options.
 
 No module imports torch or other slow packages before ``run``. A usage error is one line with the problem and the
 remedy, and exit code 2.
 
     config.py            ``nblaunch config``
-      questions.py       what it asks
-      prompts.py         how it asks, line by line
+      questions.py       what it asks, and how
     launch.py            ``nblaunch launch``
       script_job.py      its job in a terminal: output, signals, exit code
-    jobs.py, attach.py, logs.py, stop.py   ``nblaunch jobs`` and so on: jobs launched with ``detach=True``
+    jobs.py              ``nblaunch jobs``, ``attach``, ``logs`` and ``stop``: jobs launched with ``detach=True``
     run_notebook.py      ``nblaunch run-notebook``
-      notebook_client.py the notebook in its own kernel
-      screen.py          the output of its cells on a terminal
+      notebook_client.py the notebook in its own kernel, the output of its cells on a terminal
     selfcheck.py         ``nblaunch test``
       selfcheck_jobs.py  its checks, each a launch
     estimate.py          ``nblaunch estimate-memory``
@@ -31,12 +27,11 @@ from __future__ import annotations
 import argparse
 import ast
 import errno
-import importlib
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
 from nblaunch.host import descriptors
@@ -76,19 +71,19 @@ def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) 
 
 
 COMMANDS = {
-    "config": ("nblaunch.cli.config", "answer a few questions and write the defaults of `nblaunch launch`"),
-    "launch": ("nblaunch.cli.launch", "run a script on every device"),
-    "jobs": ("nblaunch.cli.jobs", "list the jobs that outlive their notebook"),
-    "attach": ("nblaunch.cli.attach", "follow a job that outlives its notebook"),
-    "logs": ("nblaunch.cli.logs", "print the log of a job that outlives its notebook"),
-    "stop": ("nblaunch.cli.stop", "end a job that outlives its notebook"),
-    "env": ("nblaunch.cli.environment", "report versions, devices and problems of this machine"),
-    "test": ("nblaunch.cli.selfcheck", "check that training works on this machine's devices"),
-    "estimate-memory": ("nblaunch.cli.estimate", "estimate how much memory a model takes, by strategy"),
-    "merge-weights": ("nblaunch.cli.merge", "put the shards of a model's checkpoint together"),
-    "run-notebook": ("nblaunch.cli.run_notebook", "execute a notebook, with progress in the terminal"),
+    "config": ("config:set_up", "answer a few questions and write the defaults of `nblaunch launch`"),
+    "launch": ("launch:set_up", "run a script on every device"),
+    "jobs": ("jobs:set_up_jobs", "list the jobs that outlive their notebook"),
+    "attach": ("jobs:set_up_attach", "follow a job that outlives its notebook"),
+    "logs": ("jobs:set_up_logs", "print the log of a job that outlives its notebook"),
+    "stop": ("jobs:set_up_stop", "end a job that outlives its notebook"),
+    "env": ("environment:set_up", "report versions, devices and problems of this machine"),
+    "test": ("selfcheck:set_up", "check that training works on this machine's devices"),
+    "estimate-memory": ("estimate:set_up", "estimate how much memory a model takes, by strategy"),
+    "merge-weights": ("merge:set_up", "put the shards of a model's checkpoint together"),
+    "run-notebook": ("run_notebook:set_up", "execute a notebook, with progress in the terminal"),
 }
-"""Command -> its module and its line of the help, in the order of the help."""
+"""Command -> the function that sets up its parser, and its line of the help, in the order of the help."""
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
@@ -118,10 +113,9 @@ def _run(argv: Sequence[str]) -> int:
     first = next((argument for argument in argv if not argument.startswith("-")), "")
     command = first if first in COMMANDS else ""
     try:
-        module = importlib.import_module(COMMANDS[command][0]) if command else None
-        arguments = _parse(argv, command, module)
+        arguments = _parse(argv, command)
         _check_folder()
-        return int(module.run(arguments)) if module is not None else USAGE_EXIT_CODE
+        return int(arguments.run(arguments))
     except UsageError as error:
         print(f"nblaunch{command and ' '}{command}: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -154,11 +148,11 @@ def _check_folder() -> None:
         raise UsageError("the working folder was removed; change to another one") from None
 
 
-def _parse(argv: Sequence[str], command: str, module: ModuleType | None) -> argparse.Namespace:
-    parser = _parser(command, module)
+def _parse(argv: Sequence[str], command: str) -> argparse.Namespace:
+    parser = _parser(command)
     arguments, rest = parser.parse_known_args(argv)
     if rest:
-        explain = getattr(module, "explain_unknown", None)
+        explain = getattr(arguments, "explain_unknown", None)
         raise UsageError(
             explain(rest) if explain is not None else f"unrecognized arguments: {' '.join(rest)}"
         )
@@ -168,7 +162,7 @@ def _parse(argv: Sequence[str], command: str, module: ModuleType | None) -> argp
     return arguments
 
 
-def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
     """Return a parser with the options of one command, and the names of the others."""
     parser = Parser(
         prog="nblaunch",
@@ -177,11 +171,10 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="<command>", title="commands")
-    for name, (_, summary) in COMMANDS.items():
-        if module is not None and name == command:
-            module.add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=summary)
+    for name, (set_up, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary)
+        if name == command:
+            pkgutil.resolve_name(f"nblaunch.cli.{set_up}")(subparser)
     return parser
 
 

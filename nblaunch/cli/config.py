@@ -15,22 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.cli import UsageError
-from nblaunch.cli.prompts import Asker
-from nblaunch.cli.questions import Machine, ask_all, detected
+from nblaunch.cli.questions import Asker, Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
 
 _ACTIONS = ("default", "update", "show")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "config",
-        help="answer a few questions and write the defaults of `nblaunch launch`",
-        description="Answer a few questions; the answers are written as defaults of `nblaunch launch`. Answers can "
-        "also come through a pipe, one line each, empty for the default.",
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = (
+        "Answer a few questions; the answers are written as defaults of `nblaunch launch`. Answers can "
+        "also come through a pipe, one line each, empty for the default."
     )
+    parser.set_defaults(run=run)
     parser.add_argument(
         "action",
         nargs="?",

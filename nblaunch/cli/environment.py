@@ -37,14 +37,13 @@ _SMALL_SHM_BYTES = 512 << 20
 _FILES_PER_PROCESS = 64  # more descriptors than a launcher needs per worker
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its option."""
-    parser = subparsers.add_parser(
-        "env",
-        help="report versions, devices and problems of this machine",
-        description="Report versions, devices, memory, the notebook platform, how a launch from a fresh kernel would "
-        "start its workers, and problems of this machine. For bug reports; contains no secrets.",
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = (
+        "Report versions, devices, memory, the notebook platform, how a launch from a fresh kernel would "
+        "start its workers, and problems of this machine. For bug reports; contains no secrets."
     )
+    parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
 
 

@@ -156,14 +156,13 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "estimate-memory",
-        help="estimate how much memory a model takes, by strategy",
-        description="Estimate the memory for training and inference of a model, by device, host, strategy and "
-        "precision, without allocating weights. Not counted: activations, the processes themselves.",
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = (
+        "Estimate the memory for training and inference of a model, by device, host, strategy and "
+        "precision, without allocating weights. Not counted: activations, the processes themselves."
     )
+    parser.set_defaults(run=run)
     parser.add_argument(
         "model", nargs="?",
         help="package.module:Class or package.module:function (called without arguments), or the name or folder of a "

@@ -1,30 +1,84 @@
-"""``nblaunch jobs``: the detached jobs of this user on this machine; and the choice of one for the other commands."""
+"""``nblaunch jobs``, ``attach``, ``logs`` and ``stop``: jobs that were launched with ``detach=True``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from typing import Any
 
 from nblaunch import formatting
-from nblaunch.cli import UsageError
+from nblaunch.cli import INTERRUPTED_EXIT_CODE, UsageError
 from nblaunch.detached import jobs
 from nblaunch.detached.folder import JobFolder, find
+from nblaunch.detached.follower import JobFollower
+from nblaunch.detached.requests import RemoteRequests
+from nblaunch.launcher.requests import interrupts_as_requests
+
+_LOOK_S = 0.1
+"""Between two looks for an interrupt: one that another thread was given does not wake this one."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    subparsers.add_parser(
-        "jobs",
-        help="list the jobs that outlive their notebook",
-        description="List the jobs of this user on this machine that were launched with detach=True, the newest last. "
-        "The files of ended jobs are kept as logs are, up to NBLAUNCH_KEEP_JOBS. Status lost: the process that watched "
-        "the job was killed, and its workers with it.",
+def set_up_jobs(parser: argparse.ArgumentParser) -> None:
+    """Set up ``nblaunch jobs``."""
+    parser.description = (
+        "List the jobs of this user on this machine that were launched with detach=True, the newest last. The files "
+        "of ended jobs are kept as logs are, up to NBLAUNCH_KEEP_JOBS. Status lost: the process that watched the job "
+        "was killed, and its workers with it."
+    )
+    parser.set_defaults(run=_list)
+
+
+def set_up_attach(parser: argparse.ArgumentParser) -> None:
+    """Set up ``nblaunch attach``."""
+    parser.description = (
+        "Show all output of a job that was launched with detach=True, from the first line, and its progress, to its "
+        "end. Ctrl-C leaves; the job goes on. The exit code is that of the rank that failed first."
+    )
+    _add_job_argument(parser)
+    parser.set_defaults(run=_attach)
+
+
+def set_up_logs(parser: argparse.ArgumentParser) -> None:
+    """Set up ``nblaunch logs``."""
+    parser.description = (
+        "Print all that a rank of a job has printed by now, also of a job that has ended or was lost."
+    )
+    _add_job_argument(parser)
+    parser.add_argument("--rank", type=int, default=0, help="of which rank; default: 0")
+    parser.add_argument("--attempt", type=int, help="of which attempt, from 0; default: the last")
+    parser.set_defaults(run=_print_log)
+
+
+def set_up_stop(parser: argparse.ArgumentParser) -> None:
+    """Set up ``nblaunch stop``."""
+    parser.description = (
+        "Let the training loops of a job end early and well: accelerator.should_stop turns true at the same step on "
+        "every rank. A function that never looks at it goes on; see the options."
+    )
+    _add_job_argument(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--interrupt", action="store_true", help="interrupt every rank, as the notebook's button does"
+    )
+    how.add_argument("--kill", action="store_true", help="kill every rank at once")
+    parser.set_defaults(run=_stop)
+
+
+def _add_job_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the list, and return the exit code."""
+def _chosen_job(arguments: argparse.Namespace) -> JobFolder:
+    """Return the folder of the job that was named; raise UsageError if there is none that this user may use."""
+    try:
+        return find(arguments.job)
+    except (LookupError, PermissionError) as error:
+        raise UsageError(str(error.args[0])) from None
+
+
+def _list(arguments: argparse.Namespace) -> int:
     try:
         found = jobs()
     except PermissionError as error:
@@ -45,20 +99,54 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_job_argument(parser: argparse.ArgumentParser) -> None:
-    """Let a command take the name of a job."""
-    parser.add_argument(
-        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
-    )
+def _attach(arguments: argparse.Namespace) -> int:
+    from nblaunch.cli.script_job import exit_code, text_dashboards
 
-
-def chosen_job(arguments: argparse.Namespace) -> JobFolder:
-    """Return the folder of the job that was named.
-
-    Raises:
-        UsageError: there is none, or its folder is not private to the user.
-    """
     try:
-        return find(arguments.job)
-    except (LookupError, PermissionError) as error:
-        raise UsageError(str(error.args[0])) from None
+        follower = JobFollower(_chosen_job(arguments), text_dashboards())
+    except LookupError as error:
+        raise UsageError(str(error)) from None
+    interrupts: list[float] = []
+    # An exception could be raised where it is lost, as in a finalizer, or while the thread starts.
+    with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
+        follower.follow()
+        while not (interrupts or follower.wait(_LOOK_S)):
+            pass
+    if follower.outcome is None:
+        print(f"\n{follower.id} goes on; `nblaunch stop {follower.id}` ends it", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    failure = follower.outcome.error
+    if failure is not None:
+        notes = getattr(failure, "__notes__", ())
+        print(f"{type(failure).__name__}: {failure}", *notes, sep="\n", file=sys.stderr)
+    return exit_code(failure, ())
+
+
+def _print_log(arguments: argparse.Namespace) -> int:
+    folder = _chosen_job(arguments)
+    attempts = folder.attempts()
+    attempt = attempts[-1] if arguments.attempt is None and attempts else arguments.attempt
+    if attempt not in attempts:
+        raise UsageError(
+            f"{folder.id} has no attempt {attempt}; it has {', '.join(map(str, attempts)) or 'none yet'}"
+        )
+    if not folder.log_path(arguments.rank, attempt).exists():
+        raise UsageError(f"{folder.id} has no rank {arguments.rank}")
+    text = folder.read(arguments.rank, attempt)
+    print(text, end="" if text.endswith("\n") or not text else "\n")
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    folder = _chosen_job(arguments)
+    if not folder.has_job_process:
+        raise UsageError(f"{folder.id} does not run any more")
+    requests = RemoteRequests(folder.path)
+    if arguments.kill:
+        requests.cancel()
+    elif arguments.interrupt:
+        requests.interrupt()
+    else:
+        requests.stop()
+    print(f"requested of {folder.id}; `nblaunch jobs` shows its status")
+    return 0

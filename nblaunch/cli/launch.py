@@ -159,17 +159,16 @@ chosen automatically. Each line of output begins with the rank of its process; t
 failed first."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "launch",
-        help="run a script on every device",
-        description=_DESCRIPTION,
-        usage="nblaunch launch [options] script.py [arguments of the script]\n"
-        "       nblaunch launch [options] -m module [arguments of the module]",
-        formatter_class=Formatter,
-        allow_abbrev=False,
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = _DESCRIPTION
+    parser.usage = (
+        "nblaunch launch [options] script.py [arguments of the script]\n"
+        "       nblaunch launch [options] -m module [arguments of the module]"
     )
+    parser.formatter_class = Formatter
+    parser.allow_abbrev = False
+    parser.set_defaults(run=run, explain_unknown=explain_unknown)
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is the name of a module, as in python -m"
     )

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from nblaunch.cli import UsageError
 from nblaunch.errors import CheckpointError
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "merge-weights",
-        help="put the shards of a model's checkpoint together",
-        description="Put the shards of a model, as FSDP2 writes them into a checkpoint, together into "
-        "model.safetensors. The whole model must fit into the memory of this machine; no device is needed.",
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = (
+        "Put the shards of a model, as FSDP2 writes them into a checkpoint, together into "
+        "model.safetensors. The whole model must fit into the memory of this machine; no device is needed."
     )
+    parser.set_defaults(run=run)
     parser.add_argument(
         "checkpoint_directory", help="the folder with the shards, as checkpoint/pytorch_model_fsdp_0"
     )

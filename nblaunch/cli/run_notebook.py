@@ -16,22 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.cli import UsageError, named_value
-from nblaunch.cli.screen import Screen, without_colours
 from nblaunch.packages import is_installed
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 """Values of parameters that are no literals of Python."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "run-notebook",
-        help="execute a notebook, with progress in the terminal",
-        description="Execute a notebook from top to bottom in a fresh kernel and show what its cells print, with the "
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = (
+        "Execute a notebook from top to bottom in a fresh kernel and show what its cells print, with the "
         "progress of every process. Exit code 1 if a cell fails, with its error. Ctrl-C interrupts the running cell, a "
-        "second one kills the kernel.",
+        "second one kills the kernel."
     )
+    parser.set_defaults(run=run)
     parser.add_argument("notebook", type=Path, help="an .ipynb file")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the executed copy here, also after a failure"
@@ -70,20 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tuple[int, str]:
     """Execute the notebook; return exit code and outcome, and print the error of a failed cell to stderr."""
-    client: Any = importlib.import_module(
-        "nblaunch.cli.notebook_client"
-    )  # imported here, since it needs nbclient
+    # Imported here, since it needs nbclient.
+    client: Any = importlib.import_module("nblaunch.cli.notebook_client")
     exceptions: Any = importlib.import_module("nbclient.exceptions")
     kernelspec: Any = importlib.import_module("jupyter_client.kernelspec")
     try:
-        client.execute(notebook, folder, Screen(sys.stdout), arguments.timeout, arguments.kernel)
+        client.execute(notebook, folder, client.Screen(sys.stdout), arguments.timeout, arguments.kernel)
     except client.NotebookStopped as error:
         signum = signal.Signals(error.signum)
         return 128 + signum, f"stopped by {signum.name}"  # as shells report it
     except exceptions.CellTimeoutError as error:
         return 1, str(error)
     except exceptions.CellExecutionError as error:
-        print(_error_text(notebook, error), file=sys.stderr, flush=True)
+        text = _error_text(notebook, error)
+        print(text if sys.stderr.isatty() else client.without_colours(text), file=sys.stderr, flush=True)
         return 1, f"a cell failed with {error.ename}"
     except exceptions.DeadKernelError:
         return 1, "the kernel died (memory may have run out); the last output is above"
@@ -104,8 +102,7 @@ def _error_text(notebook: Any, error: Any) -> str:
         if any(output.output_type == "error" for output in cell.get("outputs", ()))
     ]
     where = f"cell {failed[-1]} of {len(code_cells)} failed:\n" if failed else ""
-    text = f"{where}{error.traceback}".rstrip()
-    return text if sys.stderr.isatty() else without_colours(text)
+    return f"{where}{error.traceback}".rstrip()
 
 
 # --- the file --------------------------------------------------------------------------------------------------------

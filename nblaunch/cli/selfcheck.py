@@ -10,7 +10,7 @@ import importlib
 import tempfile
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nblaunch import backends, formatting
 from nblaunch.cli import UsageError
@@ -24,14 +24,13 @@ _CHECKS = "nblaunch.cli.selfcheck_jobs"  # imports torch, so it is imported when
 _MAX_CPU_PROCESSES = 4
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "test",
-        help="check that training works on this machine's devices",
-        description="Train and compare across processes on this machine's own devices: collectives, gradients, "
-        "metrics, checkpoints, weights, errors, interrupts, kills. One line per check; exit code 1 if any fails.",
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Set up the command."""
+    parser.description = (
+        "Train and compare across processes on this machine's own devices: collectives, gradients, "
+        "metrics, checkpoints, weights, errors, interrupts, kills. One line per check; exit code 1 if any fails."
     )
+    parser.set_defaults(run=run)
     parser.add_argument("--backend", default="auto", help="auto (default), or one that `nblaunch env` lists")
     parser.add_argument("--cpu", action="store_true", help="the same as --backend cpu")
     parser.add_argument(

@@ -43,6 +43,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
         "nblaunch.training.checkpoints.fsdp_states",
     ): "help and wrong uses need no torch",
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
+    ("nblaunch.cli.jobs", "nblaunch.cli.script_job"): "only attach shows output; the list comes at once",
     ("nblaunch.notebook", "nblaunch.nodes.link"): "a launch on one machine does not load it",
     ("nblaunch.session.session", "nblaunch.nodes.link"): "a session on one machine does not load it",
     ("nblaunch.dashboard.terminal", "nblaunch.dashboard.live_table"): "needs rich, which may be missing",

@@ -14,8 +14,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from nblaunch.cli.prompts import Asker, Convert
-from nblaunch.cli.questions import QUESTIONS, Machine, ask_all, detected
+from nblaunch.cli.questions import QUESTIONS, Asker, Convert, Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.launching import spec_of
 from nblaunch.config.resolving import resolve

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import shlex
 import signal
@@ -32,15 +30,6 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_line_of_a_command_is_its_own(name: str) -> None:
-    module, summary = cli.COMMANDS[name]
-    subparsers = argparse.ArgumentParser().add_subparsers()
-    importlib.import_module(module).add_parser(subparsers)
-    (shown,) = subparsers._choices_actions
-    assert (shown.dest, shown.help) == (name, summary)
 
 
 def test_an_unknown_command_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:

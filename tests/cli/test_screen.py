@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from nblaunch.cli.screen import Screen
+from nblaunch.cli.notebook_client import Screen
 from tests.cli.terminal import Emulator
 
 
