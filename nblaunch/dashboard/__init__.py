@@ -7,20 +7,17 @@ fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
 table.py           all text of the view
 rows.py            rows of ranks: which are shown, which are collapsed
-epochs.py          losses and metrics of each epoch
 notices.py         slow and stalled ranks, rates that fall to 0, losses that are not finite
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals
   live_table.py        a table that is redrawn in place, with rich
   ansi.py              what a terminal can do, and colours
 html.py            the table as HTML
-  html_rows.py         its rows
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
-  widget_panel.py      the widgets: headline, buttons, charts
-  widget_rows.py       rows of the ranks
-  widget_logs.py       what they print
+  widget_panel.py      the widgets: headline, buttons
+  widget_parts.py      rows of the ranks, charts, what they print
   widget_throttle.py   updates within a budget
 lines.py           what workers print
 

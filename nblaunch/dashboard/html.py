@@ -4,21 +4,87 @@ All text from workers is escaped. Styles are inline, because GitHub and untruste
 inline styles and SVG are removed too, a plain table with numbers and captions is left. Colours of text are inherited
 and tints are half-transparent greys, so that the HTML is legible in light and dark themes. Colours only repeat what
 the text next to them states.
+
+The same rows are shown while a job runs and after its end, so that nothing moves when it ends. Tables have a caption
+for screen readers, heads with scopes, and bars with the role of a progress bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 
 from nblaunch.dashboard.charts import charts
-from nblaunch.dashboard.epochs import EpochTable
-from nblaunch.dashboard.html_rows import INLINE, MONO, collapsed_html, rows_html, tiles_html
 from nblaunch.dashboard.notices import Notice
-from nblaunch.dashboard.palette import BAD, CAUTION, MUTED, ink, outcome_look
-from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.palette import BAD, CAUTION, COLOURS, MUTED, STATE_LOOKS, ink, outcome_look, shape_of
+from nblaunch.dashboard.rows import Row, Tile, full_length, in_lines, runs
+from nblaunch.dashboard.table import EpochTable, Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
+from nblaunch.events import WorkerState
+
+_CELL = "border:0;padding:3px 12px 3px 0;font-weight:inherit;white-space:nowrap"
+_ROW = "background:none;border:0;border-bottom:1px solid rgba(128,128,128,.2)"
+MONO = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
+_STYLES = {
+    "table": "border-collapse:collapse;border:0;margin:4px 0;width:auto;white-space:nowrap;font-size:13px",
+    "row": f"{_ROW};font-weight:normal",
+    "calm": f"{_ROW};font-weight:normal;{MUTED}",
+    "whole": f"{_ROW};font-weight:600",
+    "left": f"{_CELL};text-align:left",
+    "right": f"{_CELL};text-align:right",
+    "wrapped": "display:inline-block;width:0;min-width:100%;white-space:normal",
+    "muted": MUTED,
+    "detail": f"{MONO};{MUTED};max-width:36em;overflow:hidden;text-overflow:ellipsis;white-space:pre",
+    "track": "width:80px;background:rgba(128,128,128,.25)",
+    "tiles": f"{MONO};font-size:13px;letter-spacing:3px;line-height:17px;white-space:pre;text-align:left;padding:0;"
+    "border:0",
+    "ranks": "font-weight:normal;text-align:right;line-height:17px;padding:0 14px 0 0;border:0",
+    "line": "background:none;border:0",
+    **{f"ink{number}": ink(colour) for number, colour in enumerate(COLOURS)},
+    **{f"bar{number}": f"height:6px;background:{colour}" for number, colour in enumerate(COLOURS)},
+}
+_USUAL = {"right", "row"}  # styles of all elements of a table that have no class
+_CLASS = "nbl-"
+_GLIDE = f"{_CLASS}glide"
+_GLIDE_S = 0.35
+
+
+@dataclass(frozen=True)
+class Markup:
+    """How elements get their styles: in line, or by class names, which make each update much smaller.
+
+    Args:
+        is_inline: styles are in line; else :data:`STYLE_SHEET` must be on the page.
+        fractions: row (-1 for the whole job) -> fraction that was shown last, for bars that glide on from there.
+    """
+
+    is_inline: bool = True
+    fractions: Mapping[int, float] = field(default_factory=dict)
+
+    def of(self, name: str, more: str = "") -> str:
+        """Return the attributes of an element with the style ``name``, and with the properties ``more``."""
+        if self.is_inline:
+            return f'style="{_STYLES[name]}{";" if more else ""}{more}"'
+        named = "" if name in _USUAL else f'class="{_CLASS}{name}"'
+        return f'{named} style="{more}"' if more else named
+
+
+INLINE = Markup()
+
+STYLE_SHEET = (
+    "<style>"
+    + f".{_CLASS}table td{{{_STYLES['right']}}}.{_CLASS}table tr{{{_STYLES['row']}}}"
+    + "".join(
+        f":is(.{_CLASS}{name}, .{_CLASS}table .{_CLASS}{name}){{{style}}}" for name, style in _STYLES.items()
+    )
+    + f"@keyframes {_GLIDE}{{from{{width:var(--from)}}}}"
+    + f"@media(prefers-reduced-motion:reduce){{[class^={_CLASS}bar]{{animation:none!important}}}}"
+    + "</style>"
+)
+"""Styles by class name, and bars that glide; the front end may remove it, which leaves a plain table."""
 
 
 def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
@@ -140,3 +206,148 @@ def _tail(tail: Sequence[tuple[int, str]], *, is_live: bool) -> str:
     frame = ";height:153px;overflow:auto;display:flex;flex-direction:column-reverse" if is_live else ""
     pre = f"margin:0;{MONO};line-height:17px;white-space:pre-wrap;background:none;color:inherit"
     return f'<div style="{style}{frame}"><pre style="{pre}">{escape(lines)}</pre></div>'
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+# Columns are as wide as their usual texts from the first, in widths of a digit, so that numbers do not move others.
+_WIDTHS = {
+    "state": 20, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
+}  # fmt: skip
+
+
+def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str:
+    """Return rows of the table, its ``rows`` or ``expanded``, as HTML."""
+    trains = "step" in table.columns
+    heads = [("rank", "right"), ("state", "left")]
+    heads += [("progress", "left")] if trains or any(row.fraction is not None for row in table.rows) else []
+    heads += [(name, "right") for name in table.columns]
+    heads += [("output", "left")] if any(row.detail and not row.is_stalled for row in rows) else []
+    widths = {name: f"min-width:{number}ch" for name, number in _WIDTHS.items()}
+    if trains:
+        at = table.columns.index("step")
+        widths["step"] = f"min-width:{max(full_length(row.cells[at]) for row in rows)}ch"
+    head = "".join(
+        f'<td role="columnheader" {markup.of(style, widths.get(name, ""))}>'
+        f"<span {markup.of('muted')}>{name}</span></td>"
+        for name, style in heads
+    )
+    names = [name for name, _ in heads]
+    body = "".join(_row(row, names, markup) for row in rows)
+    return (
+        f'<table aria-label="ranks of {escape(table.name)}" {markup.of("table")}>'
+        f"<tr {markup.of('row')}>{head}</tr>{body}</table>"
+    )
+
+
+def _row(row: Row, names: Sequence[str], markup: Markup) -> str:
+    def cell(content: str, style: str = "left", more: str = "") -> str:
+        return f"<td {more}{markup.of(style)}>{content}</td>"
+
+    cells = [f'<td role="rowheader" {markup.of("right")}>{escape(row.label)}</td>']
+    if row.is_stalled and "progress" in names:
+        # Where the rank is takes the place of its bar: a column at the end would be out of sight.
+        cells.append(cell(_state(row, markup), more='colspan="2" '))
+    else:
+        cells.append(cell(_state(row, markup)))
+        cells += [cell(_bar(row, markup))] if "progress" in names else []
+    cells += [cell(escape(text), "right") for text in row.cells]
+    if "output" in names:
+        cells.append(cell("" if row.is_stalled else _detail(row.detail, markup)))
+    is_calm = row.state in (WorkerState.STOPPED, WorkerState.STARTING)
+    style = "whole" if row.rank is None else "calm" if is_calm else "row"
+    return f"<tr {markup.of(style)}>{''.join(cells)}</tr>"
+
+
+def _state(row: Row, markup: Markup) -> str:
+    differs = row.is_marked and row.rank is not None
+    glyph = _glyph(*shape_of(row.state, is_marked=differs), markup)
+    text = escape(row.detail if row.is_stalled else row.state_text)
+    # A position in bold type would not fit in a line.
+    shown = f"{glyph} <b>{text}</b>" if differs and not row.is_stalled else f"{glyph} {text}"
+    # A text that is too long has two lines: the columns beside it keep their places.
+    return f"<div {markup.of('wrapped')}>{shown}</div>"
+
+
+def _glyph(shape: str, colour: str, markup: Markup) -> str:
+    return f'<span aria-hidden="true" {markup.of(f"ink{COLOURS.index(colour)}")}>{shape}</span>'
+
+
+def _detail(text: str, markup: Markup) -> str:
+    return f"<div {markup.of('detail')}>{escape(text)}</div>" if text else ""
+
+
+def _bar(row: Row, markup: Markup) -> str:
+    """Return a bar, which glides on from its last place."""
+    if row.fraction is None:
+        return ""
+    start = markup.fractions.get(row_key(row), row.fraction)
+    width = f"width:{_percent(row.fraction)}"
+    if start < row.fraction:
+        width += f";--from:{_percent(start)};animation:{_GLIDE} {_GLIDE_S:g}s linear"
+    about = "the job" if row.rank is None else f"rank {row.rank}"
+    bar = f"<div {markup.of(f'bar{COLOURS.index(STATE_LOOKS[row.state].colour)}', width)}></div>"
+    return (
+        f'<div role="progressbar" aria-label="{about}" aria-valuemin="0" aria-valuemax="100" '
+        f'aria-valuenow="{int(100 * row.fraction)}" {markup.of("track")}>{bar}</div>'
+    )
+
+
+def row_key(row: Row) -> int:
+    """Return the key of a row in :attr:`Markup.fractions`."""
+    return -1 if row.rank is None else row.rank
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}".removesuffix(".0") + "%"
+
+
+# --- collapsed ranks --------------------------------------------------------------------------------------------------
+
+_TILES_IN_LINE, _TILE_GROUP = 32, 8
+
+
+def collapsed_html(table: Table) -> str:
+    """Return the ranks in lockstep in one line that opens on a click."""
+    is_open = "" if table.expanded else " open"
+    inside = rows_html(table, table.expanded) if table.expanded else tiles_html(table.tiles)
+    summary = f'<summary style="cursor:pointer">{escape(table.collapsed)}</summary>'
+    return f"<details{is_open}>{summary}{inside}</details>"
+
+
+def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
+    """Return a tile for each rank, by rank, and what the shapes mean."""
+    lines = "".join(
+        f'<tr {markup.of("line")}><td role="rowheader" {markup.of("ranks")}>'
+        f"<span {markup.of('muted')}>{label}</span></td>"
+        f"<td {markup.of('tiles')}>{_shapes(line, markup)}</td></tr>"
+        for label, line in in_lines(tiles, _TILES_IN_LINE)
+    )
+    return (
+        f'<table aria-label="state of each rank" {markup.of("table")}>{lines}</table>'
+        f'<div style="font-size:12px">{_legend(tiles, markup)}</div>'
+    )
+
+
+def _shapes(line: Sequence[Tile], markup: Markup) -> str:
+    """Return the shapes of a line in groups; neighbours with the same look are one element."""
+    parts, index = [], 0
+    for same in runs(line, _look):
+        shape, colour = _look(same[0])
+        gaps = [
+            " " if place and place % _TILE_GROUP == 0 else "" for place in range(index, index + len(same))
+        ]
+        parts.append(_glyph("".join(gap + shape for gap in gaps), colour, markup))
+        index += len(same)
+    return "".join(parts)
+
+
+def _look(tile: Tile) -> tuple[str, str]:
+    return shape_of(tile.state, is_marked=tile.is_marked)
+
+
+def _legend(tiles: Sequence[Tile], markup: Markup) -> str:
+    counts = Counter((_look(tile), tile.text) for tile in tiles)
+    return "&emsp;".join(
+        f"{_glyph(*look, markup)} {number} {text}" for (look, text), number in counts.items()
+    )

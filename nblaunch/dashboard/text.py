@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nblaunch import formatting
 from nblaunch.dashboard.ansi import unpainted
-from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.notices import as_of_now
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look
 from nblaunch.dashboard.rows import Tile, epoch_of, full_length, furthest_behind, in_lines
-from nblaunch.dashboard.table import Table, headline, tabulate
+from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration

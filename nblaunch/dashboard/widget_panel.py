@@ -1,9 +1,9 @@
 """The live panel of a job: headline, buttons, rows, charts and logs, made of ipywidgets' core controls.
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
-    rank  state       progress      epoch  step  ...                         (widget_rows.py)
+    rank  state       progress      epoch  step  ...                         (these, charts, lines: widget_parts.py)
     failures, notices, charts, epochs, metrics, memory
-    [All ranks] [rank 0] [rank 1] ...                                        (widget_logs.py)
+    [All ranks] [rank 0] [rank 1] ...
 
 The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
 it needs ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
@@ -26,14 +26,18 @@ from IPython import get_ipython
 
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Bundle, Controls
-from nblaunch.dashboard.charts import charts
-from nblaunch.dashboard.html_rows import STYLE_SHEET
 from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
-from nblaunch.dashboard.widget_rows import COLLAPSED_SHEET, ROWS_S, RankRows
-from nblaunch.dashboard.widget_throttle import MESSAGE_BYTES, Throttle
+from nblaunch.dashboard.widget_parts import (
+    COLLAPSED_SHEET,
+    TAB_SHEET,
+    ChartRow,
+    LogPane,
+    RankRows,
+    in_style,
+)
+from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0
 _DOUBLE_CLICK_S = 0.5
@@ -190,75 +194,17 @@ class Buttons:
 
 
 _VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
-_STYLE = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums"
 _PRE = (
     "margin:2px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit;"
-    "white-space:pre-wrap;font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
-    "line-height:17px"
+    f"white-space:pre-wrap;{html.MONO};line-height:17px"
 )
 _TITLE_S = 0.8
-_CHART_BYTES_S = (
-    7_000.0  # of charts: one is about as fresh as the rows, and several that change are updated less often
-)
-_CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing those of 512 ranks takes 60 ms
 _REMARK_PX = 23  # a line of the remarks
 KEPT_S = 5.0
 """Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
 
-_CHARTS_PX = 164  # height of a chart with its texts
 _GATHERED_S = 2.0
 """Seconds for which blocks that are new wait for others, so that the panel grows once where ranks begin to train."""
-
-
-class ChartRow:
-    """The charts side by side. Each is a widget of its own, so that only those with new points are sent.
-
-    The row has its height before the first chart, and charts that have no room beside the others are scrolled to: how
-    many there will be is not known.
-
-    Args:
-        throttle: sends changes to the front end.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, throttle: Throttle, clock: Callable[[], float]) -> None:
-        self._throttle = throttle
-        self._clock = clock
-        self._next_s = 0.0
-        self._drawn: list[str] = []
-        self._layout = widgets.Layout(margin="0", flex="0 0 auto")
-        row = widgets.Layout(
-            margin="0",
-            flex_flow="row nowrap",
-            width="100%",
-            min_height=f"{_CHARTS_PX}px",
-            overflow="auto hidden",
-        )
-        self.widget = widgets.HBox([], layout=row)
-
-    @property
-    def unused(self) -> list[Any]:
-        """Return widgets that are not always part of the row."""
-        return [self._layout]
-
-    def show(self, view: JobView) -> None:
-        """Update the charts; sent at the throttle's next flushes."""
-        if self._clock() < self._next_s:
-            return
-        before, self._drawn = self._drawn, charts(view)
-        new = [widgets.HTML("", layout=self._layout) for _ in self._drawn[len(self.widget.children) :]]
-        if new:
-            self.widget.children = [*self.widget.children, *new]
-        num_bytes = sum(MESSAGE_BYTES + len(chart) for chart in self._drawn if chart not in before)
-        every_s = max(ROWS_S, num_bytes / _CHART_BYTES_S, len(view.ranks) * _CHART_S_PER_RANK)
-        self._next_s = self._clock() + every_s
-        # An attempt that has just started has fewer charts than the one before it.
-        blocks = self.widget.children
-        for block, chart in zip(
-            blocks, [*self._drawn, *[""] * (len(blocks) - len(self._drawn))], strict=True
-        ):
-            text = f'<div style="{_STYLE}">{chart}</div>' if chart else ""
-            self._throttle.update(block, every_s=every_s, value=text)
 
 
 class Root(widgets.VBox):
@@ -299,7 +245,7 @@ class Panel:
         self._top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
-        sheet = widgets.HTML(STYLE_SHEET + COLLAPSED_SHEET + TAB_SHEET, layout=self._hidden)
+        sheet = widgets.HTML(html.STYLE_SHEET + COLLAPSED_SHEET + TAB_SHEET, layout=self._hidden)
         self._above = [sheet, self._top, self._rows.widget, self._remarks]
         self.root = Root([*self._above, self._footer], layout=widgets.Layout(width="100%", overflow="hidden"))
         self._has_figures = False
@@ -324,8 +270,7 @@ class Panel:
         """Update the widgets to ``view`` within the throttle's budget."""
         table = tabulate(view)
         is_grown = self._grow(view, table)
-        title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
-        self._throttle.update(self._title, every_s=_TITLE_S, value=title)
+        self._throttle.update(self._title, every_s=_TITLE_S, value=in_style(html.title(view, table)))
         self._buttons.show(is_running=view.is_started and not view.is_over)
         if table.rows:
             self._rows.show(table)
@@ -390,7 +335,7 @@ class Panel:
         return widgets.HTML("", layout=self._hidden)
 
     def _show_block(self, block: Any, content: str, *, every_s: float = 0.0, is_urgent: bool = False) -> None:
-        value = f'<div style="{_STYLE}">{content}</div>' if content else ""
+        value = in_style(content) if content else ""
         layout = self._shown if content else self._hidden
         self._throttle.update(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from nblaunch.dashboard.epochs import LIVE_ROWS, UNKNOWN_ROWS, tabulate_epochs
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.html import render_html
-from nblaunch.dashboard.table import tabulate
+from nblaunch.dashboard.table import LIVE_ROWS, UNKNOWN_ROWS, tabulate, tabulate_epochs
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import NUM_EPOCHS, JobView
 from nblaunch.events import AttemptStarted, EpochEnded, Event, Metric

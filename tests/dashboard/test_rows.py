@@ -9,8 +9,7 @@ import pytest
 
 from nblaunch.dashboard.charts import LINE_COLOUR, charts
 from nblaunch.dashboard.fold import fold_readings
-from nblaunch.dashboard.html import render_html
-from nblaunch.dashboard.html_rows import STYLE_SHEET, Markup, rows_html
+from nblaunch.dashboard.html import STYLE_SHEET, Markup, render_html, rows_html
 from nblaunch.dashboard.palette import (
     COLOURS,
     INK_PERCENT,
