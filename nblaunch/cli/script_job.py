@@ -23,9 +23,10 @@ from nblaunch.cli import UsageError
 from nblaunch.config.launching import spec_of, with_setting_names
 from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
 from nblaunch.config.settings import SETTINGS
+from nblaunch.dashboard import open_live
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.terminal import TextDashboard, open_live
+from nblaunch.dashboard.terminal import TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import AttemptStarted, Event, Failed, JobEnded, Started
 from nblaunch.launcher import store

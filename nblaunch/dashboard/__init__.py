@@ -11,7 +11,6 @@ notices.py         slow and stalled ranks, rates that fall to 0, losses that are
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals
   live_table.py        a table that is redrawn in place, with rich
-  ansi.py              what a terminal can do, and colours
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
@@ -30,20 +29,29 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
 from nblaunch import env
 from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
-from nblaunch.dashboard.terminal import TextDashboard, open_live
+from nblaunch.dashboard.terminal import LiveDisplay, LiveLine, TextDashboard, is_terminal, moves_cursor
 from nblaunch.events import JobEnded
 from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 
-__all__ = ["KINDS", "Dashboard", "choose", "connect", "kernel_shell", "lines_printer", "show_again"]
+__all__ = [
+    "KINDS",
+    "Dashboard",
+    "choose",
+    "connect",
+    "kernel_shell",
+    "lines_printer",
+    "open_live",
+    "show_again",
+]
 
 # The table is published at the first tick after 0.25 s. Lines follow a little later, so that they appear below it.
 _FIRST_LINES_S = 0.3
@@ -101,6 +109,20 @@ def lines_printer(**options: Any) -> Dashboard:
     shell = kernel_shell()
     publish = publish_in_shell(shell) if shell is not None else None
     return GuardedDashboard(LinesPrinter(publish=publish, merges_equal=True, **options))
+
+
+def open_live(stream: TextIO | None = None) -> LiveDisplay | None:
+    """Return a table where rich is installed and the cursor can be moved, else a line; None where there is no terminal.
+
+    Args:
+        stream: default: ``sys.stderr``.
+    """
+    where = sys.stderr if stream is None else stream
+    if is_installed("rich") and moves_cursor(where):
+        from nblaunch.dashboard.live_table import LiveTable
+
+        return LiveTable(stream)
+    return LiveLine(stream) if is_terminal(where) else None
 
 
 def connect(dashboards: Sequence[Dashboard], controls: Controls) -> None:

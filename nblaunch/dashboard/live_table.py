@@ -10,9 +10,6 @@ A terminal that is too narrow has fewer columns.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TextIO, final
 
 from rich.console import Console, Group, RenderableType
@@ -21,69 +18,38 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nblaunch.dashboard.ansi import has_colour, moves_cursor, size_of
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look
 from nblaunch.dashboard.rows import Row
 from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.terminal import LiveDisplay, has_colour, size_of
 from nblaunch.dashboard.text import (
     BAR_WIDTH,
     GAP,
-    MIN_OUTPUT_WIDTH,
     TEXT_COLUMNS,
     collapsed_lines,
-    fitting,
+    fitting_columns,
     is_starting,
-    total_width,
-    width_of,
 )
 from nblaunch.dashboard.view import JobView
 
 
 @final
-class LiveTable:
-    """A table of a terminal that is redrawn in place.
-
-    Args:
-        stream: default: ``sys.stderr``, looked up when it is drawn after it was hidden.
-    """
+class LiveTable(LiveDisplay):
+    """A table of a terminal that is redrawn in place; the terminal must be able to move its cursor."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._live: Live | None = None
-        self._drawn: JobView | None = None
 
-    @property
-    def is_possible(self) -> bool:
-        """Return whether the stream is a terminal that can move its cursor."""
-        return moves_cursor(self._to)
-
-    def draw(self, view: JobView) -> None:
-        """Show the progress of a job."""
-        self._drawn = view
+    def _show(self, view: JobView) -> None:
         live = self._live or self._start()
         live.console.size = size = size_of(self._to)
         live.update(renderable(view, size[0]), refresh=True)
 
-    def clear(self) -> None:
-        """Remove the table; the cursor is then at the beginning of an empty line."""
-        live, self._live, self._drawn = self._live, None, None
+    def _remove(self) -> None:
+        live, self._live = self._live, None
         if live is not None:
             live.stop()
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Hide the table while the block writes whole lines to the terminal."""
-        drawn = self._drawn
-        self.clear()
-        try:
-            yield
-        finally:
-            if drawn is not None:
-                self.draw(drawn)
-
-    @property
-    def _to(self) -> TextIO:
-        return sys.stderr if self._stream is None else self._stream
 
     def _start(self) -> Live:
         # Neither a thread, which a fork would lose, nor replaced streams: output of workers is written around it.
@@ -128,38 +94,21 @@ def renderable(view: JobView, width: int) -> RenderableType:
 
 def _rows(view: JobView, table: Table, width: int) -> tuple[RichTable, bool]:
     """Return the rows, and whether the column with the output of the ranks has room."""
-    starting = "starting" if is_starting(view) else ""
-    columns: dict[str, list[RenderableType]] = {
-        "rank": [Text(row.label) for row in table.rows],
-        "state": [_state(row, starting) for row in table.rows],
-    }
-    if any(row.fraction is not None for row in table.rows):
-        columns["progress"] = [_bar(row) for row in table.rows]
-    for index, name in enumerate(table.columns):
-        columns[name] = [Text(row.cells[index]) for row in table.rows]
-    widths = {
-        name: width_of(name, [cell.plain for cell in cells if isinstance(cell, Text)])
-        for name, cells in columns.items()
-    }
-    if any(row.detail for row in table.rows):
-        widths["output"] = MIN_OUTPUT_WIDTH
+    is_early = is_starting(view)
+    columns = fitting_columns(table, width, state="starting" if is_early else "")
     drawn = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    shown = fitting(widths, width)
-    if "output" in shown:  # takes what is left
-        widths["output"] += width - total_width(widths, shown)
-        columns["output"] = [
-            Text(row.detail_within(widths["output"]), style="dim", overflow="ellipsis") for row in table.rows
-        ]
-    for name in shown:
+    for name, column in columns.items():
         is_text = name in TEXT_COLUMNS
-        drawn.add_column(name, justify="left" if is_text else "right", width=widths[name], no_wrap=True)
-    for cells in zip(*(columns[name] for name in shown), strict=True):
-        drawn.add_row(*cells)
-    return drawn, "output" in shown
-
-
-def _state(row: Row, instead: str) -> Text:
-    return Text(instead or row.state_text, style="dim" if instead else STATE_LOOKS[row.state].style)
+        drawn.add_column(name, justify="left" if is_text else "right", width=column.width, no_wrap=True)
+    for number, row in enumerate(table.rows):
+        styles = {"state": "dim" if is_early else STATE_LOOKS[row.state].style, "output": "dim"}
+        cells: dict[str, RenderableType] = {
+            name: Text(column.cells[number], style=styles.get(name, "")) for name, column in columns.items()
+        }
+        if "progress" in cells:
+            cells["progress"] = _bar(row)
+        drawn.add_row(*cells.values())
+    return drawn, "output" in columns
 
 
 def _bar(row: Row) -> RenderableType:

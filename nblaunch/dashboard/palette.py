@@ -28,7 +28,7 @@ class Look(NamedTuple):
     colour: str
     shape: str
     style: str
-    """Colour on terminals, for :func:`nblaunch.dashboard.ansi.paint` and for rich."""
+    """Colour on terminals, for :func:`paint` and for rich."""
 
 
 STATE_LOOKS = {
@@ -71,3 +71,19 @@ def shape_of(state: WorkerState, *, is_marked: bool = False) -> tuple[str, str]:
         return MARKED_SHAPE, CAUTION
     look = STATE_LOOKS[state]
     return look.shape, look.colour
+
+
+_CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
+
+
+def paint(text: str, style: str) -> str:
+    """Return ``text`` in the colour ``style``, by escape sequences that all terminals have; as it is without one.
+
+    Source: ECMA-48, SGR.
+    """
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if style and text else text
+
+
+def unpainted(text: str, style: str) -> str:
+    """Return ``text`` as it is."""
+    return text

@@ -4,135 +4,66 @@
     LiveLine                        one line, elsewhere
 
 rich is no dependency, since notebooks have a display of their own. Where the output is no terminal, a line is written
-from time to time. Colours are for terminals (``ansi.py``).
+from time to time. Colours are for terminals.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
-from typing import Protocol, TextIO, final
+from typing import Any, TextIO, final
 from unicodedata import east_asian_width
 
-from nblaunch.dashboard.ansi import has_colour, is_terminal, moves_cursor, paint, size_of, unpainted
+from nblaunch import env
 from nblaunch.dashboard.base import Pace, ViewingDashboard
+from nblaunch.dashboard.palette import paint, unpainted
 from nblaunch.dashboard.text import live_line, progress_line, render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.packages import is_installed
 
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first drawing, and between two
 
-
-class LiveDisplay(Protocol):
-    """Progress at the bottom of a terminal, redrawn in place."""
-
-    @property
-    def is_possible(self) -> bool:
-        """Return whether the stream is a terminal."""
-
-    def draw(self, view: JobView) -> None:
-        """Show the progress of a job."""
-
-    def clear(self) -> None:
-        """Remove it; the cursor is then at the beginning of an empty line."""
-
-    def hidden(self) -> AbstractContextManager[None]:
-        """Hide it while the block writes whole lines to the terminal."""
+_DEFAULT_SIZE = (80, 24)
 
 
-def open_live(stream: TextIO | None = None) -> LiveDisplay:
-    """Return a table where rich is installed and the terminal can move its cursor, else a line.
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # not a file, or closed
+        return False
 
-    Args:
-        stream: default: ``sys.stderr``.
+
+def moves_cursor(stream: Any) -> bool:
+    """Return whether a stream is a terminal that understands escape sequences."""
+    return is_terminal(stream) and env.read("TERM") != "dumb"
+
+
+def has_colour(stream: Any) -> bool:
+    """Return whether to write colours to a stream: if it is a terminal, unless NO_COLOR or FORCE_COLOR decides.
+
+    Source: https://no-color.org and https://force-color.org; NO_COLOR wins, as in Python itself.
     """
-    if is_installed("rich") and moves_cursor(sys.stderr if stream is None else stream):
-        from nblaunch.dashboard.live_table import LiveTable
-
-        return LiveTable(stream)
-    return LiveLine(stream)
+    if env.read("NO_COLOR"):
+        return False
+    return bool(env.read("FORCE_COLOR")) or moves_cursor(stream)
 
 
-@final
-class LiveLine:
-    """A line of a terminal that is redrawn in place, with carriage returns and spaces alone.
-
-    Args:
-        stream: default: ``sys.stderr``, looked up at each write.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
-        self._drawn = ""
-
-    @property
-    def is_possible(self) -> bool:
-        """Return whether the stream is a terminal."""
-        return is_terminal(self._to)
-
-    @property
-    def width(self) -> int:
-        """Return the number of columns before a line wraps."""
-        return size_of(self._to)[0] - 1
-
-    @property
-    def can_draw_blocks(self) -> bool:
-        """Return whether the encoding of the stream has block characters for bars."""
-        return _has_blocks(self._to)
-
-    def draw(self, view: JobView) -> None:
-        """Show the progress of a job."""
-        self.show(live_line(view, self.width, has_blocks=self.can_draw_blocks))
-
-    def show(self, text: str) -> None:
-        """Replace the line by ``text``, cut to the width of the terminal."""
-        text = cut(text, self.width)
-        if text == self._drawn:
-            return
-        rest = " " * max(columns_of(self._drawn) - columns_of(text), 0)
-        self._write(f"\r{_painted(text) if has_colour(self._to) else text}{rest}")
-        self._drawn = text
-
-    def clear(self) -> None:
-        """Remove the line; the cursor is then at the beginning of an empty line."""
-        if self._drawn:
-            self._write(f"\r{' ' * columns_of(self._drawn)}\r")
-            self._drawn = ""
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Hide the line while the block writes whole lines to the terminal."""
-        drawn = self._drawn
-        self.clear()
-        try:
-            yield
-        finally:
-            if drawn:
-                self.show(drawn)
-
-    @property
-    def _to(self) -> TextIO:
-        return sys.stderr if self._stream is None else self._stream
-
-    def _write(self, text: str) -> None:
-        encoding = getattr(self._to, "encoding", None) or "ascii"
-        self._to.write(text.encode(encoding, "replace").decode(encoding))
-        self._to.flush()
+def size_of(stream: Any) -> tuple[int, int]:
+    """Return the columns and lines of a terminal; 80 and 24 where they are unknown."""
+    try:
+        columns, lines = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        columns, lines = 0, 0
+    return columns or _DEFAULT_SIZE[0], lines or _DEFAULT_SIZE[1]
 
 
-_WORDS = re.compile(r"(?P<cyan>[█▏▎▍▌▋▊▉]+)|(?P<yellow>\d* ?waiting)|(?P<red>\d* ?failed)|(?P<dim>starting)")
-
-
-def _painted(text: str) -> str:
-    """Return a line with its bar and the states that matter in colours."""
-    return _WORDS.sub(lambda found: paint(found[0], found.lastgroup or ""), text)
-
-
-def _has_blocks(stream: TextIO) -> bool:
+def has_blocks(stream: TextIO) -> bool:
     """Return whether the encoding of a stream has the characters of bars."""
     try:
         "█▏━╸".encode(getattr(stream, "encoding", None) or "ascii")
@@ -164,6 +95,86 @@ def write(stream: TextIO, text: str) -> None:
         stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
+class LiveDisplay(ABC):
+    """Progress at the bottom of a terminal, redrawn in place.
+
+    Args:
+        stream: default: ``sys.stderr``, looked up at each use.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._view: JobView | None = None
+
+    def draw(self, view: JobView) -> None:
+        """Show the progress of a job."""
+        self._view = view
+        self._show(view)
+
+    def clear(self) -> None:
+        """Remove it; the cursor is then at the beginning of an empty line."""
+        self._view = None
+        self._remove()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide it while the block writes whole lines to the terminal."""
+        view = self._view
+        self.clear()
+        try:
+            yield
+        finally:
+            if view is not None:
+                self.draw(view)
+
+    @property
+    def _to(self) -> TextIO:
+        return sys.stderr if self._stream is None else self._stream
+
+    @abstractmethod
+    def _show(self, view: JobView) -> None:
+        """Replace what is there."""
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Remove what is there, if anything is."""
+
+
+@final
+class LiveLine(LiveDisplay):
+    """A line of a terminal that is redrawn in place, with carriage returns and spaces alone."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self._drawn = ""
+
+    def _show(self, view: JobView) -> None:
+        width = size_of(self._to)[0] - 1  # a longer line would wrap
+        text = cut(live_line(view, width, has_blocks=has_blocks(self._to)), width)
+        if text == self._drawn:
+            return
+        rest = " " * max(columns_of(self._drawn) - columns_of(text), 0)
+        self._write(f"\r{_painted(text) if has_colour(self._to) else text}{rest}")
+        self._drawn = text
+
+    def _remove(self) -> None:
+        if self._drawn:
+            self._write(f"\r{' ' * columns_of(self._drawn)}\r")
+            self._drawn = ""
+
+    def _write(self, text: str) -> None:
+        write(self._to, text)
+        self._to.flush()
+
+
+_WORDS = re.compile(r"(?P<cyan>[█▏▎▍▌▋▊▉]+)|(?P<yellow>\d* ?waiting)|(?P<red>\d* ?failed)|(?P<dim>starting)")
+
+
+def _painted(text: str) -> str:
+    """Return a line with its bar and the states that matter in colours."""
+    return _WORDS.sub(lambda found: paint(found[0], found.lastgroup or ""), text)
+
+
 @final
 class TextDashboard(ViewingDashboard):
     """A progress line, and a table at the end.
@@ -173,7 +184,7 @@ class TextDashboard(ViewingDashboard):
 
     Args:
         stream: default: ``sys.stderr``, looked up at each write.
-        live: what is redrawn on the terminal, shared with other writers; None = redraw nothing.
+        live: what is redrawn on the terminal, shared with other writers; None where the stream is none.
         first_s: seconds before the first progress line; a short job prints its final table only.
         clock: monotonic seconds.
     """
@@ -187,8 +198,8 @@ class TextDashboard(ViewingDashboard):
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
-        self._live = live if live is not None and live.is_possible else None
-        if self._live is not None:
+        self._live = live
+        if live is not None:
             pace = Pace(first_s=_FIRST_LIVE_S, interval_s=_LIVE_S, slow_s=_LIVE_S, clock=clock)
         else:
             pace = Pace(first_s=first_s, interval_s=5.0, slow_s=25.0, slow_after_s=60.0, clock=clock)
@@ -214,7 +225,7 @@ class TextDashboard(ViewingDashboard):
                 replace(view, hang=()),
                 paint=paint if has_colour(self._to) else unpainted,
                 width=size_of(self._to)[0] if is_terminal(self._to) else None,
-                has_blocks=_has_blocks(self._to),
+                has_blocks=has_blocks(self._to),
             )
             self._write(f"{text}\n")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from nblaunch import formatting
-from nblaunch.dashboard.ansi import unpainted
 from nblaunch.dashboard.notices import as_of_now
-from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look
+from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
 from nblaunch.dashboard.rows import Tile, epoch_of, full_length, furthest_behind, in_lines
 from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
@@ -103,7 +103,7 @@ _USUAL_WIDTHS = {"state": 10, "progress": BAR_WIDTH, "ETA": 5, "loss": 6}
 _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
 """Columns in the order in which a narrow terminal does without them."""
 
-MIN_OUTPUT_WIDTH = 24
+_MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # where there is no terminal
 _NUM_LIVE_LINES = 8
 _GRID_WIDTH, _GROUP = 64, 8  # letters in a line, and between two spaces
@@ -122,7 +122,7 @@ _LETTERS = {
 
 
 Paint = Callable[[str, str], str]
-"""Returns a text in a colour: :func:`nblaunch.dashboard.ansi.paint`, or one that changes nothing."""
+"""Returns a text in a colour: :func:`nblaunch.dashboard.palette.paint`, or one that changes nothing."""
 
 
 def render_text(
@@ -179,24 +179,14 @@ def _tail(view: JobView) -> list[str]:
 
 
 def _table_lines(table: Table, paint: Paint, width: int | None, *, has_blocks: bool) -> list[str]:
-    columns = {"rank": [row.label for row in table.rows], "state": [row.state_text for row in table.rows]}
-    if any(row.fraction is not None for row in table.rows):
-        columns["progress"] = [_track(row.fraction or 0.0, has_blocks=has_blocks) for row in table.rows]
-    columns |= {name: [row.cells[index] for row in table.rows] for index, name in enumerate(table.columns)}
-    widths = {name: width_of(name, cells) for name, cells in columns.items()}
-    if any(row.detail for row in table.rows):
-        widths["output"] = _DETAIL_WIDTH if width is None else MIN_OUTPUT_WIDTH
-    shown = list(widths) if width is None else fitting(widths, width)
-    if "output" in shown:
-        widths["output"] += 0 if width is None else width - total_width(widths, shown)
-        columns["output"] = [row.detail_within(widths["output"]) for row in table.rows]
-    rows = [list(shown), *zip(*(columns[name] for name in shown), strict=True)]
+    columns = fitting_columns(table, width, has_blocks=has_blocks)
+    rows = zip(*([name, *column.cells] for name, column in columns.items()), strict=True)
     styles = ["", *(STATE_LOOKS[row.state].style for row in table.rows)]
     lines = []
     for cells, style in zip(rows, styles, strict=True):
         padded = []
-        for name, cell in zip(shown, cells, strict=True):
-            space = " " * (widths[name] - len(cell))
+        for (name, column), cell in zip(columns.items(), cells, strict=True):
+            space = " " * (column.width - len(cell))
             shade = style if name in ("state", "progress") else ""
             # Text is aligned to the left, numbers to the right.
             padded.append(f"{paint(cell, shade)}{space}" if name in TEXT_COLUMNS else f"{space}{cell}")
@@ -204,33 +194,60 @@ def _table_lines(table: Table, paint: Paint, width: int | None, *, has_blocks: b
     return lines
 
 
-def _track(fraction: float, *, has_blocks: bool) -> str:
-    """Return a bar as rich draws it."""
-    halves = int(fraction * 2 * BAR_WIDTH)
-    return "━" * (halves // 2) + "╸" * (halves % 2) if has_blocks else "#" * (halves // 2)
+class Column(NamedTuple):
+    """A column of the table: its width, and the texts of its cells."""
+
+    width: int
+    cells: list[str]
 
 
-def width_of(name: str, cells: Iterable[str]) -> int:
+def fitting_columns(
+    table: Table, width: int | None, *, state: str = "", has_blocks: bool = True
+) -> dict[str, Column]:
+    """Return the columns that fit side by side: a number that is cut would be worse than none.
+
+    Args:
+        table: of which the rows are drawn.
+        width: columns of the terminal; None = all fit.
+        state: shown instead of the state of each rank.
+        has_blocks: draw bars with line characters; else with ``#``.
+    """
+    cells = {
+        "rank": [row.label for row in table.rows],
+        "state": [state or row.state_text for row in table.rows],
+    }
+    if any(row.fraction is not None for row in table.rows):
+        cells["progress"] = [_track(row.fraction or 0.0, has_blocks=has_blocks) for row in table.rows]
+    cells |= {name: [row.cells[index] for row in table.rows] for index, name in enumerate(table.columns)}
+    widths = {name: _width_of(name, texts) for name, texts in cells.items()}
+    if any(row.detail for row in table.rows):
+        widths["output"] = _DETAIL_WIDTH if width is None else _MIN_OUTPUT_WIDTH
+    if width is not None:
+        for name in _DISPENSABLE:
+            if _total(widths) <= width:
+                break
+            widths.pop(name, None)
+    if "output" in widths:
+        widths["output"] += 0 if width is None else width - _total(widths)  # it takes what is left
+        cells["output"] = [row.detail_within(widths["output"]) for row in table.rows]
+    return {name: Column(number, cells[name]) for name, number in widths.items()}
+
+
+def _total(widths: dict[str, int]) -> int:
+    return sum(number + GAP for number in widths.values()) - GAP
+
+
+def _width_of(name: str, cells: Sequence[str]) -> int:
     """Return the width of a column, from the first as wide as its usual texts: else columns would come and go."""
     if name == "step":
         return max(len(name), *map(full_length, cells))
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))
 
 
-def fitting(widths: Mapping[str, int], width: int) -> list[str]:
-    """Return the names of the columns that fit side by side: a number that is cut would be worse than none."""
-    shown = list(widths)
-    for name in _DISPENSABLE:
-        if total_width(widths, shown) <= width:
-            break
-        if name in shown:
-            shown.remove(name)
-    return shown
-
-
-def total_width(widths: Mapping[str, int], shown: Sequence[str]) -> int:
-    """Return the width of columns side by side."""
-    return sum(widths[name] + GAP for name in shown) - GAP
+def _track(fraction: float, *, has_blocks: bool) -> str:
+    """Return a bar as rich draws it."""
+    halves = int(fraction * 2 * BAR_WIDTH)
+    return "━" * (halves // 2) + "╸" * (halves % 2) if has_blocks else "#" * (halves // 2)
 
 
 def _epoch_lines(table: EpochTable) -> list[str]:

@@ -19,12 +19,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nblaunch.dashboard.ansi import has_colour
+from nblaunch.dashboard import open_live
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.live_table import LiveTable, renderable
-from nblaunch.dashboard.terminal import LiveDisplay, LiveLine, TextDashboard, columns_of, cut, open_live
-from nblaunch.events import HostMemory, LogLines, Note, Stalled
+from nblaunch.dashboard.terminal import (
+    LiveDisplay,
+    LiveLine,
+    TextDashboard,
+    columns_of,
+    cut,
+    has_blocks,
+    has_colour,
+)
+from nblaunch.events import HostMemory, LogLines, Note, Stalled, StatusLine
 from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
 
 ROOT = Path(__file__).parents[2]
@@ -183,8 +191,8 @@ def test_updates_are_at_most_five_a_second() -> None:
 
 def test_nothing_is_redrawn_without_a_terminal() -> None:
     stream, clock = io.StringIO(), Clock()
-    live = LiveLine(stream)
-    assert not live.is_possible
+    live = open_live(stream)
+    assert live is None
     board = TextDashboard(stream=stream, live=live, clock=clock)
     for event in started(1):
         board.on_event(event)
@@ -198,19 +206,24 @@ def test_nothing_is_redrawn_without_a_terminal() -> None:
 def test_a_closed_stream_is_no_terminal() -> None:
     stream = io.StringIO()
     stream.close()
-    assert not LiveLine(stream).is_possible
+    assert open_live(stream) is None
 
 
-def test_a_line_is_cut_to_the_width_of_the_terminal() -> None:
+def test_a_line_is_cut_to_the_width_of_the_terminal_and_removed_as_a_whole() -> None:
     with terminal() as (user, stream):
         live = LiveLine(stream)
-        assert live.width == COLUMNS - 1
-        live.show("x" * 500)
-        assert read(user) == "\r" + "x" * (COLUMNS - 4) + "..."
-        live.show("y")
+        live.draw(view_of([StatusLine(0, START_S, text="x" * 500)], view_of(started(1))))
+        shown = read(user)
+        assert shown.startswith("\rtrain: [")
+        assert shown.endswith("x...")
+        assert len(shown) == 1 + COLUMNS - 1
+        live.draw(view_of([StatusLine(0, START_S, text="y")], view_of(started(1))))
+        shorter = read(user)
+        assert len(shorter) == 1 + COLUMNS - 1
+        width = len(shorter.rstrip()) - 1
         live.clear()
         live.clear()
-        assert read(user) == "\ry" + " " * (COLUMNS - 2) + "\r \r"
+        assert read(user) == "\r" + " " * width + "\r"
 
 
 @pytest.mark.parametrize(
@@ -224,10 +237,11 @@ def test_cut(text: str, width: int, expected: str) -> None:
 
 def test_a_terminal_without_block_characters_gets_others() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    live = LiveLine(stream)
-    assert not live.can_draw_blocks
-    live.show("50% █")
-    assert stream.buffer.getvalue() == b"\r50% ?"  # type: ignore[attr-defined]
+    assert not has_blocks(stream)
+    LiveLine(stream).draw(fold_readings(trained(1), [sample(0, 500, loss=None)], START_S + 50))
+    written = stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert "train epoch 1:  50%|###" in written
+    assert written.isascii()
 
 
 @pytest.mark.parametrize("kind", [LiveLine, LiveTable])
@@ -364,7 +378,7 @@ def test_colours_are_for_terminals_unless_the_environment_decides(
         board.on_event(event)
     board.close()
     assert ("\x1b[" in file.getvalue()) == in_file
-    assert isinstance(open_live(file), LiveLine)
+    assert open_live(file) is None
 
 
 # Where rich is not installed.
