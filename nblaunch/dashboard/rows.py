@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -40,8 +40,6 @@ STATE_LENGTH = 19
 
 _NO_PROGRESS = "no progress"
 _TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
-_MEMORY_COLUMNS = ("peak memory", "peak device")
-_COLUMNS = (*_TRAINING_COLUMNS, *_MEMORY_COLUMNS)
 _MEMORY_ALONE_S = 3.0  # seconds after which memory is shown of a job that may not train at all
 
 _NUM_GROUPS = 4  # of collapsed ranks, in words
@@ -107,7 +105,7 @@ class Tile:
         return "differs" if self.differs else self.state.name.lower()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """All rows of a job.
 
@@ -127,35 +125,34 @@ class Rows:
 
 
 def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
-    """Return the rows of a job; ``view`` has the rates of the moment (``stall.as_of_now``)."""
+    """Return the rows of a job; ``view`` has the rates of the moment (``notices.as_of_now``)."""
     marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
-    used = _used_columns(view)
-    columns = tuple(_COLUMNS[index] for index in used)
+    columns = _used_columns(view)
     are_few = len(view.ranks) <= MAX_ALL_IN_ROWS
     statuses = [_status_of(view, rank, settles=not are_few) for rank in view.ranks]
     differing = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
 
     def rows(ranks: Iterable[int]) -> tuple[Row, ...]:
-        return tuple(_narrowed(_row(view, view.ranks[rank], statuses[rank], marks), used) for rank in ranks)
+        return tuple(_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in ranks)
 
     num_marked = sum(
         not view.ranks[rank].state.is_final for rank in differing if marks.get(rank, "stalled") != "stalled"
     )
-    whole = [_narrowed(_whole(view, statuses, num_marked), used)] if len(view.ranks) > 1 else []
+    whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
     shown = (*whole, *rows(differing))
     if are_few:
-        return Rows(columns, shown)
+        return Rows(columns=columns, rows=shown)
     return Rows(
-        columns,
-        shown,
+        columns=columns,
+        rows=shown,
         collapsed=_collapsed(view, statuses, differing),
         expanded=rows(range(len(view.ranks))) if len(view.ranks) <= MAX_ROWS else (),
         tiles=tuple(Tile(rank, status.state, rank in differing) for rank, status in enumerate(statuses)),
     )
 
 
-def _used_columns(view: JobView) -> list[int]:
-    """Return the indices of the columns: all of training at once, since a column that comes later moves the others."""
+def _used_columns(view: JobView) -> tuple[str, ...]:
+    """Return the names of the columns: all of training at once, since a column that comes later moves the others."""
     trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
     has_memory = any(rank.host_peak_bytes for rank in view.ranks)
     has_device = any(
@@ -163,17 +160,11 @@ def _used_columns(view: JobView) -> list[int]:
     )
     shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
     shows_device = has_device or (trains and view.backend not in ("", "cpu"))
-    return [
-        index
-        for index, name in enumerate(_COLUMNS)
-        if (trains and name in _TRAINING_COLUMNS)
-        or (shows_memory and name == "peak memory")
-        or (shows_device and name == "peak device")
-    ]
-
-
-def _narrowed(row: Row, used: Sequence[int]) -> Row:
-    return replace(row, cells=tuple(row.cells[index] for index in used))
+    return (
+        *(_TRAINING_COLUMNS if trains else ()),
+        *(["peak memory"] if shows_memory else []),
+        *(["peak device"] if shows_device else []),
+    )
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -196,27 +187,30 @@ def _status_of(view: JobView, rank: RankView, *, settles: bool) -> _RankStatus:
     return _RankStatus(state, "killed" if rank.is_killed else state.name.lower(), "")
 
 
-def _row(view: JobView, rank: RankView, status: _RankStatus, marks: Mapping[int, str]) -> Row:
+def _row(
+    view: JobView, rank: RankView, status: _RankStatus, marks: Mapping[int, str], columns: Sequence[str]
+) -> Row:
     # A rank alone has no others that it could differ from; a stalled rank says so by its state.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
     words = {"stalled": "", "loss": f"loss {rank.loss}"}.get(mark, mark)
     if rank.is_consequence and status.state is WorkerState.FAILED:
         words = "secondary"  # it failed because another rank did
+    cells = {
+        "epoch": epoch_of(rank),
+        "step": _steps(rank),
+        "steps/s": _rate(rank.steps_per_s),
+        "samples/s": _rate(rank.samples_per_s),
+        "ETA": _eta(rank.state, rank.left_s),
+        "loss": "" if rank.loss is None else loss(rank.loss),
+        "peak memory": _size(rank.host_peak_bytes),
+        "peak device": _device(rank),
+    }
     return Row(
         rank=rank.rank,
         label=str(rank.rank),
         state=status.state,
         state_text=f"{status.word}, {words}" if words else status.word,
-        cells=(
-            epoch_of(rank),
-            _steps(rank),
-            _rate(rank.steps_per_s),
-            _rate(rank.samples_per_s),
-            _eta(rank.state, rank.left_s),
-            "" if rank.loss is None else loss(rank.loss),
-            _size(rank.host_peak_bytes),
-            _device(rank),
-        ),
+        cells=tuple(cells[name] for name in columns),
         fraction=_fraction(rank),
         detail=status.where or _detail(rank),
         is_marked=bool(mark),
@@ -286,7 +280,7 @@ def _detail(rank: RankView) -> str:
 # --- the whole job ---------------------------------------------------------------------------------------------------
 
 
-def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int) -> Row:
+def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, columns: Sequence[str]) -> Row:
     """Return the row of all ranks: progress of the last one, and the throughput and the memory of all together."""
     ranks = view.ranks
     last = furthest_behind(view)
@@ -296,22 +290,23 @@ def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int) -> R
     rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
     samples_per_s = [rank.samples_per_s for rank in ranks if rank.samples_per_s is not None]
     losses = [rank.loss for rank in ranks if rank.loss is not None]
-    device_bytes = sum(rank.device_peak_bytes or 0 for rank in ranks)
+    is_still = any(rank.steps_per_s == 0 for rank in ranks)
+    cells = {
+        "epoch": epoch_of(last),
+        "step": _steps(last),
+        "steps/s": _rate(median(rates) if rates else 0.0 if is_still else None),
+        "samples/s": _rate(sum(samples_per_s) if samples_per_s else None),
+        "ETA": _eta(WorkerState.DONE if is_done else WorkerState.RUNNING, view.left_s),
+        "loss": loss(sum(losses) / len(losses)) if losses else "",
+        "peak memory": _size(view.host_peak_bytes),
+        "peak device": _size(sum(rank.device_peak_bytes or 0 for rank in ranks)),
+    }
     return Row(
         rank=None,
         label="all",
         state=WorkerState.FAILED if has_failed else most,
         state_text=_counted(statuses, num_marked),
-        cells=(
-            epoch_of(last),
-            _steps(last),
-            _rate(median(rates) if rates else 0.0 if any(r.steps_per_s == 0 for r in ranks) else None),
-            _rate(sum(samples_per_s) if samples_per_s else None),
-            _eta(WorkerState.DONE if is_done else WorkerState.RUNNING, view.left_s),
-            loss(sum(losses) / len(losses)) if losses else "",
-            _size(view.host_peak_bytes),
-            _size(device_bytes),
-        ),
+        cells=tuple(cells[name] for name in columns),
         fraction=_fraction(last),
         is_marked=num_marked > 0,
     )

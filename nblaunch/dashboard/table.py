@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nblaunch import formatting
 from nblaunch.dashboard.notices import Notice, as_of_now, notices
-from nblaunch.dashboard.rows import Row, Tile, rows_of
+from nblaunch.dashboard.rows import Rows, rows_of
 from nblaunch.dashboard.view import EpochView, JobView, RankView
 from nblaunch.formatting import duration, loss, single_line, whole_duration
 
@@ -47,20 +47,15 @@ class EpochTable:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
-    """All text that is shown of a job.
+@dataclass(frozen=True, kw_only=True)
+class Table(Rows):
+    """All text that is shown of a job: its rows and what stands around them.
 
     Args:
         name: of the function that runs.
         headline: state of the job: ``running for 12 s``.
         setting: number of processes, backend, start method.
         fallback: why the start method is not the usual one; empty if it is.
-        columns: as in :class:`nblaunch.dashboard.rows.Rows`; so are the next four.
-        rows: the whole job, and ranks with rows of their own.
-        collapsed: ranks in lockstep, in words.
-        expanded: rows of all ranks, behind the collapsed line.
-        tiles: all ranks, behind the collapsed line.
         failures: ``(ranks, failure)``, root cause first.
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
@@ -75,11 +70,6 @@ class Table:
     headline: str
     setting: str
     fallback: str
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    collapsed: str
-    expanded: tuple[Row, ...]
-    tiles: tuple[Tile, ...]
     failures: tuple[tuple[str, str], ...]
     notices: tuple[Notice, ...]
     epochs: EpochTable
@@ -94,18 +84,13 @@ def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
     found = notices(view)
     view = as_of_now(view)
-    rows = rows_of(view, found)
     notes = [note for note in view.notes if note not in view.warnings]
     return Table(
+        **vars(rows_of(view, found)),
         name=view.function_name or "job",
         headline=headline(view),
         setting=_setting(view),
         fallback=view.fallback,
-        columns=rows.columns,
-        rows=rows.rows,
-        collapsed=rows.collapsed,
-        expanded=rows.expanded,
-        tiles=rows.tiles,
         failures=_failures(view),
         notices=found,
         epochs=tabulate_epochs(view),
