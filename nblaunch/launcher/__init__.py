@@ -15,9 +15,8 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
         monitor.py       memory and devices of the workers, read from outside
         joblog.py        the log files of a job; those of old jobs are pruned at the first tick
           logtail.py     follows them, and keeps them small
-      conclusion.py      what the workers left, loaded into the kernel's modules; or why there is nothing
+      outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
-        outcome.py       JobOutcome: values, or the error
     job.py               Job: what the caller holds, a future
       metrics.py         what was logged, as a table
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor

@@ -1,4 +1,7 @@
-"""JobOutcome: how a job ended, with the values of its ranks or its error."""
+"""How a job ended: what its workers left, loaded into the kernel's modules and optimizers, or the error.
+
+conclude_job   the report of the last attempt, and what each rank left -> JobOutcome
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,17 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+from nblaunch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.diagnosis.rendering import hide_launcher
-from nblaunch.errors import ResultError
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
+from nblaunch.errors import JobCancelled, ResultError
+from nblaunch.events import Note
+from nblaunch.launcher import weights
+from nblaunch.launcher.attempt import Attempt
 from nblaunch.user_code import from_first_user_frame
-from nblaunch.wire.argument_paths import ArgPath
+from nblaunch.wire.argument_paths import ArgPath, path_name
+from nblaunch.wire.outbox import RankResult
 
 
 @dataclass(frozen=True)
@@ -80,3 +90,162 @@ class JobOutcome:
             raise error
         finally:
             del error  # or the traceback, which refers to this frame, would keep itself alive
+
+
+def conclude_job(
+    attempt: Attempt,
+    report: AttemptReport,
+    rank_results: Mapping[int, RankResult],
+    pids: Mapping[int, int],
+    past_failures: list[str],
+) -> tuple[JobOutcome, list[Note]]:
+    """Return the outcome of a job and notes about it; of a job that is done, load the trained weights first.
+
+    Args:
+        attempt: the last one.
+        report: how it went.
+        rank_results: rank -> what it left.
+        pids: rank -> process id.
+        past_failures: one line for each attempt that failed before.
+    """
+    unkillable = list(report.unkillable.values())
+    if report.cancelled:
+        text = f"{attempt.spec.function_name} was cancelled; logs: {attempt.log.path}"
+        return JobOutcome("cancelled", JobCancelled("\n".join([text, *unkillable]))), []
+    if report.interrupted:
+        error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
+        return JobOutcome("interrupted", error), []
+    if not report.is_success:
+        backend = attempt.plan.backend
+        failure = failure_of(report, pids, attempt.log, attempt.number, past_failures, backend.explain_death)
+        return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
+    unfit, notes = _load_weights(attempt, report, rank_results)
+    notes += _load_optimizers(attempt, report, rank_results)
+    notes += [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
+    if early := early_leavers(report):
+        notes.append(Note.of_job(early, "warning"))
+    values = {rank: result.value for rank, result in rank_results.items()}
+    error_of_value = _result_error(report, rank_results)
+    return (
+        JobOutcome(
+            "done", error_of_value, is_early=report.stopped_early, values=values, unloaded_weights=unfit
+        ),
+        notes,
+    )
+
+
+def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
+    """Describe the modules that the function of a job without modules in its arguments has trained."""
+    has_trained = any(reading.loss is not None for reading in report.last_readings)
+    if not has_trained or not attempt.spec.sync_weights or attempt.plan.modules:
+        return []
+    text = weights.describe_uncollected_modules(attempt.spec.function, attempt.spec.function_name)
+    return [text] if text else []
+
+
+# --- trained weights -------------------------------------------------------------------------------------------------
+
+
+def _load_weights(
+    attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
+) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
+    """Load what workers trained into the kernel's modules; return what did not fit them, and notes."""
+    modules, first_rank = attempt.plan.modules, attempt.ranks[0]
+    if first_rank not in rank_results:
+        return {}, []
+    missing = _unreadable_shards(rank_results) | _unsent(report)
+    unsent = {path: reason for path, reason in missing.items() if path in modules}
+    sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
+    back = weights.merge_ranks([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
+    back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
+    lost = {path: text for path, text in rank_results[first_rank].state_errors.items() if path not in unsent}
+    if attempt.spec.is_detached:
+        full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
+        return full, weights.notes_of_detached(modules, full, lost | unsent)
+    loaded = weights.load_back(modules, back, lost)
+    notes = [Note.of_job(line) for line in loaded.lines]
+    notes += [
+        Note.of_job(line, "warning") for line in (*loaded.warnings, *weights.unsent_lines(modules, unsent))
+    ]
+    unfit = {
+        path: weights.assembled(state, modules[path])
+        for path, state in back.items()
+        if path not in loaded.paths
+    }
+    return unfit, notes
+
+
+def _load_optimizers(
+    attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
+) -> list[Note]:
+    """Load the states that optimizers have come to into those of the kernel; return notes."""
+    result = rank_results.get(attempt.ranks[0])
+    if result is None:
+        return []
+    unsent, notes = _unsent(report), []
+    for path, optimizer in attempt.plan.optimizers.items():
+        name = f"{path_name(path)} ({type(optimizer).__name__})"
+        problem = unsent.get(path) or result.state_errors.get(path, "")
+        if not problem and path in result.states:
+            try:
+                optimizer.load_state_dict(dict(result.states[path]))
+                notes.append(Note.of_job(f"copied the state of the optimizer back into {name}"))
+                continue
+            except Exception as error:  # another model's, or the optimizer's own code refuses
+                problem = f"it does not fit: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+        if problem:
+            notes.append(
+                Note.of_job(f"the state of the optimizer {name} did not come back: {problem}", "warning")
+            )
+    return notes
+
+
+def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
+    """Return why ranks whose function returned did not send states that they had announced, by argument path."""
+    reasons: dict[ArgPath, str] = {}
+    for rank, returned in sorted(report.returned.items()):
+        sent = report.sent_states.get(rank, {})
+        missing = [path for path in returned.sends if path not in sent]
+        reasons |= dict.fromkeys(missing, _death_while_sending(report, rank)) if missing else {}
+        for path, event in sent.items():
+            if event.error:
+                reasons[path] = f"rank {rank} could not send them ({event.error})"
+    return reasons
+
+
+def _unreadable_shards(rank_results: Mapping[int, RankResult]) -> dict[ArgPath, str]:
+    """Return why shards that ranks have sent can't be read here, where other ranks' can, by argument path."""
+    return {
+        path: f"what rank {rank} sent of them can't be read ({error})"
+        for rank, result in sorted(rank_results.items(), reverse=True)
+        for path, error in result.state_errors.items()
+        if path not in result.states and any(path in other.states for other in rank_results.values())
+    }
+
+
+def _death_while_sending(report: AttemptReport, rank: int) -> str:
+    status, time_s = report.exits[rank]
+    evidence = memory_evidence(report, RootCause(rank, status=status, time_s=time_s))
+    what = f"rank {rank} {how_ended(status)} while it sent them"
+    return ". ".join([what, *(line.rstrip(".") for line in evidence[:1])])
+
+
+# --- return values ---------------------------------------------------------------------------------------------------
+
+
+def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult]) -> ResultError | None:
+    """Return what to raise when a return value could not travel whole; the parts that could are kept in the error."""
+    for rank, result in sorted(rank_results.items()):
+        unpicklable = report.returned[rank].value_location.unpicklable
+        if unpicklable:
+            why = f"can't be pickled: {'; '.join(unpicklable)}. Everything else of it is in this error's .partial"
+        elif result.value_error:
+            why = f"can't be rebuilt in this process: {result.value_error}"
+        else:
+            continue
+        return ResultError(
+            f"the function finished on every rank, but rank {rank}'s return value {why}; the trained weights were "
+            "kept. Return tensors, numbers and plain containers.",
+            partial=result.value,
+        )
+    return None
