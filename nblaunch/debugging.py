@@ -5,11 +5,10 @@ worker: pdb ── Prompted ──> DebugClient ──> printed here, input() �
 The debugger's modules, in the folders of the processes and of what they serve:
 
     debugging.py                   asks the user, in the kernel
-    launcher/debug_client.py       commands and lines to the workers of a job or session, replies and prompts from them
+    launcher/debug_client.py       commands to the workers of a job or session, prompts and replies from them, compared
     launcher/post_mortem.py        failures that are kept for it
       session/client.py            that of a session's command
-    launcher/comparison.py         values by rank; the variables of a function over all ranks
-    wire/worker_commands.py        what client and worker send each other; replies in ``wire/replies.py``
+    wire/worker_commands.py         what client and worker send each other; replies in ``wire/replies.py``
     worker/debugger.py             answers in a worker, with pdb
       worker/frames.py             where the user's code stands there, and its variables
 """

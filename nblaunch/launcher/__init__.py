@@ -5,7 +5,7 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
 
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
-    job_state.py         the state of a job, which its Job reads
+    job_state.py         the state of a job, which its Job reads; what was logged, as a table
     runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
@@ -18,11 +18,9 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
       outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
     job.py               Job: what the caller holds, a future
-      metrics.py         what was logged, as a table
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
     post_mortem.py       failures that are kept for the debugger, until they are released
-      debug_client.py    the debugger's client: commands to the workers, prompts from them
-      comparison.py      values by rank; the variables of a function over all ranks
+      debug_client.py    the debugger's client: commands to the workers, prompts from them; variables over all ranks
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.
 """

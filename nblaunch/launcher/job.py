@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
-from nblaunch.launcher.comparison import Comparison, RankValues
-from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.job_state import JobState
-from nblaunch.launcher.metrics import frame_of
+from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
+from nblaunch.launcher.job_state import JobState, frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.weights import load_into

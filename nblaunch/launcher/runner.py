@@ -25,10 +25,10 @@ from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, Peers, start_attempt
-from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job_state import JobState, Listener
 from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.post_mortem import KeptWorkers
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests

@@ -22,9 +22,8 @@ from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.events import Event, ExitStatus, Note, Returned, Started
 from nblaunch.launcher import post_mortem
 from nblaunch.launcher.attempt import Attempt
-from nblaunch.launcher.comparison import Comparison, RankValues
+from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
-from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner, NodeAttempts
 from nblaunch.session import cells

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nblaunch.events import Metric
-from nblaunch.launcher.metrics import frame_of, row_of
+from nblaunch.launcher.job_state import frame_of, row_of
 
 
 def _row(step: int | None, attempt: int = 0, rank: int = 0, **values: Any) -> dict[str, Any]:

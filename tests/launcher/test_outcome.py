@@ -12,8 +12,8 @@ from torch import nn
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import ExitStatus, Returned, StateSent
 from nblaunch.launcher.attempt import Attempt
-from nblaunch.launcher.outcome import conclude_job
 from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.outcome import conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
