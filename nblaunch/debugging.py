@@ -21,12 +21,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
-from nblaunch.diagnosis.rendering import HiddenLauncherFrames, cell_name
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
 from nblaunch.launcher import post_mortem
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job import last_job
 from nblaunch.launcher.requests import interrupts_as_requests
+from nblaunch.user_code import cell_name
 from nblaunch.wire.worker_commands import Prompted
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import dashboard as dashboards
 from nblaunch import debugging, env
-from nblaunch.diagnosis.rendering import HiddenLauncherFrames
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
 from nblaunch.launcher.job import Job, remember

@@ -1,7 +1,8 @@
-"""What of a program is the user's: files, the frames of a traceback, the variables that a function uses."""
+"""What of a program is the user's: cells and files, frames of a traceback, variables that a function uses."""
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,30 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>")):
         return False
     return not any(folder in filename for folder in _PACKAGE_FOLDERS)
+
+
+def cell_name(filename: str) -> str:
+    """Return ``Cell In[5]`` for the file name of a compiled notebook cell; other names unchanged."""
+    shell = ipython_shell()
+    compiler: Any = getattr(shell, "compile", None)
+    if hasattr(compiler, "format_code_name"):
+        parts = compiler.format_code_name(filename)
+        return " ".join(parts) if parts else filename
+    # IPython 7 keeps no names of cells, but they follow from their text; by a setting, all have the same.
+    if compiler is None or not filename.endswith(".py") or compiler.get_code_name("", "", 0) == filename:
+        return filename
+    cells = shell.history_manager.input_hist_raw  # without newlines at the end
+    for number in range(len(cells) - 1, 0, -1):
+        texts = (cells[number], f"{cells[number]}\n")
+        if any(compiler.get_code_name(text, text, number) == filename for text in texts):
+            return f"Cell In[{number}]"
+    return filename
+
+
+def ipython_shell() -> Any:
+    """Return IPython's shell; None outside of IPython."""
+    ipython: Any = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
 
 
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:

@@ -25,7 +25,7 @@ from functools import partial
 from nblaunch import dashboard as dashboards
 from nblaunch.detached.folder import JobSummary, find, list_jobs
 from nblaunch.detached.follower import JobFollower
-from nblaunch.diagnosis.rendering import HiddenLauncherFrames
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.job import Job
 
 __all__ = ["JobSummary", "attach", "jobs"]

@@ -15,8 +15,7 @@ from typing import Any
 from nblaunch import backends
 from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
 from nblaunch.detached.requests import RemoteRequests
-from nblaunch.diagnosis.rebuilding import rebuild
-from nblaunch.diagnosis.rendering import annotate
+from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
 from nblaunch.events import AttemptStarted, Event, Exited, JobEnded
 from nblaunch.launcher.job_state import JobState, Listener

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.detached.folder import End, JobFolder, Snapshot
-from nblaunch.diagnosis.rendering import RemoteRendering
+from nblaunch.diagnosis.exceptions import RemoteRendering
 from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, StatusLine
 from nblaunch.host import descriptors, disk
 from nblaunch.launcher.outcome import JobOutcome

@@ -9,6 +9,5 @@ report.py       the facts of an attempt
 root_cause.py   the earliest failure that no other failure explains
 memory.py       memory of the workers; the evidence where it ran out
 failure.py      which exception the kernel raises, with its evidence
-rebuilding.py   the worker's exception, made again in the kernel
-rendering.py    display of exceptions in IPython, with the user's frames only
+exceptions.py   the worker's exception, made again in the kernel, and shown with the user's frames only
 """

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nblaunch.diagnosis import memory, stacks
-from nblaunch.diagnosis.rebuilding import rebuild
-from nblaunch.diagnosis.rendering import annotate
+from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
 from nblaunch.diagnosis.root_cause import (
     SAME_COLLECTIVES,

@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.host import disk, proc
-from nblaunch.user_code import is_own_file, is_user_file
+from nblaunch.user_code import cell_name, is_own_file, is_user_file
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
 
 _NATIVE_S = 0.2

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.diagnosis.rebuilding import rebuild
-from nblaunch.diagnosis.rendering import cell_name
+from nblaunch.diagnosis.exceptions import rebuild
+from nblaunch.user_code import cell_name
 from nblaunch.wire.replies import ReceivedReply, Reply
 from nblaunch.wire.worker_commands import (
     CommandConnection,

@@ -24,10 +24,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from nblaunch.backends.base import Backend
-from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
-from nblaunch.user_code import captured_variables, is_user_file
+from nblaunch.user_code import captured_variables, cell_name, is_user_file
 from nblaunch.wire.assignment import FunctionCall
 
 _THREADS = Path("/proc/self/task")

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.diagnosis.rendering import HiddenLauncherFrames
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
 from nblaunch.launcher.job_state import JobState, frame_of
 from nblaunch.launcher.outcome import JobOutcome

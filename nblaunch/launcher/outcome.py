@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+from nblaunch.diagnosis.exceptions import hide_launcher
 from nblaunch.diagnosis.failure import failure_of, memory_evidence
-from nblaunch.diagnosis.rendering import hide_launcher
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
 from nblaunch.errors import JobCancelled, ResultError

@@ -15,8 +15,8 @@ from typing import Any
 from nblaunch import dashboard as dashboards
 from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.diagnosis.failure import failure_of
-from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.events import Event, ExitStatus, Note, Returned, Started

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from nblaunch.diagnosis.rendering import HiddenLauncherFrames, annotate, worth_showing
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, annotate, worth_showing
 from nblaunch.events import ExceptionInfo, FrameInfo
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import exceptions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.diagnosis.rebuilding import make_traceback, rebuild
+from nblaunch.diagnosis.exceptions import make_traceback, rebuild
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import Failed, FrameInfo
 from nblaunch.worker.failure import describe_failure

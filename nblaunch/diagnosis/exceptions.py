@@ -1,0 +1,306 @@
+"""Exceptions of workers in the kernel: made again with their type, causes and frames, and shown by IPython.
+
+Traceback objects can't be pickled, so a worker sends file, line and function of each frame, and :func:`make_traceback`
+compiles functions that raise at these lines. Then pdb, ``traceback`` and IPython show the worker's frames with the
+source of the cell.
+
+IPython shows the user's frames, without those of nblaunch: of a worker's exception its own frames and the notes about
+it, of the launcher's own the line of the cell that called it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType, TracebackType
+from typing import Any
+
+from nblaunch.errors import WorkerFailed
+from nblaunch.events import ExceptionInfo, Failed, FrameInfo
+from nblaunch.user_code import ipython_shell, is_own_file, line_of
+from nblaunch.wire import exceptions
+from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
+
+_SHOWN_CHARACTERS = 4000
+_MAX_FRAMES = 3
+_MAX_NOTES_LINES = 4
+_MAX_LINES = 25
+_FITS = ((5, _MAX_LINES), (3, _MAX_LINES), (2, _MAX_LINES), (2, 12), (2, 8), (2, 6))
+"""(source lines of each frame, lines of the message), tried in order until the display is short enough."""
+
+
+def rebuild(failed: Failed, *, is_remote: bool = False) -> BaseException:
+    """Return the worker's exception for the kernel to raise, with the worker's frames in its traceback.
+
+    Causes and exceptions of a group have their frames as well.
+
+    Args:
+        failed: report of the worker.
+        is_remote: the failure is on another machine, which sends text only; the class is looked up by its name.
+    """
+    error = _from_text(failed.info) if is_remote else _load(failed)
+    if error is None:
+        error = _failure(failed, "only text comes from other machines, and its class is not loaded here")
+    _give_traceback(error, failed.info)
+    return error
+
+
+def _give_traceback(error: BaseException, info: ExceptionInfo) -> None:
+    frames = [frame for frame in info.frames if not is_own_file(frame.filename)]
+    BaseException.with_traceback(error, make_traceback(frames))
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None and info.cause is not None:
+        cause = _from_text(info.cause) or _stand_in(info.cause.type_name, info.cause.message)
+        _put_before(error, cause, info)
+    if cause is not None and info.cause is not None:
+        _give_traceback(cause, info.cause)
+    for part, part_info in zip(exceptions.parts_of(error), info.parts, strict=False):
+        _give_traceback(part, part_info)
+
+
+def _load(failed: Failed) -> BaseException:
+    """Unpickle the exception; return a :class:`WorkerFailed` with its text if that fails."""
+    why = "its class or contents can't be pickled, or are too large"
+    if failed.exception is not None:
+        try:
+            return _with_text(exceptions.load(failed.exception), failed.info.message)
+        except Exception as error:
+            why = f"it can't be rebuilt in this process ({type(error).__name__}: {error})"
+    return _failure(failed, why)
+
+
+def _failure(failed: Failed, why: str) -> WorkerFailed:
+    return WorkerFailed(
+        f"rank {failed.rank} raised {failed.info.type_name}: {failed.info.message}\n"
+        f"({failed.info.type_name} itself can't be raised here, because {why})",
+        rank=failed.rank,
+    )
+
+
+def _from_text(info: ExceptionInfo) -> BaseException | None:
+    parts = [_from_text(part) or _stand_in(part.type_name, part.message) for part in info.parts]
+    return exceptions.from_text(info.type_name, info.message, parts)
+
+
+def _with_text(error: BaseException, message: str) -> BaseException:
+    """Return ``error``, with ``message`` as its text if ``str(error)`` raises or is too long.
+
+    ipykernel calls ``str``, fails if that raises, and writes the whole text into the notebook. Only the class is
+    replaced by a subclass with another ``__str__``; ``args`` stay unchanged.
+    """
+    try:
+        is_good = len(str(error)) <= MAX_CHARACTERS
+    except BaseException:  # it may even call sys.exit()
+        is_good = False
+    return error if is_good else exceptions.with_text(error, message)
+
+
+def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
+    """Return a traceback object with ``frames``, outermost first."""
+    result: TracebackType | None = None
+    for frame in reversed(frames):
+        made = _one_frame(frame)
+        if made is not None:
+            result = TracebackType(result, made.tb_frame, made.tb_lasti, frame.lineno)
+    return result
+
+
+class _Made(Exception):
+    """Raised by functions that exist only for their frame in a traceback."""
+
+
+def _one_frame(frame: FrameInfo) -> TracebackType | None:
+    """Return the traceback entry of a function that raises at the line of ``frame``.
+
+    Template engines map errors to template lines in the same way (Jinja2's debug module).
+    """
+    function = FunctionType(_raising_code(frame), {"error": _Made()})
+    try:
+        function()
+    except _Made as raised:
+        return raised.__traceback__.tb_next if raised.__traceback__ else None
+    return None
+
+
+def _raising_code(frame: FrameInfo) -> CodeType:
+    """Compile ``def name(): raise error`` with the file and line numbers of ``frame``."""
+    line = {"lineno": frame.lineno, "end_lineno": frame.lineno, "end_col_offset": max(1, len(frame.line))}
+    body = ast.Raise(
+        exc=ast.Name("error", ast.Load(), col_offset=0, **line), cause=None, col_offset=0, **line
+    )
+    first = min(frame.first_lineno or frame.lineno, frame.lineno)
+    tree = ast.parse("def function(): pass", frame.filename)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.lineno, definition.end_lineno, definition.body = first, frame.lineno, [body]
+    module = compile(tree, frame.filename, "exec")
+    code = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+    code = code.replace(co_name=frame.name)  # names such as <lambda> can't be written in source
+    if sys.version_info >= (3, 11):
+        code = code.replace(co_qualname=frame.name)
+    return code
+
+
+def _stand_in(type_name: str, message: str, max_lines: int | None = None) -> BaseException:
+    """Return an exception with this type name and message, and no other attributes that IPython would show."""
+    if max_lines is not None:
+        message = shortened(fewer_lines(message, max_lines), _SHOWN_CHARACTERS)
+    return type(type_name.rpartition(".")[2], (Exception,), {"__module__": "builtins"})(message)
+
+
+def _put_before(error: BaseException, cause: BaseException, info: ExceptionInfo) -> None:
+    """Set ``cause`` as ``__cause__`` or ``__context__`` of ``error``, according to ``info``."""
+    if info.is_raised_from:
+        error.__cause__ = cause
+    else:
+        error.__context__ = cause
+
+
+# --- display --------------------------------------------------------------------------------------------------------
+
+
+def _render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
+    """Make IPython show ``error`` by ``rendering`` (its ``_render_traceback_`` protocol, as used by ipyparallel)."""
+    set_attribute(error, "_render_traceback_", rendering)
+
+
+def hide_launcher(error: BaseException) -> None:
+    """Show ``error`` at the calling line of the cell, if the launcher itself raised it."""
+    if _is_raised_here(error) and not hasattr(error, "_render_traceback_"):
+        _render_as(error, _render_launchers_own)
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Return whether the launcher itself raised ``error``, rather than the user's code or a library."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is None or _is_own(tb)
+
+
+class HiddenLauncherFrames:
+    """Context manager that hides frames of nblaunch from exceptions of its block.
+
+    Errors of the launcher itself keep these frames in their traceback, for bug reports, but IPython shows only the line
+    of the cell.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, cls: object, error: BaseException | None, tb: object) -> None:
+        if error is None:
+            return
+        hide_launcher(error)
+        if not _is_raised_here(error):
+            BaseException.with_traceback(error, _without(error.__traceback__, _is_own))
+
+
+def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) -> None:
+    """Add ``notes`` to a rebuilt exception, and make IPython show it with the worker's frames and these notes.
+
+    Args:
+        error: the exception, rebuilt.
+        info: its text and frames, as the worker sent them.
+        notes: lines about rank, process, host, log and other ranks.
+    """
+    own_notes = _notes_of(error)
+    set_attribute(error, "__notes__", [*own_notes, *notes])
+    shown = fewer_lines("\n".join(own_notes), _MAX_NOTES_LINES).splitlines()
+    _render_as(error, RemoteRendering(info, (*shown, *notes)))
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    """Return the notes of the user's code. The attribute may hold any object, and access to it may raise."""
+    try:
+        notes = error.__notes__  # type: ignore[attr-defined]
+        return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else [str(notes)]
+    except Exception:
+        return []
+
+
+def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
+    """Return the user's frames and the innermost library frame; of many, the first and the last few."""
+    frames = [frame for frame in frames if not is_own_file(frame.filename)]
+    kept = [frame for i, frame in enumerate(frames) if frame.is_user or i == len(frames) - 1]
+    return kept if len(kept) <= _MAX_FRAMES else [kept[0], *kept[-(_MAX_FRAMES - 1) :]]
+
+
+@dataclass(frozen=True)
+class RemoteRendering:
+    """Rendering of a worker's exception: its frames with their source, then the notes."""
+
+    info: ExceptionInfo
+    notes: tuple[str, ...]
+
+    def __call__(self) -> list[str]:
+        shell = ipython_shell()
+        if shell is None:
+            return [*self.info.text.splitlines(), *self.notes]
+        tb = make_traceback(worth_showing(self.info.frames))
+        return _fitting(shell, self._shown, tb, self.notes)
+
+    def _shown(self, max_lines: int) -> BaseException:
+        """Return the exception to display, with at most ``max_lines`` lines of its message and that of its cause."""
+        cause = self.info.cause
+        if cause is None:
+            return _stand_in(self.info.type_name, self.info.message, max_lines)
+        shown = _stand_in(self.info.type_name, self.info.message, max_lines // 2)
+        before = _stand_in(cause.type_name, cause.message, max_lines // 2)
+        before.__traceback__ = make_traceback(worth_showing(cause.frames)[-1:])
+        _put_before(shown, before, self.info)
+        return shown
+
+
+def _render_launchers_own() -> list[str]:
+    """Render the launcher's own exception, which is being handled: the frames up to the call of the launcher."""
+    error, tb = sys.exc_info()[1], sys.exc_info()[2]
+    shell = ipython_shell()
+    if shell is None or error is None:
+        return [f"{type(error).__name__}: {error}"]
+    shown = _stand_in(type(error).__name__, str(error))
+    return _fitting(
+        shell, lambda max_lines: shown, _without(tb, lambda at: _is_own(at) or _is_ipython(at)), ()
+    )
+
+
+def _fitting(
+    shell: Any,
+    shown: Callable[[int], BaseException],
+    tb: TracebackType | None,
+    notes: Sequence[str],
+) -> list[str]:
+    """Return IPython's lines and the notes, with as much source and message as fit into :data:`_MAX_LINES`."""
+    lines: list[str] = []
+    for context, max_lines in _FITS:
+        error = shown(max_lines)
+        # Positional, because the last parameter has different names in versions of IPython.
+        lines = [*shell.InteractiveTB.structured_traceback(type(error), error, tb, 0, context), *notes]
+        if len("\n".join(lines).splitlines()) <= _MAX_LINES:
+            break
+    return lines
+
+
+def _without(tb: TracebackType | None, is_hidden: Callable[[TracebackType], bool]) -> TracebackType | None:
+    entries = []
+    while tb is not None:
+        if not is_hidden(tb):
+            entries.append(tb)
+        tb = tb.tb_next
+    result: TracebackType | None = None
+    for entry in reversed(entries):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, line_of(entry))
+    return result
+
+
+def _is_ipython(tb: TracebackType) -> bool:
+    filename = tb.tb_frame.f_code.co_filename
+    return "/IPython/" in filename or "/ipykernel/" in filename
+
+
+def _is_own(tb: TracebackType) -> bool:
+    # Generated code of dataclasses has no file.
+    module = str(tb.tb_frame.f_globals.get("__name__", ""))
+    return is_own_file(tb.tb_frame.f_code.co_filename) or module.startswith("nblaunch.")
