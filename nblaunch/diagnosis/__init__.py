@@ -5,8 +5,7 @@ While a job runs, the supervisor has ``hang.Inspector`` check the workers' progr
 
 hang.py         whether the job hangs, and which rank waits for which
 stacks.py       the ranks' Python stacks, collected when one makes no progress
-report.py       the facts of an attempt
-root_cause.py   the earliest failure that no other failure explains
+report.py       the facts of an attempt; the earliest failure that no other failure explains
 memory.py       memory of the workers; the evidence where it ran out
 failure.py      which exception the kernel raises, with its evidence
 exceptions.py   the worker's exception, made again in the kernel, and shown with the user's frames only

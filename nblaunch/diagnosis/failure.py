@@ -11,9 +11,11 @@ from typing import Protocol
 
 from nblaunch.diagnosis import memory, stacks
 from nblaunch.diagnosis.exceptions import annotate, rebuild
-from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
-from nblaunch.diagnosis.root_cause import (
+from nblaunch.diagnosis.report import (
     SAME_COLLECTIVES,
+    AttemptReport,
+    Hang,
+    RemoteFailures,
     RootCause,
     find_root_cause,
     others_in_one_line,
@@ -39,10 +41,6 @@ _LOOK_THERE = (
     "again once the node is back."
 )
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
-
-
-Explanation = tuple[BaseException, int, str]
-"""Exception to raise, rank of the failure, and its headline."""
 
 
 class Logs(Protocol):
@@ -98,7 +96,7 @@ def failure_of(
         return _hung(report, report.hang, logs.attempt_path(attempt))
     remote = _remote_explanation(report, [f"logs of this node: {logs.attempt_path(attempt)}", *past])
     if remote is not None:
-        return Failure(*remote)
+        return remote
     root = find_root_cause(report)
     if root is None:  # the launcher stopped ranks that did not end in time
         rank = min(rank for rank in report.exits if rank not in report.returned)
@@ -130,7 +128,7 @@ def failure_of(
     return Failure(death, root.rank, headline)
 
 
-def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Explanation | None:
+def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Failure | None:
     """Return the failure on another node that explains those of this one; None if there is none."""
     if own_failures(report):
         return None
@@ -141,7 +139,7 @@ def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Explanat
     return explanation
 
 
-def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Explanation | None:
+def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Failure | None:
     """Return the first failure on another node, with ``notes``; None if there is none."""
     times = {rank: failed.time_s for rank, failed in remote.failed.items()}
     times |= {rank: time_s for rank, (_, time_s) in remote.exits.items()}
@@ -153,37 +151,38 @@ def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Explanation
         return _died_remotely(remote, rank, notes)
     for rank, why in remote.lost.items():
         error = NodeLost("\n".join([f"{why}.", _LOOK_THERE, *notes]), rank=rank, exitcode=1)
-        return error, rank, f"was lost: {why}"
+        return Failure(error, rank, f"was lost: {why}")
     return None
 
 
 def _left_early(
     remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
-) -> Explanation | None:
+) -> Failure | None:
     """Return a rank of another node that had returned before ranks of this node failed without it."""
     for rank, returned in sorted(remote.returned.items()):
         if returned.time_s <= first_error_s:
             headline = f"returned from the function while {waiting} still needed it in a collective operation"
             text = f"rank {rank} on {remote.labels[rank]} {headline}. {SAME_COLLECTIVES}"
-            return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0), rank, headline
+            error = WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0)
+            return Failure(error, rank, headline)
     return None
 
 
-def _raised_remotely(failed: Failed, label: str, notes: Sequence[str]) -> Explanation:
+def _raised_remotely(failed: Failed, label: str, notes: Sequence[str]) -> Failure:
     lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
     note = f"rank {failed.rank} on {label}; its complete log is there"
     error = rebuild(failed, is_remote=True)
     annotate(error, failed.info, [note, *notes])
-    return error, failed.rank, f"{lines[0]} (on {label})"
+    return Failure(error, failed.rank, f"{lines[0]} (on {label})")
 
 
-def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> Explanation:
+def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> Failure:
     status, _ = remote.exits[rank]
     how = f"was {status}" if status.signal_name else f"ended with {status} before the function returned"
     headline = f"{how} (on {remote.labels[rank]})"
     meaning = what_it_means(RootCause(rank, status=status))
     text = f"rank {rank} {headline}. {meaning} Its last lines and its complete log are there."
-    return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline
+    return Failure(WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline)
 
 
 def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
