@@ -102,11 +102,12 @@ def failure_of(
         rank = min(rank for rank in report.exits if rank not in report.returned)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
+    printed = logs.read(root.rank, attempt, _LAST_BYTES)
     evidence = (
         _device_evidence(root)
-        or _death_evidence(root, logs, attempt, explain_death)
+        or _death_evidence(root, printed, explain_death)
         or memory_evidence(report, root)
-        or _openmp_evidence(logs, root.rank, attempt)
+        or _openmp_evidence(printed)
     )
     notes = [*_notes(report, root, pid, logs, attempt), *past]
     if root.failed is not None:
@@ -119,7 +120,7 @@ def failure_of(
     explanation = [] if evidence else [what_it_means(root)]
     who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
     summary = [f"{who} {headline}.", *explanation, *evidence, *_shm_evidence(root)]
-    traces = _last_lines(logs, root.rank, attempt) + _crash_stack(logs, root.rank, attempt)
+    traces = _last_lines(printed, logs.log_path(root.rank, attempt)) + _crash_stack(logs, root.rank, attempt)
     death = WorkerDied(
         "\n".join([*summary, *traces, *notes]),
         rank=root.rank,
@@ -201,12 +202,12 @@ def _device_evidence(root: RootCause) -> list[str]:
 
 
 def _death_evidence(
-    root: RootCause, logs: Logs, attempt: int, explain_death: Callable[[str], Sequence[str]]
+    root: RootCause, printed: str, explain_death: Callable[[str], Sequence[str]]
 ) -> list[str]:
     """Return what the device's library wrote when it ended the worker; empty where the worker raised or left."""
     if root.failed is not None or root.status is None or root.status.signal_name is None:
         return []
-    lines = list(explain_death(logs.read(root.rank, attempt, _LAST_BYTES)))
+    lines = list(explain_death(printed))
     return [f"rank {root.rank}: {lines[0]}", *lines[1:]] if lines else []
 
 
@@ -241,19 +242,17 @@ def _notes(report: AttemptReport, root: RootCause, pid: int | None, logs: Logs, 
     return [*lines, *([others] if others else []), *report.unkillable.values()]
 
 
-def _last_lines(logs: Logs, rank: int, attempt: int) -> list[str]:
-    path = logs.log_path(rank, attempt)
-    text = logs.read(rank, attempt, _LAST_BYTES)
-    lines = [line for line in text.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
+def _last_lines(printed: str, path: Path) -> list[str]:
+    lines = [line for line in printed.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     shown = [line[: _NATIVE_LINE if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
     refusal = disk.refuses_growth(path, _LINE)
     lost = [f"What it printed last may be missing: {refusal}."] if refusal else []
     return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
 
 
-def _openmp_evidence(logs: Logs, rank: int, attempt: int) -> list[str]:
+def _openmp_evidence(printed: str) -> list[str]:
     """Return why GNU OpenMP ended a forked worker, if its last lines say that it did."""
-    if _OPENMP_REFUSAL not in logs.read(rank, attempt, _LAST_BYTES):
+    if _OPENMP_REFUSAL not in printed:
         return []
     return [
         "GNU OpenMP, which numba's parallel functions use, ran threads in the kernel before the worker was forked, and "

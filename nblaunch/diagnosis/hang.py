@@ -1,6 +1,5 @@
 """Detection of hangs, and their description: which ranks wait for which.
 
-    Inspector      reads the board and the processes, and calls the Watchdog
     Watchdog       progress (steps, collectives, bars, logged values) -> observe() -> stacks needed?
                    stacks, processor time, output                     -> judge()   -> hang, suspicion or nothing
     describe_hang  positions of all ranks as text, and what they mean together
@@ -19,7 +18,6 @@ from nblaunch import formatting
 from nblaunch.diagnosis import stacks
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.events import WorkerState
-from nblaunch.host import proc
 from nblaunch.wire.board import SlotReading
 
 _WORKING = (WorkerState.STARTING, WorkerState.COMPILING)
@@ -117,7 +115,7 @@ class _Rank:
 
 
 class Watchdog:
-    """Detector of ranks without progress for ``timeout_s`` seconds; reports each hang of a rank once."""
+    """Detector of ranks without progress for ``timeout_s`` seconds ; reports each hang of a rank once."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -216,65 +214,8 @@ class Watchdog:
         return now_s - known.checks_from_s >= _CHECKS_AT[known.num_started] * self.timeout_s
 
 
-class Inspector:
-    """Checks the progress of an attempt; called a few times a second.
-
-    Args:
-        hang_timeout_s: seconds without progress after which a rank hangs; None = never.
-    """
-
-    def __init__(self, hang_timeout_s: float | None) -> None:
-        self.hang_timeout_s = hang_timeout_s
-        self._watchdog = Watchdog(hang_timeout_s) if hang_timeout_s is not None else None
-
-    def inspect(
-        self,
-        now_s: float,
-        pids: Mapping[int, int],
-        readings: Sequence[SlotReading],
-        num_metrics: Mapping[int, int],
-        num_messages: Mapping[int, int],
-    ) -> bool:
-        """Record the progress of all ranks; return whether :meth:`judge` needs their stacks.
-
-        Args:
-            now_s: ``time.monotonic()``.
-            pids: rank -> process, of the ranks of this machine.
-            readings: of the board.
-            num_metrics: rank -> number of logged values.
-            num_messages: rank -> number of lines, and of events other than metrics.
-        """
-        if self._watchdog is None:
-            return False
-        progress = {
-            reading.rank: _progress(
-                now_s, reading, num_metrics.get(reading.rank, 0), num_messages.get(reading.rank, 0)
-            )
-            for reading in readings
-        }
-        return self._watchdog.observe(now_s, progress, list(pids))
-
-    def still_for(self, now_s: float) -> dict[int, float]:
-        """Return rank -> seconds without progress, of ranks that are checked for a hang."""
-        return {} if self._watchdog is None else self._watchdog.still_for(now_s)
-
-    def judge(
-        self, now_s: float, pids: Mapping[int, int], positions: Mapping[int, Position]
-    ) -> Finding | None:
-        """Pass the stacks to the watchdog; return its finding if there is a new one."""
-        if self._watchdog is None:
-            return None
-        posix_session_s = proc.posix_session_cpu_seconds(pids.values())
-        checks = {
-            # 0 means that it can't be read.
-            rank: Check(positions[rank], proc.main_thread_cpu_seconds(pid), posix_session_s[pid] or None)
-            for rank, pid in pids.items()
-            if rank in positions
-        }
-        return self._watchdog.judge(now_s, checks)
-
-
-def _progress(now_s: float, reading: SlotReading, num_metrics: int, num_messages: int) -> Progress:
+def progress_of(now_s: float, reading: SlotReading, num_metrics: int, num_messages: int) -> Progress:
+    """Return the progress of a rank by its reading of the board, the values that it has logged and its messages."""
     working_s = now_s if reading.state in _WORKING else 0.0
     steps = (reading.step, reading.samples, reading.epoch, reading.num_updates)
     others = (

@@ -11,6 +11,7 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
         store.py         the TCPStore through which workers form their process group
       supervisor.py      waits for everything that may happen until the workers have ended
         escalation.py    which signal which rank gets when; an orderly end with time for a checkpoint
+        hang_watch.py    finds ranks without progress; where the ranks are
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
         joblog.py        the log files of a job; those of old jobs are pruned at the first tick

@@ -15,13 +15,12 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from nblaunch import formatting
-from nblaunch.diagnosis.hang import Finding, Inspector, cause, describe_hang, describe_positions
+from nblaunch.diagnosis.hang import cause
 from nblaunch.diagnosis.report import AttemptReport, Hang
-from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.events import (
     EpochEnded,
     Event,
@@ -29,20 +28,18 @@ from nblaunch.events import (
     ExitStatus,
     Failed,
     HostMemory,
-    Metric,
     Note,
     Returned,
-    Stalled,
     Started,
     StateSent,
     WorkerState,
 )
 from nblaunch.host import proc
-from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
-from nblaunch.launcher.requests import JobRequests, Query
+from nblaunch.launcher.hang_watch import HangWatch
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.start_methods.base import KILL_PATIENCE_S
 from nblaunch.wire import outbox
@@ -102,13 +99,10 @@ class Supervisor:
         self._debugger = debugger
         self._on_prompts = on_prompts or _nothing
         self._failed_s: float | None = None
-        self._grace_s = attempt.spec.interrupt_grace_s
-        self._inspector = Inspector(attempt.spec.hang_timeout_s)
         self._report = AttemptReport(memory=running.memory)
         self._watched_ends: set[int] = set()
         self._next_tick = 0.0
         self._next_inspection = 0.0
-        self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
         self._agreement: Agreement | None = None
         self._termination: Termination | None = None
         self._escalation: Escalation | None = None
@@ -116,9 +110,12 @@ class Supervisor:
         self._killed_s: dict[int, float] = {}
         self._lingering_since: float | None = None
         self._started: set[int] = set()
-        self._alive = set(attempt.ranks)
-        self._num_messages = dict.fromkeys(attempt.ranks, 0)
-        self._num_metrics = dict.fromkeys(attempt.ranks, 0)
+        self._hangs = HangWatch(running, requests, emit, self._active_pids, self._done)
+
+    @property
+    def _alive(self) -> set[int]:
+        """The ranks whose process has neither ended nor been given up."""
+        return set(self._attempt.ranks) - self._report.exits.keys()
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers to their end, in any thread; return the report, and rank -> what it left.
@@ -189,7 +186,8 @@ class Supervisor:
             self._reap()
             self._handle_requests()
             self._check_peers()
-            self._look_at_clock()
+            if time.monotonic() >= self._next_tick:
+                self._tick()
             self._escalate()
             self._abandon_unkillable()
             self._follow_up()
@@ -241,7 +239,7 @@ class Supervisor:
             until = min(until, step) if step is not None else until
         if not self._watched_ends:
             until = min(until, time.monotonic() + _POLL_S)
-        if self._dumps or self._agreement is not None:
+        if self._hangs.is_asking or self._agreement is not None:
             until = min(until, time.monotonic() + _BUSY_TICK_S)
         return max(0.0, until - time.monotonic())
 
@@ -274,8 +272,7 @@ class Supervisor:
                     self._failed_s = self._failed_s or time.monotonic()
                 else:
                     self._begin_stop()
-            counts = self._num_metrics if isinstance(event, Metric) else self._num_messages
-            counts[rank] += 1
+            self._hangs.count(rank, event)
             self._emit(event)
         return is_closed
 
@@ -301,7 +298,6 @@ class Supervisor:
         if ended:
             self._watch_ends()
         for rank, status in ended:
-            self._alive.discard(rank)
             now = time.time()
             self._report.exits[rank] = (status, now)
             self._read_pipes([rank])  # its last words, before anything is concluded from its end
@@ -336,7 +332,7 @@ class Supervisor:
                 self._read_logs()
                 requests.answer(query, "")
             else:
-                self._dump_stacks(partial(self._answer, query))
+                self._hangs.ask(query)
 
     def _interrupt(self) -> None:
         now = time.monotonic()
@@ -346,7 +342,7 @@ class Supervisor:
         elif self._escalation is not None:
             self._escalation.interrupt_again(now)
         else:
-            self._escalation = Escalation.after_interrupt(now, self._grace_s)
+            self._escalation = Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s)
 
     def _is_decided(self) -> bool:
         """Return whether the outcome stands while processes still run: a rank has failed, or all have delivered.
@@ -377,7 +373,9 @@ class Supervisor:
     def _begin_stop(self) -> None:
         """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are being stopped."""
         if self._escalation is None:
-            self._escalation = Escalation.after_failure(time.monotonic(), self._grace_s)
+            self._escalation = Escalation.after_failure(
+                time.monotonic(), self._attempt.spec.interrupt_grace_s
+            )
 
     def _escalate(self) -> None:
         if self._escalation is None:
@@ -397,7 +395,6 @@ class Supervisor:
 
     def _abandon(self, rank: int) -> None:
         text = _unkillable(rank, self._group.pids().get(rank))
-        self._alive.discard(rank)
         self._group.abandon(rank)
         self._watch_ends()
         self._report.unkillable[rank] = text
@@ -410,29 +407,21 @@ class Supervisor:
     def _has_noticed(self, rank: int) -> bool:
         return self._board.slot(rank).read(rank).interrupts > 0
 
-    # --- queries to the ranks ----------------------------------------------------------------------------------
+    # --- what takes several rounds -------------------------------------------------------------------------------
 
     def _follow_up(self) -> None:
-        """Poll what takes several rounds: collecting stacks, agreeing on a step to stop at."""
-        for dump, answer in list(self._dumps):
-            dump.poll()
-            if dump.is_done:
-                self._dumps.remove((dump, answer))
-                answer(dump)
+        """Go on with collecting stacks, and with agreeing on a step to stop at."""
+        hang = self._hangs.poll()
+        if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
+            positions, lines = hang
+            # Where every function has returned there is a result, and states alone are late.
+            if running := sorted(self._alive - self._report.returned.keys()):
+                steps = {reading.rank: reading.step for reading in self._board.read()}
+                self._report.hang = Hang(*cause(positions, steps, running), tuple(lines))
+            self._begin_stop()
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self._report.returned.keys(), time.monotonic())
             self._report.stopped_early = self._agreement.is_settled
-
-    def _dump_stacks(self, answer: Callable[[StackDump], None]) -> None:
-        log, number = self._attempt.log, self._attempt.number
-        paths = {rank: log.stacks_path(rank, number) for rank in self._attempt.ranks}
-        self._dumps.append((StackDump(self._active_pids(), paths), answer))
-
-    def _answer(self, query: Query, dump: StackDump) -> None:
-        positions = dump.positions()
-        is_hang = positions.keys() <= self._inspector.still_for(time.monotonic()).keys()
-        lines = self._describe(positions) if is_hang else describe_positions(positions)
-        self._requests.answer(query, "\n".join(lines))
 
     def _active_pids(self) -> dict[int, int]:
         """Return rank -> process of the ranks whose function runs, or that still send states."""
@@ -444,52 +433,7 @@ class Supervisor:
         done = {one.rank for one in self._board.read() if one.state is WorkerState.DONE}
         return self._report.delivered | done
 
-    def _describe(self, positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
-        steps = {reading.rank: reading.step for reading in self._board.read()}
-        lines = describe_hang(positions, steps, gone=sorted(self._done()), busy=busy)
-        if self._attempt.plan.start_method == "fork":
-            lines += fork_safety.explain_hang(list(positions.values()))
-        return lines
-
-    def _judge(self, dump: StackDump) -> None:
-        """Report what the watchdog finds in the stacks that it wanted; stop the job if it hangs for certain."""
-        positions = dump.positions()
-        now = time.monotonic()
-        finding = self._inspector.judge(now, self._active_pids(), positions)
-        for rank, for_s in self._inspector.still_for(now).items():
-            at = positions.get(rank)
-            is_named = finding is not None and rank in (*finding.hung, *finding.suspected)
-            if at is not None and (at.waits_for_ranks or is_named):
-                is_certain = at.waits_for_ranks or (finding is not None and rank in finding.hung)
-                waiting_in = at.waiting_in if at.waits_for_ranks else ""
-                self._emit(Stalled(rank, time.time(), at.place, waiting_in, for_s, is_certain))
-        if finding is None:
-            return
-        lines = self._describe(positions, finding.busy)
-        text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
-        self._note(text, "hang")
-        if finding.hung and self._attempt.spec.on_hang == "stop" and self._escalation is None:
-            # Where every function has returned there is a result, and states alone are late.
-            if running := sorted(self._alive - self._report.returned.keys()):
-                steps = {reading.rank: reading.step for reading in self._board.read()}
-                self._report.hang = Hang(*cause(positions, steps, running), tuple(lines))
-            self._begin_stop()
-
-    def _headline(self, finding: Finding) -> str:
-        timeout_s = self._inspector.hang_timeout_s
-        if finding.hung:
-            return f"no progress for {timeout_s:g} s:"
-        have = "has" if len(finding.suspected) == 1 else "have"
-        return (
-            f"{formatting.ranks(finding.suspected)} {have} shown no step, collective or bar for {timeout_s:g} s. This "
-            "may be a hang, or work without steps (tqdm or accelerator.progress around it would show that it moves):"
-        )
-
     # --- what is looked at by the clock --------------------------------------------------------------------------
-
-    def _look_at_clock(self) -> None:
-        if time.monotonic() >= self._next_tick:
-            self._tick()
 
     def _tick(self) -> None:
         self._next_tick = time.monotonic() + TICK_S
@@ -507,9 +451,8 @@ class Supervisor:
 
     def _read_logs(self) -> None:
         for rank, tail in self._running.tails.items():
-            events = tail.read()
-            self._num_messages[rank] += len(events)
-            for event in events:
+            for event in tail.read():
+                self._hangs.count(rank, event)
                 self._emit(event)
 
     def _inspect(self, readings: Sequence[SlotReading]) -> None:
@@ -519,12 +462,11 @@ class Supervisor:
             return
         self._next_inspection = now + _INSPECTION_S
         if self._debugger is not None and self._debugger.prompts:
-            self._inspector = Inspector(self._attempt.spec.hang_timeout_s)  # ranks may wait for one in pdb
+            self._hangs.begin_anew()  # ranks may wait for one in pdb
             return
         pids = self._active_pids()
         self._running.memory.add(pids)
-        if self._inspector.inspect(now, pids, readings, self._num_metrics, self._num_messages):
-            self._dump_stacks(self._judge)
+        self._hangs.inspect(readings, pids)
 
     def _read_board(self) -> list[SlotReading]:
         readings = self._board.read()
