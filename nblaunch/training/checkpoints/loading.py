@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -123,17 +123,10 @@ def load_checkpoint_and_dispatch(
     _check_names("load_checkpoint_and_dispatch", of_pieces)
     target = _dtype(dtype)
     if _cuts(device_map):
-        dispatched: torch.nn.Module = delegated.find(delegated.DISPATCHING)(
-            model,
-            checkpoint,
-            device_map,
-            max_memory=max_memory,
-            no_split_module_classes=no_split_module_classes,
-            dtype=target,
-            strict=strict,
-            **of_pieces,
-        )
-        return dispatched
+        of_pieces |= {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
+        of_pieces |= {"dtype": target, "strict": strict}
+        dispatched = delegated.find(delegated.DISPATCHING)(model, checkpoint, device_map, **of_pieces)
+        return cast(torch.nn.Module, dispatched)
     device = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
     load_checkpoint_in_model(model, checkpoint, device_map, dtype=target, strict=strict)
     return model.to(device=device, dtype=target)

@@ -229,9 +229,10 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
 
     On the CPU, tensors lie on the pages of the file, which are read when they are used and copied when written to.
     """
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path, device)
+    library = _safetensors() if path.suffix == ".safetensors" else None
     try:
+        if library is not None:
+            return _read_safetensors(library, path, device)
         is_zip = zipfile.is_zipfile(path)  # torch's older format can't be mapped
         return dict(torch.load(path, map_location=device, weights_only=True, mmap=is_zip))
     except FileNotFoundError:
@@ -240,17 +241,11 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
         raise unreadable(path, error) from error
 
 
-def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
-    library = _safetensors()
-    try:
-        with library.safe_open(path, framework="pt", device=str(device)) as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            metadata = file.metadata() or {}
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except Exception as error:
-        raise unreadable(path, error) from error
-    weights.update({alias: weights[name] for alias, name in metadata.items() if name in weights})
+def _read_safetensors(library: Any, path: Path, device: str | torch.device) -> dict[str, Any]:
+    with library.safe_open(path, framework="pt", device=str(device)) as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        aliases = file.metadata() or {}
+    weights.update({alias: weights[name] for alias, name in aliases.items() if name in weights})
     return weights
 
 
