@@ -517,6 +517,8 @@ def test_shapes_that_differ_are_an_error_on_every_rank(operation: str) -> None:
             ("{x: [2] torch.int64", "{y: [2] torch.int64"),
         ),
         (([WHOLE, 1], [WHOLE, HALF]), ("[[2] torch.int64, int]", "[[2] torch.int64, [1] torch.float16]")),
+        (({}, {"x": WHOLE}), ("{}", "{x: [2] torch.int64}")),
+        ((1, WHOLE), ("int", "[2] torch.int64")),
     ],
 )
 def test_structures_that_differ_are_an_error_on_every_rank(

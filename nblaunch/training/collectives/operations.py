@@ -233,7 +233,7 @@ def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     context.current().backend.mark_step(COLLECTIVE)
-    if world_size() > 1 and (compares_shapes() or any(map(_travels_by_cpu, nested.leaves(data)))):
+    if world_size() > 1 and (compares_shapes() or _travels_by_cpu(data)):
         _check_alike(operation, data)
 
     def checked(leaf: Any) -> torch.Tensor:
@@ -247,8 +247,10 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
     return nested.map_leaves(checked, data)
 
 
-def _travels_by_cpu(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and _transport_device(leaf.device).type == "cpu"
+def _travels_by_cpu(data: Any) -> bool:
+    """Return whether some tensor does; of data without any, whether those would that other ranks may have."""
+    devices = {leaf.device for leaf in nested.leaves(data) if isinstance(leaf, torch.Tensor)}
+    return any(_transport_device(device).type == "cpu" for device in devices or {torch.device("cpu")})
 
 
 def _check_alike(operation: str, data: Any) -> None:
