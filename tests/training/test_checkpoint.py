@@ -464,6 +464,25 @@ def test_objects_that_execute_code_are_loaded_on_request_only(tmp_path: Path) ->
     assert (tmp_path / "made").is_dir()
 
 
+class _Refuses:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("Unsupported class of state")
+
+
+def test_an_error_of_an_object_that_was_to_be_executed_is_its_own(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.register_for_checkpointing(Registered({"made": _Refuses()}))
+    accelerator.save_state(tmp_path / "state")
+    with pytest.raises(
+        CheckpointError, match=r"can't be read; is it damaged\? \(ValueError: Unsupported class of state\)$"
+    ):
+        accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": False})
+
+
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 

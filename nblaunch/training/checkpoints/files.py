@@ -24,6 +24,7 @@ import fractions
 import importlib
 import json
 import pathlib
+import pickle
 import re
 import sys
 import types
@@ -292,7 +293,8 @@ def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointErro
     """Return what to raise where a file is damaged, or holds objects that only code can make: then with ``advice``."""
     # torch says first what else one might do, with weights_only=False.
     reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
-    if _NOT_PLAIN.search(str(error)):
+    # Of another type are errors of the objects' own code, which have any text.
+    if isinstance(error, pickle.UnpicklingError) and _NOT_PLAIN.search(str(error)):
         return CheckpointError(f"{path} holds objects of classes that are not trusted ({reason}){advice}")
     return CheckpointError(f"{path} can't be read; is it damaged? ({type(error).__name__}: {reason})")
 
