@@ -103,8 +103,9 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # the user's own code can raise anything
+        first_line = (str(error).splitlines() or [""])[0]
         raise UsageError(
-            f"{name} can't be built on the meta device: {type(error).__name__}: {_first_line(error)}. Arguments are "
+            f"{name} can't be built on the meta device: {type(error).__name__}: {first_line}. Arguments are "
             "given by --set name=value; --parameters COUNT works without a model"
         ) from error
     if not isinstance(model, torch.nn.Module):
@@ -113,6 +114,8 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
 
 
 def _from_module(name: str, arguments: dict[str, Any]) -> Any:
+    import torch
+
     module_name, _, path = name.partition(":")
     if os.getcwd() not in sys.path:
         # As in `python -m`: the module is mostly a file in the working folder.
@@ -125,13 +128,8 @@ def _from_module(name: str, arguments: dict[str, Any]) -> Any:
         if not hasattr(target, part):
             raise UsageError(f"{name}: {getattr(target, '__name__', target)} has no {part!r}")
         target = getattr(target, part)
-    return target(**arguments) if callable(target) and not _is_module(target) else target
-
-
-def _is_module(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.nn.Module)
+    is_built = isinstance(target, torch.nn.Module)
+    return target(**arguments) if callable(target) and not is_built else target
 
 
 def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
@@ -150,10 +148,6 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     if architecture is not None:
         return architecture(config)  # includes the head
     return transformers.AutoModel.from_config(config)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:

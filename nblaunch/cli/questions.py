@@ -193,7 +193,8 @@ def _ask(
     def read(text: str) -> Any:
         try:
             value = _in_range(question.setting, convert(question.setting, text), answers)
-            _CHECKS.get(question.setting, _accept)(value)
+            if question.setting in _CHECKS:
+                _CHECKS[question.setting](value)
             return value
         except ConfigError as error:
             raise ValueError(str(error).removeprefix(f"{question.setting}: {text!r} ")) from None
@@ -211,10 +212,6 @@ def _in_range(setting: str, value: Any, answers: Answers) -> Any:
     if setting == "num_processes" and value % num_machines:
         raise ValueError(f"must be shared equally by {num_machines} machines")
     return value
-
-
-def _accept(value: Any) -> None:
-    """Check nothing."""
 
 
 def _check_endpoint(value: str) -> None:

@@ -11,7 +11,7 @@ import importlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,8 @@ def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     known = _assigned(notebook.cells[positions[0]].source)
     unknown = [name for name in values if known is not None and name not in known]
     if unknown:
-        raise UsageError(f"--parameters {unknown[0]}: the notebook's parameters are {_listed(known or ())}")
+        valid = ", ".join(known or ()) or "none"
+        raise UsageError(f"--parameters {unknown[0]}: the notebook's parameters are {valid}")
     nbformat: Any = importlib.import_module("nbformat")
     source = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())])
     cell = nbformat.v4.new_code_cell(source, metadata={"tags": ["injected-parameters"]})
@@ -176,7 +177,3 @@ def _assigned(source: str) -> list[str] | None:
         elif isinstance(statement, ast.AnnAssign):
             targets.append(statement.target)
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from nblaunch import formatting
 from nblaunch.cli import UsageError
@@ -111,7 +111,9 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     if error is not None:
         failures.report(error)
     if store is not None and store.is_loading:
-        _exit_now(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for an import that is still running in a thread
     return code
 
 
@@ -243,13 +245,6 @@ class _StorePreloader(Dashboard):
         elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()
-
-
-def _exit_now(code: int) -> NoReturn:
-    """Exit without waiting for an import that is still running in a thread."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -301,10 +301,6 @@ def _fact(view: JobView, event: events.Fact) -> JobView:
     return replace(view, facts={**view.facts, single_line(event.name): single_line(event.text)})
 
 
-def _log_lines(view: JobView, event: events.LogLines) -> JobView:
-    return fold_log_lines(view, [event])
-
-
 def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView:
     """Return the view after several events with lines; with many ranks that is far cheaper than one by one."""
     printed = [event for event in printed if event.lines and 0 <= event.rank < len(view.ranks)]
@@ -473,7 +469,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.JobEnded: _job_ended,
     events.Note: _note,
     events.Fact: _fact,
-    events.LogLines: _log_lines,
+    events.LogLines: lambda view, event: fold_log_lines(view, [event]),
     events.Displayed: _displayed,
     events.Metric: _metric,
     events.EpochEnded: _epoch_ended,

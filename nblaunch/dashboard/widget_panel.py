@@ -57,9 +57,7 @@ SHORT_S = 0.5
 class CellWatch:
     """Tracks whether a cell of the kernel is running, from the current cell until it is closed.
 
-    Args:
-        shell: of IPython, in the thread of its cells; None = no cell ever runs.
-        clock: monotonic seconds.
+    Without a shell, no cell ever runs.
     """
 
     def __init__(self, shell: Any | None, clock: Callable[[], float] = monotonic) -> None:
@@ -93,12 +91,7 @@ class CellWatch:
 
 
 class Buttons:
-    """The buttons Stacks, Stop, Interrupt and Kill. Each keeps its place and its meaning.
-
-    Args:
-        throttle: sends changes to the front end.
-        clock: monotonic seconds.
-    """
+    """The buttons Stacks, Stop, Interrupt and Kill. Each keeps its place and its meaning."""
 
     def __init__(self, throttle: Throttle, clock: Callable[[], float] = monotonic) -> None:
         self._throttle = throttle
@@ -223,12 +216,7 @@ class Root(widgets.VBox):
 
 
 class Panel:
-    """The widgets of one job.
-
-    Args:
-        last_lines: last lines of the ranks.
-        clock: monotonic seconds.
-    """
+    """The widgets of one job."""
 
     def __init__(self, last_lines: LastLines, clock: Callable[[], float] = monotonic) -> None:
         self._last_lines = last_lines
@@ -240,7 +228,7 @@ class Panel:
         self._buttons = Buttons(self._throttle, clock)
         self._rows = RankRows(self._throttle)
         self._charts = ChartRow(self._throttle, clock)
-        self._remarks, self._epochs, self._footer = (self._block() for _ in range(3))
+        self._remarks, self._epochs, self._footer = (widgets.HTML("", layout=self._hidden) for _ in range(3))
         self._logs: LogPane | None = None
         self._top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
@@ -330,9 +318,6 @@ class Panel:
         if self.root.num_state_requests == self._num_state_requests:
             for part in dict.fromkeys(_with_parts(self.root)):
                 part.close()
-
-    def _block(self) -> Any:
-        return widgets.HTML("", layout=self._hidden)
 
     def _show_block(self, block: Any, content: str, *, every_s: float = 0.0, is_urgent: bool = False) -> None:
         value = in_style(content) if content else ""

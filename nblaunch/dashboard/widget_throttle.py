@@ -54,11 +54,7 @@ class _Slot:
 
 
 class Throttle:
-    """Sends changes of widgets within a budget. Used by one thread at a time.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Sends changes of widgets within a budget. Used by one thread at a time."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
