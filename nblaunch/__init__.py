@@ -66,7 +66,7 @@ _PUBLIC = {
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.loading",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.loading",
     "notebook_launcher": "nblaunch.notebook",
-    "one_at_a_time": "nblaunch.training.waiting",
+    "one_at_a_time": "nblaunch.training.joining",
     "set_seed": "nblaunch.training.collectives.rng",
     "skip_first_batches": "nblaunch.training.data.skipping",
     "synchronize_rng_states": "nblaunch.training.collectives.rng",
@@ -156,6 +156,7 @@ if TYPE_CHECKING:
     )
     from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
     from nblaunch.training.data.skipping import skip_first_batches
+    from nblaunch.training.joining import one_at_a_time
     from nblaunch.training.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -177,7 +178,6 @@ if TYPE_CHECKING:
         init_empty_weights,
         init_on_device,
     )
-    from nblaunch.training.waiting import one_at_a_time
 
 
 finder.install()

@@ -9,8 +9,7 @@ import torch
 from nblaunch import context, formatting
 from nblaunch.host import memory
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import JoinedProcess
-from nblaunch.training.waiting import barrier
+from nblaunch.training.joining import JoinedProcess, barrier
 
 
 @dataclass(frozen=True)

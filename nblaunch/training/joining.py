@@ -1,4 +1,4 @@
-"""The process group of a job: :func:`join` it, as a :class:`JoinedProcess`.
+"""The process group of a job: :func:`join` it, as a :class:`JoinedProcess`, and wait for its other ranks.
 
 Processes that ``multiprocessing`` starts in a rank have its numbers, and stay out of the group.
 """
@@ -6,6 +6,8 @@ Processes that ``multiprocessing`` starts in a rank have its numbers, and stay o
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from nblaunch import backends, context
 from nblaunch.backends.base import Backend
+from nblaunch.events import WorkerState
 from nblaunch.topology import Topology
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.wire.board import Slot
@@ -168,3 +171,49 @@ def current_topology() -> Topology:
         return topology
     # Nothing is known of nodes, so all processes are taken to run on this one.
     return Topology(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+
+
+# --- waiting for other ranks ------------------------------------------------------------------------------------------
+
+
+class waiting:
+    """Context manager: show on the board that this rank waits for others, then what it showed before.
+
+    So a slow rank can be distinguished from those that wait for it.
+    """
+
+    __slots__ = ("_before", "_slot")
+
+    def __enter__(self) -> None:
+        self._slot = context.current().slot
+        self._before = self._slot.state
+        self._slot.set_state(WorkerState.WAITING)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._slot.set_state(self._before)
+        self._slot.note_progress()
+
+
+def barrier(device: torch.device) -> None:
+    """Wait until every rank has come here; return at once where there is no process group."""
+    if not is_distributed():
+        return
+    with waiting():
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[device.index or 0])
+        else:
+            dist.barrier()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Run the block in one process of this machine after the other, as to build a model that memory holds but once.
+
+        with nblaunch.one_at_a_time():
+            model = build_model().to(accelerator.device)
+
+    Nothing in the block may wait for other ranks: they wait for its end. In processes that nblaunch did not launch it
+    does nothing.
+    """
+    with context.current().locks.lock():
+        yield

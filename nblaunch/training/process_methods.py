@@ -18,8 +18,7 @@ import torch.distributed as dist
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.training.collectives.operations import compares_shapes
-from nblaunch.training.joining import JoinedProcess, is_distributed
-from nblaunch.training.waiting import barrier
+from nblaunch.training.joining import JoinedProcess, barrier, is_distributed
 from nblaunch.wire import stop_agreement
 
 F = TypeVar("F", bound=Callable[..., Any])

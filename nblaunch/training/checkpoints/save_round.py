@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from nblaunch.backends.base import Backend
 from nblaunch.errors import CheckpointError
-from nblaunch.training.joining import is_distributed
-from nblaunch.training.waiting import waiting
+from nblaunch.training.joining import is_distributed, waiting
 from nblaunch.wire import schema
 
 _PREFIX = "nblaunch/saves"

@@ -32,8 +32,7 @@ from nblaunch.training.checkpoints.snapshot import (
     collect,
     contribute,
 )
-from nblaunch.training.joining import is_distributed
-from nblaunch.training.waiting import waiting
+from nblaunch.training.joining import is_distributed, waiting
 
 
 class Saver:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
-from nblaunch.training.waiting import waiting
+from nblaunch.training.joining import waiting
 from nblaunch.wire.weights import extent, is_sharded
 
 T = TypeVar("T")

@@ -28,9 +28,8 @@ from nblaunch.backends.compile_watch import COLLECTIVE
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
-from nblaunch.training.joining import is_distributed, join
+from nblaunch.training.joining import is_distributed, join, waiting
 from nblaunch.training.options import check_choice
-from nblaunch.training.waiting import waiting
 from nblaunch.wire import signing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")

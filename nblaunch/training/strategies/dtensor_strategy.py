@@ -25,10 +25,9 @@ from torch import nn
 
 from nblaunch.errors import CheckpointError
 from nblaunch.training.collectives import dtensor
-from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.base import ShardWriter, Strategy
-from nblaunch.training.waiting import waiting
 from nblaunch.wire.weights import quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"

@@ -25,11 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from nblaunch.errors import warn
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.waiting import Waiting, waiting
 from nblaunch.wire.weights import is_sharded_model
 
 
@@ -127,7 +126,7 @@ class DdpStrategy(Strategy):
             model = _with_sync_batchnorm(model, process.device)
         devices = None if process.device.type == "cpu" else [process.device]
         # DDP's constructor is a collective: it compares and copies weights over ranks.
-        with Waiting(process.slot), warnings.catch_warnings(), _ignored_by_ddp(model, _common_frozen(model)):
+        with waiting(), warnings.catch_warnings(), _ignored_by_ddp(model, _common_frozen(model)):
             # torch 2.13 deprecates broadcast_buffers, whose new names do not cover all that it does yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())

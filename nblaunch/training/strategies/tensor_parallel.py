@@ -12,12 +12,11 @@ from torch import nn
 
 from nblaunch.errors import warn
 from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
-from nblaunch.training.waiting import waiting
 from nblaunch.wire.weights import is_sharded, is_sharded_model
 
 

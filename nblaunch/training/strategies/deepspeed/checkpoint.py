@@ -25,11 +25,10 @@ from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.strategies.dtensor_strategy import loading
-from nblaunch.training.waiting import barrier
 from nblaunch.wire.weights import TensorShard
 
 _NAME = "pytorch_model"

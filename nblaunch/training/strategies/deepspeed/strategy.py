@@ -22,7 +22,7 @@ from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -42,7 +42,6 @@ from nblaunch.training.strategies.deepspeed.engine import (
     total_norm,
 )
 from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
-from nblaunch.training.waiting import Waiting
 
 _SHARDED = {
     1: "optimizer states are sharded",
@@ -132,7 +131,7 @@ class DeepSpeedStrategy(Strategy):
         library = deepspeed_library.load(process)
         config = deepspeed_config.complete(settings.deepspeed_config, self._describe(model, process))
         _gather_as_one(library, model, settings.transformer_moe_cls_names)
-        with Waiting(process.slot):  # it compares and copies weights over ranks
+        with waiting():  # it compares and copies weights over ranks
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
         if deepspeed_library.sharded_parameters(model):
             context.current().collect_sharded_weights = checkpoint.shards_to_send

@@ -19,8 +19,8 @@ from torch import nn
 
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
+from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.training.waiting import waiting
 from nblaunch.wire.weights import extent, is_quantised_weight, is_sharded
 
 _META = "meta"
