@@ -68,9 +68,6 @@ from nblaunch.training.collectives.rng import (
     synchronize_rng_state as synchronize_rng_state,
     synchronize_rng_states as synchronize_rng_states,
 )
-from nblaunch.training.float8 import (
-    AORecipeKwargs as AORecipeKwargs,
-)
 from nblaunch.training.models import (
     is_compiled_module as is_compiled_module,
 )
@@ -97,6 +94,7 @@ from nblaunch.training.parallelism import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from nblaunch.training.precision import (
+    AORecipeKwargs as AORecipeKwargs,
     convert_outputs_to_fp32 as convert_outputs_to_fp32,
 )
 from nblaunch.training.prepare import (

@@ -75,7 +75,6 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "pad_across_processes reduce"
         ),
         "training.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states",
-        "training.float8": "AORecipeKwargs",
         "training.models": "is_compiled_module",
         "training.options": (
             "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
@@ -85,7 +84,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.parallelism": (
             "ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin"
         ),
-        "training.precision": "convert_outputs_to_fp32",
+        "training.precision": "AORecipeKwargs convert_outputs_to_fp32",
         "training.prepare": "extract_model_from_parallel is_peft_model",
         "training.state": "DistributedType wait_for_everyone",
         "training.strategies.deepspeed.config": "DummyOptim DummyScheduler HfDeepSpeedConfig",

@@ -20,8 +20,8 @@ The :class:`Accelerator`, and what it is built of:
     arguments.py     the constructor's arguments, sorted, checked and completed
     parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh
     context_parallelism.py  a sequence sharded over ranks, by torch's means
-    precision.py     number formats: around the forward, and for backward, clipping and step; fp16's gradient scaler
-    float8.py        fp8: layers that torchao converts
+    precision.py     number formats: around the forward, and for backward, clipping and step; fp16's gradient scaler;
+                     fp8: layers that torchao converts
     strategies/      how a model is trained on several ranks: replicated, sharded
     gradients.py     backward, accumulation, clipping
     collectives/     values of all ranks; random states

@@ -14,7 +14,6 @@ from nblaunch.backends.base import Backend
 from nblaunch.spec import wants_spmd
 from nblaunch.training import precision
 from nblaunch.training.context_parallelism import check_context_parallel
-from nblaunch.training.float8 import AORecipeKwargs
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import (
     RNG_TYPES,
@@ -31,6 +30,7 @@ from nblaunch.training.options import (
     check_choice,
 )
 from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.precision import AORecipeKwargs
 from nblaunch.training.strategies import StrategyPlugin
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
@@ -274,23 +274,12 @@ def plugin_if_none_given(kept: StrategyPlugin | None, handlers: Mapping[type, An
 def resolve_precision(
     asked: str | None, existing: precision.Precision | None, backend: Backend, handlers: Mapping[type, Any]
 ) -> precision.Precision:
-    """Return the precision of an Accelerator: its own, in the format of the one before where none is asked for.
-
-    Args:
-        asked: its name, by argument or plugin; None: that of the existing one, or as launched or in the environment.
-        existing: that of the Accelerator before; None: this is the first one.
-        backend: the device family.
-        handlers: may have settings of the gradient scaler, of autocast and of fp8.
+    """Return a new precision, in the format that is asked for, else that of the Accelerator before, else the launch's.
 
     Raises:
-        ValueError: the name is unknown, or the device can't compute in it; or there is a recipe for another one.
+        ValueError: as :func:`precision.make`.
     """
-    default = context.current().accelerator_defaults.get("mixed_precision")
     before = None if existing is None else existing.name
-    recipe = handlers.get(AORecipeKwargs)
-    name = precision.resolve(
-        asked or before or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend, recipe
-    )
-    if recipe is not None and name != "fp8":
-        raise ValueError(f"AORecipeKwargs is for mixed_precision='fp8', but mixed_precision={name!r}")
+    launched = context.current().accelerator_defaults.get("mixed_precision")
+    name = asked or before or launched or env.read("ACCELERATE_MIXED_PRECISION") or "no"
     return precision.make(name, backend, handlers)

@@ -6,43 +6,45 @@ must. Which formats a device can do is decided by the backend; which one is used
     argument ──> ``StrategyPlugin.precision_name`` ──> ``arguments.resolve_precision`` ──> :func:`make`
              ──> ``Strategy.adapt_precision``
 
-:class:`LossScaling` is the one gradient scaler of fp16, which several optimizers share.
-torch's scaler wants one ``update`` per round of backward passes and steps, after the steps of all optimizers: it may
-change the scale, which those that have not stepped yet still need, and it forgets whose gradients were unscaled. When
-a round is over, is decided here:
-
-    backward   unscale(a) unscale(b)   step(a)   step(b)   -> update
-    backward   unscale(a)   step(a)   backward   ...       -> update before the second backward
+Training in fp8 is done by torchao, with linear layers that compute in 8 bits: :class:`AORecipeKwargs`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nblaunch import context, env
 from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
 from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training.collectives import dtensor, nested
-from nblaunch.training.float8 import AORecipeKwargs
 from nblaunch.training.joining import current_topology
-from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, check_choice
+from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, KwargsHandler, check_choice
 
 
 class Precision:
-    """Full precision: nothing is converted, nothing is scaled."""
+    """Full precision: nothing is converted, nothing is scaled.
+
+    Args:
+        backend: the device family.
+        handlers: may have settings of autocast, the gradient scaler and fp8, by type.
+    """
 
     name = "no"
     dtype: torch.dtype | None = None
 
-    def __init__(self, backend: Backend, autocast: AutocastKwargs | None = None) -> None:
+    def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
         self._backend = backend
-        self._options = autocast or AutocastKwargs()
+        self.replace_handlers(handlers)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -50,7 +52,7 @@ class Precision:
         return None
 
     def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
-        """Use handlers that the user has assigned to the Accelerator, from now on. By type: all of them."""
+        """Use these handlers from now on: all those of the Accelerator, to which the user may assign others."""
         self._options = handlers.get(AutocastKwargs) or AutocastKwargs()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
@@ -66,12 +68,7 @@ class Precision:
         )
 
     def convert_layers(self, model: torch.nn.Module, is_sharded: bool) -> None:
-        """Replace layers by those that compute in this precision, before :meth:`prepare_forward`.
-
-        Args:
-            model: the user's own module.
-            is_sharded: its weights will be sharded over ranks.
-        """
+        """Replace layers by those that compute in this precision, before :meth:`prepare_forward`."""
 
     def prepare_forward(self, model: torch.nn.Module) -> None:
         """Make ``model.forward`` compute in this precision. An earlier preparation is undone first."""
@@ -112,11 +109,9 @@ class Fp8Precision(Bf16Precision):
 
     name = "fp8"
 
-    def __init__(
-        self, backend: Backend, recipe: AORecipeKwargs, autocast: AutocastKwargs | None = None
-    ) -> None:
-        super().__init__(backend, autocast)
-        self.recipe = recipe
+    def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
+        super().__init__(backend, handlers)
+        self.recipe: AORecipeKwargs = handlers.get(AORecipeKwargs) or AORecipeKwargs()
 
     def convert_layers(self, model: torch.nn.Module, is_sharded: bool) -> None:
         self.recipe.convert(model, is_sharded)
@@ -135,128 +130,23 @@ class ReplacedFp16Precision(Precision):
 
 
 class Fp16Precision(Precision):
-    """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
+    """Autocast to float16, with the loss scaled so that small gradients don't vanish.
+
+    Several optimizers share one gradient scaler. torch's scaler wants one ``update`` per round of backward passes and
+    steps, after the steps of all optimizers: it may change the scale, which those that have not stepped yet still need,
+    and it forgets whose gradients were unscaled. When a round is over, is decided here::
+
+        backward   unscale(a) unscale(b)   step(a)   step(b)   -> update
+        backward   unscale(a)   step(a)   backward   ...       -> update before the second backward
+    """
 
     name = "fp16"
     dtype = torch.float16
 
-    def __init__(
-        self,
-        backend: Backend,
-        autocast: AutocastKwargs | None = None,
-        scaling: GradScalerKwargs | None = None,
-    ) -> None:
-        super().__init__(backend, autocast)
-        self._scaling = LossScaling(backend.grad_scaler(**(scaling or GradScalerKwargs()).to_kwargs()))
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        return self._scaling.scaler
-
-    def register(self, optimizer: torch.optim.Optimizer) -> None:
-        self._scaling.register(optimizer)
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self._scaling.backward(loss, **kwargs)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        self._scaling.unscale(optimizer)
-
-    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self._scaling.forget(optimizer)
-
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        return self._scaling.step(optimizer, closure)
-
-
-class AutocastForward:
-    """A model's ``forward`` under autocast, with outputs in fp32 so that losses are computed in full.
-
-    An object rather than a closure: deep copies of the model (averaged weights, say) then call *their* forward.
-    """
-
-    def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
-        self.original = model.forward
-        self.precision = precision
-        self.had_own = "forward" in model.__dict__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision.autocast():
-            output = self.original(*args, **kwargs)
-        return nested.convert_to_fp32(output)
-
-
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model_forward`` with outputs in fp32, as forwards in half precision have them after ``prepare``."""
-
-    @functools.wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return nested.convert_to_fp32(model_forward(*args, **kwargs))
-
-    return forward
-
-
-def restore_forward(model: torch.nn.Module) -> None:
-    """Undo :meth:`Precision.prepare_forward`; does nothing where it was not applied."""
-    wrapped = model.__dict__.get("forward")
-    if not isinstance(wrapped, AutocastForward):
-        return
-    del model.forward
-    if wrapped.had_own:
-        model.forward = wrapped.original
-    model.__dict__.pop("_original_forward", None)
-
-
-def resolve(name: Any, backend: Backend, recipe: AORecipeKwargs | None = None) -> str:
-    """Return ``name``, checked: it exists, and the device can do it.
-
-    Args:
-        name: of a precision.
-        backend: the device family.
-        recipe: of fp8, which may be one for any device.
-
-    Raises:
-        ValueError: unknown, or impossible on this device, with the reason.
-    """
-    name = str(getattr(name, "value", name)).lower()
-    check_choice("mixed_precision", name, MIXED_PRECISIONS)
-    is_emulated = name == "fp8" and recipe is not None and recipe.is_emulated
-    if not is_emulated:
-        backend.check_precision(name)
-    return name
-
-
-def make(name: str, backend: Backend, handlers: Mapping[type, Any]) -> Precision:
-    """Return the precision called ``name``, which :func:`resolve` has checked.
-
-    Args:
-        name: of the precision.
-        backend: the device family.
-        handlers: may have settings of the gradient scaler, of autocast and of fp8, by type.
-    """
-    autocast = handlers.get(AutocastKwargs)
-    if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
-        if current_topology().rank == 0:
-            warn(f"mixed_precision='fp16': {reason}")
-        return ReplacedFp16Precision(backend, autocast)
-    if name == "fp16":
-        return Fp16Precision(backend, autocast, handlers.get(GradScalerKwargs))
-    if name == "fp8":
-        return Fp8Precision(backend, handlers.get(AORecipeKwargs) or AORecipeKwargs(), autocast)
-    if name == "bf16":
-        return (DeviceBf16Precision if backend.represents_in_bf16() else Bf16Precision)(backend, autocast)
-    return Precision(backend, autocast)
-
-
-class LossScaling:
-    """Scales losses, and unscales the gradients of each optimizer once per round.
-
-    Args:
-        scaler: torch's; what it is asked for directly is right, too, as long as it is read by :attr:`scaler`.
-    """
-
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
+    def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
+        super().__init__(backend, handlers)
+        scaling = handlers.get(GradScalerKwargs) or GradScalerKwargs()
+        self._scaler = backend.grad_scaler(**scaling.to_kwargs())
         self._optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
             weakref.WeakValueDictionary()
         )
@@ -266,27 +156,25 @@ class LossScaling:
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """torch's scaler, with the scale of the next round where this one has ended."""
+        """torch's scaler, with the scale of the next round where this one has ended.
+
+        What it is asked for directly is right, too.
+        """
         if not self._waiting():
             self._end_round()
         return self._scaler
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take part in rounds, from now on, with an optimizer that may step after others."""
         if self._optimizers.get(id(optimizer)) is not optimizer:
             self._unscaled.discard(id(optimizer))  # what is known is of another one, which is gone
             self._done.discard(id(optimizer))
             self._optimizers[id(optimizer)] = optimizer
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute scaled gradients.
-
-        Raises:
-            RuntimeError: gradients that were unscaled would be mixed with them, or were.
-        """
+        """Compute scaled gradients. RuntimeError where unscaled ones would be mixed with them, or were."""
         for optimizer in list(self._optimizers.values()):
             if not _has_gradients(optimizer):
-                self.forget(optimizer)
+                self.forget_gradients(optimizer)
         if self._done and self._unscaled:
             raise RuntimeError(_MIXED.format("has not stepped since"))
         self._end_round()
@@ -296,17 +184,15 @@ class LossScaling:
             raise RuntimeError(_MIXED.format("was given more of them by backward before it stepped"))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of ``optimizer`` to their true size. A second call in a round does nothing."""
         self.register(optimizer)
         if id(optimizer) in self._done:
             self._end_round()
-        # The scaler refuses to unscale twice; clipping by norm and then by value is a fair thing to do.
+        # The scaler refuses to unscale twice in a round; clipping by norm and then by value is a fair thing to do.
         if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             self._scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Step ``optimizer``. Returns whether it was left out because gradients overflowed."""
         self.register(optimizer)
         if id(optimizer) in self._done:
             self._end_round()
@@ -326,8 +212,7 @@ class LossScaling:
         # The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway.
         return self._steps_taken == before
 
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take notice that the gradients of ``optimizer`` were cleared instead of used."""
+    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
             self._done.add(id(optimizer))
@@ -371,3 +256,142 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     with torch.no_grad():  # otherwise each look at a shard makes a new tensor
         held = [None if gradient is None else dtensor.local(gradient) for gradient in _gradients(optimizer)]
     return [(0, 0) if one is None else (id(one), one._version) for one in held]
+
+
+class AutocastForward:
+    """A model's ``forward`` under autocast, with outputs in fp32 so that losses are computed in full.
+
+    An object rather than a closure: deep copies of the model (averaged weights, say) then call *their* forward.
+    """
+
+    def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
+        self.original = model.forward
+        self.precision = precision
+        self.had_own = "forward" in model.__dict__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision.autocast():
+            output = self.original(*args, **kwargs)
+        return nested.convert_to_fp32(output)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``model_forward`` with outputs in fp32, as forwards in half precision have them after ``prepare``."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return nested.convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Undo :meth:`Precision.prepare_forward`; does nothing where it was not applied."""
+    wrapped = model.__dict__.get("forward")
+    if not isinstance(wrapped, AutocastForward):
+        return
+    del model.forward
+    if wrapped.had_own:
+        model.forward = wrapped.original
+    model.__dict__.pop("_original_forward", None)
+
+
+def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision:
+    """Return the precision called ``name``.
+
+    Raises:
+        ValueError: the name is unknown, or the device can't compute in it; or there is a recipe for another one.
+    """
+    name = str(getattr(name, "value", name)).lower()
+    check_choice("mixed_precision", name, MIXED_PRECISIONS)
+    recipe = handlers.get(AORecipeKwargs)
+    if recipe is None or not recipe.is_emulated or name != "fp8":
+        backend.check_precision(name)
+    if recipe is not None and name != "fp8":
+        raise ValueError(f"AORecipeKwargs is for mixed_precision='fp8', but mixed_precision={name!r}")
+    if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
+        if current_topology().rank == 0:
+            warn(f"mixed_precision='fp16': {reason}")
+        return ReplacedFp16Precision(backend, handlers)
+    if name == "bf16" and backend.represents_in_bf16():
+        return DeviceBf16Precision(backend, handlers)
+    kinds = (Precision, Fp16Precision, Bf16Precision, Fp8Precision)
+    return next(kind for kind in kinds if kind.name == name)(backend, handlers)
+
+
+# --- fp8 --------------------------------------------------------------------------------------------------------------
+
+_MULTIPLE = 16
+"""Sizes of layers that the GPU's 8-bit multiplication takes are multiples of it; see ``torch._scaled_mm``."""
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How ``Accelerator(mixed_precision="fp8")`` trains, by torchao.
+
+    Args:
+        config: torchao's ``Float8LinearConfig``; None: it is made of the last two fields. With ``emulate=True`` any
+            device computes the same numbers, slowly: for tests.
+        module_filter_func: ``function(module, name)`` that returns whether a linear layer is converted. None: all are
+            but the first and the last one, and those whose sizes are no multiples of 16.
+        pad_inner_dim: pad matrices of other sizes. None: as launched (``--fp8_pad_inner_dim``), or the variable
+            ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
+        enable_fsdp_float8_all_gather: FSDP2 gathers weights in 8 bits. None: as launched, or the variable
+            ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. Without FSDP2 it has no effect.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        float8 = _library()
+        if self.config is None:
+            launched = context.current().accelerator_defaults.get("fp8_recipe", {})
+            for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+                if getattr(self, name) is None:
+                    setattr(self, name, launched.get(name, env.read(f"ACCELERATE_FP8_{name.upper()}")))
+            self.config = float8.Float8LinearConfig(
+                pad_inner_dim=self.pad_inner_dim,
+                enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
+            )
+        super().__post_init__()
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether any device can do it."""
+        return bool(self.config.emulate)
+
+    def convert(self, model: torch.nn.Module, is_sharded: bool) -> None:
+        """Convert the layers of ``model`` in place; their parameters stay, or are wrapped to be gathered in 8 bits."""
+        config = self.config
+        if not is_sharded and config.enable_fsdp_float8_all_gather:
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+        chosen = self.module_filter_func or _inner_layers(model)
+        _library().convert_to_float8_training(model, module_filter_fn=chosen, config=config)
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise ImportError(
+            "training in fp8 needs torchao, which is not installed: pip install torchao", name="torchao"
+        ) from error
+
+
+def _inner_layers(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], bool]:
+    """Return a filter for all linear layers but the first and the last: in 8 bits these make training unstable."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    kept = {*linear[:1], *linear[-1:]}
+
+    def is_converted(module: torch.nn.Module, name: str) -> bool:
+        if not isinstance(module, torch.nn.Linear) or name in kept:
+            return False
+        return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+
+    return is_converted

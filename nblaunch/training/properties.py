@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from nblaunch.training import arguments
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.float8 import AORecipeKwargs
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, is_lomo
 from nblaunch.training.options import (
@@ -28,7 +27,7 @@ from nblaunch.training.options import (
     ProfileKwargs,
 )
 from nblaunch.training.parallelism import ParallelismConfig
-from nblaunch.training.precision import ReplacedFp16Precision
+from nblaunch.training.precision import AORecipeKwargs, ReplacedFp16Precision
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.state import AcceleratorState

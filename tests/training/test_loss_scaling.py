@@ -177,7 +177,7 @@ def test_clipping_at_each_micro_step_is_refused_where_it_would_mix_gradients() -
 
 
 def test_an_optimizer_that_was_unscaled_and_not_stepped_is_named() -> None:
-    precision = Fp16Precision(context.current().backend, None, GradScalerKwargs(init_scale=8.0))
+    precision = Fp16Precision(context.current().backend, {GradScalerKwargs: GradScalerKwargs(init_scale=8.0)})
     weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     first, second = (torch.optim.SGD([weight], lr=1.0) for weight in weights)
     precision.backward((weights[0] + weights[1]).sum())

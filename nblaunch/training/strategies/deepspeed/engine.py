@@ -23,7 +23,7 @@ class EnginePrecision(Precision):
     """What is left of mixed precision where the engine scales losses, and holds fp32 copies of its 16-bit weights."""
 
     def __init__(self, other: Precision) -> None:
-        super().__init__(other._backend)
+        super().__init__(other._backend, {})
         self.name = other.name
 
     def prepare_forward(self, model: torch.nn.Module) -> None:
