@@ -18,8 +18,7 @@ The :class:`Accelerator`, and what it is built of:
     per_process.py   its parts per process: one of a notebook cell has others in a worker
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
-    parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh
-    context_parallelism.py  a sequence sharded over ranks, by torch's means
+    parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh; sequences sharded over ranks
     precision.py     number formats: around the forward, and for backward, clipping and step; fp16's gradient scaler;
                      fp8: layers that torchao converts
     strategies/      how a model is trained on several ranks: replicated, sharded

@@ -37,7 +37,6 @@ from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.safe_save import make_folder
 from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointSources, add_hook
-from nblaunch.training.context_parallelism import context_parallel
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.skipping import skip_first_batches
 from nblaunch.training.gradients import Gradients
@@ -56,7 +55,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     project_of,
 )
-from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.parallelism import ParallelismConfig, context_parallel
 from nblaunch.training.per_process import PerProcessParts
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import AcceleratorProperties

@@ -13,7 +13,6 @@ from nblaunch import context, env
 from nblaunch.backends.base import Backend
 from nblaunch.spec import wants_spmd
 from nblaunch.training import precision
-from nblaunch.training.context_parallelism import check_context_parallel
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import (
     RNG_TYPES,
@@ -29,7 +28,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     check_choice,
 )
-from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.parallelism import ParallelismConfig, check_context_parallel
 from nblaunch.training.precision import AORecipeKwargs
 from nblaunch.training.strategies import StrategyPlugin
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin

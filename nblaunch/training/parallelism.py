@@ -5,7 +5,8 @@
     cp, tp                                ranks read the same data
 
 Fields, names of mesh dimensions and environment variables are those of Hugging Face Accelerate. What is done with
-them is decided elsewhere: by the strategies, and by ``prepare`` for loaders.
+them is decided elsewhere: by the strategies, and by ``prepare`` for loaders; except for sequences that are sharded over
+ranks, which is torch's work (:func:`context_parallel`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+import torch
 
 from nblaunch import env
 from nblaunch.errors import warn
@@ -176,7 +180,7 @@ class ParallelismConfig:
         """
         self.check()
         if self.total_size == 1:
-            self._set_size("dp_shard" if is_sharded else "dp_replicate", num_processes)
+            setattr(self, "dp_shard_size" if is_sharded else "dp_replicate_size", num_processes)
         if self.total_size != num_processes:
             raise ValueError(
                 f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({num_processes}): "
@@ -199,10 +203,6 @@ class ParallelismConfig:
     @property
     def _sizes(self) -> dict[str, int]:
         return {name: getattr(self, f"{name}_size") for name in _ORDER}
-
-    def _set_size(self, parallelism: str, size: int) -> None:
-        check_choice("parallelism", parallelism, _ORDER)
-        setattr(self, f"{parallelism}_size", size)
 
     @property
     def total_size(self) -> int:
@@ -328,9 +328,8 @@ class ParallelismConfig:
             return self._joint["dp_shard_cp"] if self.cp_enabled else self.device_mesh["dp_shard"]
         if not self.cp_enabled:
             return self.device_mesh["dp_replicate", "dp_shard"]
-        with (
-            warnings.catch_warnings()
-        ):  # of torch 2.11 and later, which have no other way to combine these two
+        with warnings.catch_warnings():
+            # Of torch 2.11 and later, which have no other way to combine these two.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self.device_mesh["dp_replicate", "dp_shard_cp"]
 
@@ -344,3 +343,32 @@ class ParallelismConfig:
         mesh = self.device_mesh
         is_there = mesh is not None and name in (mesh.mesh_dim_names or ())
         return int(mesh.get_local_rank(name)) if is_there else 0
+
+
+def check_context_parallel(config: ParallelismConfig, device: torch.device) -> None:
+    """Raise ValueError where torch's attention can't exchange keys and values on this kind of device."""
+    if config.cp_enabled and device.type != "cuda":
+        raise ValueError(
+            f"cp_size={config.cp_size} can't be used on {device.type}: torch cuts sequences over ranks in its flash, "
+            "efficient and cuDNN attention, which are for NVIDIA GPUs. Leave cp_size out here"
+        )
+
+
+def context_parallel(
+    config: ParallelismConfig | None,
+    buffers: list[torch.Tensor] | None,
+    dims: list[int] | None,
+    no_restore: set[torch.Tensor] | None,
+) -> AbstractContextManager[None]:
+    """Return torch's context manager for one step; one without any effect where sequences are not sharded."""
+    if config is None or not config.cp_enabled:
+        return nullcontext()
+    from torch.distributed.tensor import experimental
+    from torch.distributed.tensor.experimental._attention import set_rotate_method  # has no public name
+
+    assert config.cp_handler is not None  # made by the configuration
+    set_rotate_method(str(config.cp_handler.cp_comm_strategy))  # how ranks exchange keys and values
+    sharded: AbstractContextManager[None] = experimental.context_parallel(
+        config.device_mesh["cp"], buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=no_restore
+    )
+    return sharded
