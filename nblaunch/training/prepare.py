@@ -13,12 +13,14 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nblaunch import context
+from nblaunch import context, formatting
 from nblaunch.events import Note
+from nblaunch.host import memory
 from nblaunch.training import models, precision
+from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
-from nblaunch.training.host_memory import describe_host_memory, gather_host_memory
+from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import Replacements, stays_in_place, to_device
 from nblaunch.training.optimizer import (
     AcceleratedOptimizer,
@@ -125,7 +127,9 @@ class Preparer:
         if moves and (evaluation_mode or not self.strategy.moves_models):
             self._to_device(inner)
             if not evaluation_mode:  # which a rank may prepare alone
-                self._report_host_memory(inner)
+                note = describe_host_memory(inner, self.shared.process)
+                if note is not None:
+                    context.current().emit(Note.of_job(note))
         prepared: Any = model if evaluation_mode else self._set_up(model, inner)
         compiled = self.strategy.compile(prepared, self.dynamo)
         prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled
@@ -149,12 +153,6 @@ class Preparer:
         with self._replacements.noted(inner):
             to_device(inner, self.shared.process)
         self._hand_over()
-
-    def _report_host_memory(self, inner: torch.nn.Module) -> None:
-        """Show what the job takes of the host's memory. A collective on XLA devices, nothing elsewhere."""
-        usage = gather_host_memory(inner, self.shared.process)
-        if usage is not None:
-            context.current().emit(Note.of_job(describe_host_memory(usage)))
 
     def _check_new(self, inner: torch.nn.Module) -> None:
         for position, known in enumerate(self.models):
@@ -246,6 +244,40 @@ def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder
         raise ValueError(
             f"{type(obj).__name__} stands for an object that is made elsewhere; it needs {obj.needs}"
         )
+
+
+def describe_host_memory(model: torch.nn.Module, process: JoinedProcess) -> str | None:
+    """Return a line, on rank 0, on the host memory that the job takes with ``model`` placed, and how to save some.
+
+    A collective on XLA devices. None on other ranks and devices, and where the host can't be read.
+    """
+    model_bytes = sum(
+        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
+    )
+    device_bytes = process.backend.host_bytes_of_device(model_bytes)
+    if device_bytes is None:
+        return None
+    barrier(process.device)  # no rank is still moving
+    sizes = operations.gather_object([memory.proportional_bytes()])
+    if process.topology.rank != 0 or None in sizes:
+        return None
+    worker, num_workers = context.current(), process.topology.world_size
+    whose = formatting.count(num_workers, "worker")
+    total_bytes = sum(sizes) - num_workers * device_bytes
+    if context.is_worker():
+        whose += " and the launching process"  # the table has the workers alone
+        total_bytes += memory.proportional_bytes(worker.parent_pid) or 0
+    held = f"model {formatting.size(model_bytes)} held once"
+    if num_workers > 1 and worker.slot.built_bytes >= model_bytes:
+        held = (
+            f"model {formatting.size(model_bytes)} built in every worker; held once if it is built in the notebook "
+            "and passed: notebook_launcher(function, (model,))"
+        )
+    line = f"{whose}, host memory {formatting.size(total_bytes)} ({held})"
+    if device_bytes:
+        line += f", besides {formatting.size(num_workers * device_bytes)} that stand for device memory"
+    allocator = memory.other_allocator()
+    return line if not allocator else f"{line}; {allocator} gives memory back by its own rules"
 
 
 def extract_model_from_parallel(
