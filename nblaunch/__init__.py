@@ -68,7 +68,7 @@ _PUBLIC = {
     "notebook_launcher": "nblaunch.notebook",
     "one_at_a_time": "nblaunch.training.joining",
     "set_seed": "nblaunch.training.collectives.rng",
-    "skip_first_batches": "nblaunch.training.data.skipping",
+    "skip_first_batches": "nblaunch.training.data.resuming",
     "synchronize_rng_states": "nblaunch.training.collectives.rng",
 }
 
@@ -155,7 +155,7 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
     )
     from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
-    from nblaunch.training.data.skipping import skip_first_batches
+    from nblaunch.training.data.resuming import skip_first_batches
     from nblaunch.training.joining import one_at_a_time
     from nblaunch.training.options import (
         AutocastKwargs,

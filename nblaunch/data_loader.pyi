@@ -13,6 +13,10 @@ from nblaunch.training.data.loader import (
 from nblaunch.training.data.prepare import (
     prepare_data_loader as prepare_data_loader,
 )
+from nblaunch.training.data.resuming import (
+    SkipDataLoader as SkipDataLoader,
+    skip_first_batches as skip_first_batches,
+)
 from nblaunch.training.data.samplers import (
     SeedableRandomSampler as SeedableRandomSampler,
     SkipBatchSampler as SkipBatchSampler,
@@ -20,8 +24,4 @@ from nblaunch.training.data.samplers import (
 from nblaunch.training.data.sharding import (
     BatchSamplerShard as BatchSamplerShard,
     IterableDatasetShard as IterableDatasetShard,
-)
-from nblaunch.training.data.skipping import (
-    SkipDataLoader as SkipDataLoader,
-    skip_first_batches as skip_first_batches,
 )

@@ -24,7 +24,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.data.dispatcher": "DataLoaderDispatcher",
         "training.data.loader": "DataLoaderShard get_sampler",
         "training.data.prepare": "prepare_data_loader",
-        "training.data.skipping": "SkipDataLoader skip_first_batches",
+        "training.data.resuming": "SkipDataLoader skip_first_batches",
         "training.data.samplers": "SeedableRandomSampler SkipBatchSampler",
         "training.data.sharding": "BatchSamplerShard IterableDatasetShard",
     },

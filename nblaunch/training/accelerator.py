@@ -38,7 +38,7 @@ from nblaunch.training.checkpoints.safe_save import make_folder
 from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointSources, add_hook
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.skipping import skip_first_batches
+from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module, is_dispatched

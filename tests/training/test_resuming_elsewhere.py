@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from nblaunch import Accelerator
 from nblaunch.errors import CheckpointError
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.position import EpochPosition
+from nblaunch.training.data.sharding import EpochPosition
 from nblaunch.training.options import DataLoaderConfiguration
 from tests.training import ranks
 

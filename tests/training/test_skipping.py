@@ -14,9 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from nblaunch import Accelerator, context
 from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.resuming import SkipDataLoader, skip_first_batches
 from nblaunch.training.data.samplers import SkipBatchSampler
 from nblaunch.training.data.sharding import BatchSamplerShard
-from nblaunch.training.data.skipping import SkipDataLoader, skip_first_batches
 from nblaunch.training.options import DataLoaderConfiguration
 from tests.training import ranks
 

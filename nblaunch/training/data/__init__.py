@@ -3,10 +3,8 @@
 prepare.py          make a prepared loader out of the user's
 adapter.py          a loader around the one that reads, torch's or torchdata's; its options, the state of its epoch
 samplers.py         samplers of the order that all ranks share, and those nested in an index sampler
-sharding.py         which samples a rank gets
+sharding.py         which samples a rank gets, and which are left of an epoch, for any number of ranks
 loader.py           read them: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard
 dispatcher.py       ``DataLoaderDispatcher``, where rank 0 reads for all
-skipping.py         loaders whose next epoch begins behind its first batches
-position.py         how far an epoch was read, for any number of ranks, and the rest of it
-resuming.py         states of loaders in checkpoints
+resuming.py         loaders whose next epoch begins behind its first batches; states of loaders in checkpoints
 """

@@ -32,7 +32,6 @@ from nblaunch.training.data.adapter import (
     index_sampler_options,
     inherited_options,
 )
-from nblaunch.training.data.position import EpochPosition, rest_of_index_sampler, rest_of_stream
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,
     index_sampler_of,
@@ -41,7 +40,13 @@ from nblaunch.training.data.samplers import (
     pass_epoch,
     sampler_of,
 )
-from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
+from nblaunch.training.data.sharding import (
+    BatchSamplerShard,
+    EpochPosition,
+    IterableDatasetShard,
+    rest_of_index_sampler,
+    rest_of_stream,
+)
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import GradientState
 
