@@ -1,18 +1,11 @@
 """The :class:`Accelerator`: what a user's training function calls.
 
-A façade. The constructor resolves its arguments and builds the parts, each of which is passed what it needs; every
-method delegates to one of them. All modules, and how they relate, are listed in ``nblaunch/training/__init__.py``.
+A façade: the constructor resolves its arguments and builds the parts, to which every method delegates; it never asks
+which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Inherited are
 
-    the parts (``self._preparer`` ...)   ``per_process.py``, inherited: each worker has its own, made at first use
-    ranks, barriers, only some ranks     ``process_methods.py``, inherited: ``PartialState`` has the same methods
-    settings and labels to read          ``properties.py``, inherited
-    preparing                            ``prepare.py``: ``Preparer``
-    gradients                            ``gradients.py``: ``Gradients``; ``strategies/``; ``precision.py``
-    values of all ranks                  ``collectives/operations.py``
-    checkpoints                          ``checkpoints/``: ``CheckpointSources``, ``Saver``, ``restoring.py``
-    tracking                             ``tracking/hub.py``: ``TrackerHub``
-
-It never asks which device or strategy is in use.
+    process_methods.py   ranks, barriers, only some ranks: what ``PartialState`` has, too
+    properties.py        settings and labels to read
+    per_process.py       ``self._preparer`` and so on: each worker has its own, made at first use
 """
 
 from __future__ import annotations
@@ -60,12 +53,11 @@ from nblaunch.training.per_process import PerProcessParts
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import AcceleratorProperties
 from nblaunch.training.shared_state import SharedState, get_shared_state
-from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, reset_message
+from nblaunch.training.state import AcceleratorState, reset_message
 from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from nblaunch.training.tracking.hub import TrackerHub
-from nblaunch.training.tracking.trackers import GeneralTracker
 
 T = TypeVar("T")
 
@@ -212,7 +204,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         return self._check_state().process
 
     def _check_state(self) -> SharedState:
-        """Return the shared state; AttributeError where its state was reset since this Accelerator was made."""
+        """Return the shared state; AttributeError where it was reset since this Accelerator was made."""
         shared: SharedState = self._shared
         if shared.precision is None:
             raise AttributeError(reset_message(AcceleratorState))
@@ -223,23 +215,6 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
 
     def __repr__(self) -> str:
         return f"Accelerator(\n{self.state!r})"
-
-    # --- settings and state ------------------------------------------------------------------------------------------
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How the job computes, as one word for users; no code here decides anything by it."""
-        return self.state.distributed_type
-
-    @property
-    def state(self) -> AcceleratorState:
-        """What the Accelerators of this process decided, as an ``AcceleratorState``."""
-        return AcceleratorState._of(self._shared)
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """Gradient accumulation and the loader being read, as a ``GradientState``."""
-        return GradientState._of(self._preparer.accumulation)
 
     # --- preparing ---------------------------------------------------------------------------------------------------
 
@@ -258,10 +233,6 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             ValueError: ``device_placement`` is not as long as ``args``; or a module was prepared before, and it is its
                 prepared form that is to be passed.
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
-
-        Example::
-
-            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         self._check_state()
         placements = [None] * len(args) if device_placement is None else list(device_placement)
@@ -278,12 +249,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         """Prepare one model. It is moved in place.
 
         Args:
-            model: the user's own module.
+            model: the user's own module. ValueError where it was prepared before.
             device_placement: whether it goes to the device; None: as in the Accelerator.
             evaluation_mode: True: it is not trained, so the strategy leaves it alone.
-
-        Raises:
-            ValueError: its module was prepared before.
         """
         return self._preparer.prepare_model(model, device_placement, evaluation_mode)
 
@@ -314,13 +282,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int | None = None) -> DataLoader:
-        """Return a loader that starts its next epoch behind the first batches, as after :meth:`load_state`.
-
-        Args:
-            dataloader: prepared or not.
-            num_batches: how many are left out, of this rank; None: all that was seen, on however many ranks, when the
-                checkpoint that was loaded last was saved in the middle of an epoch.
-        """
+        """Return a loader that starts its next epoch further on; see :func:`nblaunch.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(
@@ -383,9 +345,6 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         Args:
             loss: a tensor of one element.
             **kwargs: for :meth:`torch.Tensor.backward`, as ``retain_graph=True``; or ``learning_rate``, for LOMO.
-
-        Raises:
-            RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
         """
         self._gradients.backward(loss, **kwargs)
 
@@ -437,31 +396,23 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Run the block in mixed precision: for computations outside of a prepared model, such as a loss.
 
-        Args:
-            autocast_handler: how; None: the ``AutocastKwargs`` among ``kwargs_handlers``, or the defaults.
+        ``autocast_handler`` says how; None: the ``AutocastKwargs`` among ``kwargs_handlers``, or the defaults.
         """
         return self._precision.autocast(autocast_handler)
 
     # --- gradients: where they are -----------------------------------------------------------------------------------
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring fp16 gradients to their true size.
-
-        Args:
-            optimizer: whose gradients, one or a list; None: those of all prepared optimizers.
-        """
+        """Bring fp16 gradients to their true size: those of an optimizer or a list; None: of all prepared ones."""
         self._gradients.unscale(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients by their total norm, in true size. Call it where gradients sync.
+        """Clip gradients by their total norm, in true size, and return the norm before. Call it where gradients sync.
 
         Args:
             parameters: a parameter or an iterable of them.
             max_norm: largest norm that is left as it is.
             norm_type: as the p of the norm; ``float("inf")`` for the largest element.
-
-        Returns:
-            The norm before.
 
         Example::
 
@@ -473,60 +424,13 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync.
-
-        Args:
-            parameters: a parameter or an iterable of them.
-            clip_value: the largest absolute value of an element.
-        """
+        """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync."""
         self._strategy.clip_grad_value(self._gradients.bring_to_true_size(parameters), clip_value)
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends in an optimizer step; may be set."""
-        return self._preparer.accumulation.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._preparer.accumulation.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per optimizer step; may be set, for the windows that follow."""
-        return self._preparer.accumulation.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._preparer.accumulation.set_num_steps(num_steps)
-
-    @property
-    def step(self) -> int:
-        """Micro-steps since the last window that a loader's end closed; may be set."""
-        return self._preparer.accumulation.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._preparer.accumulation.step = step
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer left out its last step because fp16 gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._preparer.optimizers)
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors over ranks on dim 0, in rank order, on every rank.
-
-        Args:
-            tensor: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
-                dimensions counts as one row.
-
-        Raises:
-            TypeError: a leaf is not a tensor.
-            DistributedOperationException: shapes or types differ from rank to rank; on every rank, naming all (on gloo,
-                and everywhere with ``ACCELERATE_DEBUG_MODE``).
-        """
+        """Concatenate tensors over ranks on dim 0, in rank order, on every rank: :func:`nblaunch.utils.gather`."""
         return self._operations.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -552,38 +456,15 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         return self._operations.gather_for_metrics(input_data, use_gather_object, window, num_ranks)
 
     def gather_object(self, items: Any) -> Any:
-        """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.
-
-        Args:
-            items: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
-        """
+        """Return the elements of every rank's ``items``, in rank order: :func:`nblaunch.utils.gather_object`."""
         return self._operations.gather_object(items)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors over ranks, elementwise. The argument is not changed.
-
-        Args:
-            tensor: tensor or nested structure of tensors, of equal shape on all ranks.
-            reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
-            scale: the result is multiplied by it.
-
-        Raises:
-            TypeError: a leaf is not a tensor.
-            ValueError: the reduction is unknown.
-        """
+        """Combine tensors over ranks, elementwise, in new ones: :func:`nblaunch.utils.reduce`."""
         return self._operations.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite tensors with those of one rank, in place, and return them.
-
-        Args:
-            tensor: tensor or nested structure of tensors, of equal shape on all ranks.
-            from_process: the rank that sends.
-
-        Raises:
-            TypeError: a leaf is not a tensor.
-            ValueError: there is no rank ``from_process``.
-        """
+        """Overwrite tensors with those of one rank, in place, and return them: :func:`nblaunch.utils.broadcast`."""
         return self._operations.broadcast(tensor, from_process)
 
     def pad_across_processes(
@@ -591,11 +472,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
     ) -> Any:
         """Pad tensors to the largest size that any rank has in dimension ``dim``.
 
-        Args:
-            tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
-            dim: the dimension, negative from the end; a tensor without it is returned as it is.
-            pad_index: value to pad with.
-            pad_first: pad in front instead of behind.
+        Arguments as for :func:`nblaunch.utils.pad_across_processes`.
         """
         return self._operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -621,29 +498,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             self.flag_tensor = None
         return is_set
 
-    # --- checkpoints: where ------------------------------------------------------------------------------------------
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go."""
-        return self._checkpoints.project
-
-    @property
-    def project_dir(self) -> str | None:
-        """The folder of this training run; None: none was given."""
-        return self._checkpoints.project.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder for trackers that write files; None: none was given."""
-        return self._checkpoints.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next automatically named checkpoint."""
-        return self._checkpoints.project.iteration
-
-    # --- checkpoints: the whole state --------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------
 
     def save_state(
         self,
@@ -686,11 +541,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         return self._saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once where nothing is under way.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait until the last ``save_state(asynchronous=True)`` is on disk; CheckpointError where it can't be."""
         self._saver.wait()
 
     def load_state(
@@ -728,33 +579,23 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         """Have ``save_state`` and ``load_state`` include these objects.
 
         Args:
-            *objects: have ``state_dict()`` and ``load_state_dict(state)``.
-
-        Raises:
-            ValueError: some have not; lists them. None is registered then.
+            *objects: have ``state_dict()`` and ``load_state_dict(state)``. ValueError, which lists them, where some
+                have not; none is registered then.
         """
         self._checkpoints.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
 
-        Args:
-            hook: gets the prepared models, their state dicts, and the folder to write to, which takes its place when
-                the checkpoint is complete. State dicts that it takes out of ``weights`` are not written.
-
-        Returns:
-            A handle whose ``remove()`` takes the hook back.
+        The folder takes the place of the checkpoint's when that is complete. State dicts that the hook takes out of
+        ``weights`` are not written. The ``remove()`` of the handle that is returned takes the hook back.
         """
         return add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
 
-        Args:
-            hook: gets the prepared models and the folder. Models that it takes out of ``models`` are not loaded.
-
-        Returns:
-            A handle whose ``remove()`` takes the hook back.
+        Models that it takes out of ``models`` are not loaded. The handle is as that of the other hook.
         """
         return add_hook(self._checkpoints.load_hooks, hook)
 
@@ -817,16 +658,6 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
 
     # --- tracking ----------------------------------------------------------------------------------------------------
 
-    @property
-    def trackers(self) -> list[GeneralTracker]:
-        """The trackers that run in this process, once :meth:`init_trackers` was called."""
-        return self._trackers.trackers
-
-    @property
-    def log_with(self) -> list[Any]:
-        """What was chosen by the argument of that name: tracker classes and trackers."""
-        return self._trackers.chosen
-
     def init_trackers(
         self,
         project_name: str,
@@ -869,11 +700,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         """Return the tracker called ``name``; one that does nothing on ranks where it does not run.
 
         Args:
-            name: as in ``log_with``.
+            name: as in ``log_with``. ValueError where there is none, or it is not started.
             unwrap: True: the library's own run object instead.
-
-        Raises:
-            ValueError: there is none, or it is not started.
         """
         return self._trackers.get(name, unwrap)
 
@@ -940,8 +768,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
     def end_training(self) -> None:
         """End trackers and leave the process group, once the last checkpoint is on disk. Call it last, on all ranks.
 
-        Raises:
-            CheckpointError: the checkpoint could not be written.
+        CheckpointError where that checkpoint could not be written.
         """
         try:
             self._saver.close()

@@ -90,19 +90,6 @@ def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return by_type
 
 
-def check_handler(kind: type, handler: KwargsHandler | None) -> None:
-    """Check a handler that is assigned to an Accelerator.
-
-    Raises:
-        TypeError: it is neither of type ``kind`` nor None.
-    """
-    if handler is None:
-        return
-    if not isinstance(handler, kind):
-        raise TypeError(f"{handler!r:.80} is no {kind.__name__}, and not None")
-    handler.check()
-
-
 def resolve_accumulation(
     num_steps: int, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:

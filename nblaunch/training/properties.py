@@ -1,4 +1,4 @@
-"""Properties of the ``Accelerator`` that scripts read or assign: precision, settings of loaders, labels of parallelism.
+"""Properties of the ``Accelerator`` that scripts read or assign: settings, states, labels of parallelism.
 
 A setting that is assigned counts for what is prepared later. The labels answer questions about forms of parallelism
 that a job of data parallel processes does not have; trainers of other libraries read them before they branch.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.training import arguments
+from nblaunch.training.checkpoints.snapshot import CheckpointSources
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, is_lomo
@@ -25,13 +26,41 @@ from nblaunch.training.options import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    ProjectConfiguration,
 )
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.precision import AORecipeKwargs, ReplacedFp16Precision
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
-from nblaunch.training.state import AcceleratorState
+from nblaunch.training.shared_state import SharedState
+from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
 from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
+from nblaunch.training.tracking.hub import TrackerHub
+from nblaunch.training.tracking.trackers import GeneralTracker
+
+H = TypeVar("H", bound=KwargsHandler)
+
+
+class _Handler(Generic[H]):
+    """An attribute of the Accelerator: its handler of one type, which strategy and precision are given, too."""
+
+    def __init__(self, kind: type[H]) -> None:
+        self._kind = kind
+
+    def __get__(self, accelerator: AcceleratorProperties | None, owner: type) -> H | None:
+        return None if accelerator is None else accelerator._handlers.get(self._kind)
+
+    def __set__(self, accelerator: AcceleratorProperties, handler: H | None) -> None:
+        handlers = accelerator._handlers
+        if handler is None:
+            handlers.pop(self._kind, None)
+        elif isinstance(handler, self._kind):
+            handler.check()
+            handlers[self._kind] = handler
+        else:
+            raise TypeError(f"{handler!r:.80} is no {self._kind.__name__}, and not None")
+        accelerator._preparer.strategy.replace_handlers(handlers)
+        accelerator._preparer.precision.replace_handlers(handlers)
 
 
 class AcceleratorProperties(ProcessMethods):
@@ -43,61 +72,43 @@ class AcceleratorProperties(ProcessMethods):
     _preparer: Preparer
     _gradients: Gradients
     _handlers: dict[type, Any]
+    _checkpoints: CheckpointSources
+    _trackers: TrackerHub
+    _shared: SharedState
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the job computes, as one word for users; no code here decides anything by it."""
+        return self.state.distributed_type
+
+    @property
+    def state(self) -> AcceleratorState:
+        """What the Accelerators of this process decided, as an ``AcceleratorState``."""
+        return AcceleratorState._of(self._shared)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Gradient accumulation and the loader being read, as a ``GradientState``."""
+        return GradientState._of(self._preparer.accumulation)
 
     # --- kwargs_handlers ---------------------------------------------------------------------------------------------
 
-    def _set_handler(self, kind: type, handler: KwargsHandler | None) -> None:
-        arguments.check_handler(kind, handler)
-        self._handlers.pop(kind, None)
-        if handler is not None:
-            self._handlers[kind] = handler
-        self._preparer.strategy.replace_handlers(self._handlers)
-        self._preparer.precision.replace_handlers(self._handlers)
+    ddp_handler = _Handler(DistributedDataParallelKwargs)
+    """The ``DistributedDataParallelKwargs`` among ``kwargs_handlers``; may be set, for models prepared later."""
 
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The ``DistributedDataParallelKwargs`` among ``kwargs_handlers``; may be set, for models prepared later."""
-        return self._handlers.get(DistributedDataParallelKwargs)
+    autocast_handler = _Handler(AutocastKwargs)
+    """The ``AutocastKwargs`` among ``kwargs_handlers``; may be set."""
 
-    @ddp_handler.setter
-    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
-        self._set_handler(DistributedDataParallelKwargs, handler)
+    profile_handler = _Handler(ProfileKwargs)
+    """The ``ProfileKwargs`` among ``kwargs_handlers``, by which ``profile`` records; may be set."""
 
-    @property
-    def autocast_handler(self) -> AutocastKwargs | None:
-        """The ``AutocastKwargs`` among ``kwargs_handlers``; may be set."""
-        return self._handlers.get(AutocastKwargs)
+    scaler_handler = _Handler(GradScalerKwargs)
+    """The ``GradScalerKwargs`` among ``kwargs_handlers``: the scaler of fp16 was made with it."""
 
-    @autocast_handler.setter
-    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
-        self._set_handler(AutocastKwargs, handler)
-
-    @property
-    def profile_handler(self) -> ProfileKwargs | None:
-        """The ``ProfileKwargs`` among ``kwargs_handlers``, by which ``profile`` records; may be set."""
-        return self._handlers.get(ProfileKwargs)
-
-    @profile_handler.setter
-    def profile_handler(self, handler: ProfileKwargs | None) -> None:
-        self._set_handler(ProfileKwargs, handler)
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs | None:
-        """The ``GradScalerKwargs`` among ``kwargs_handlers``: the scaler of fp16 was made with it."""
-        return self._handlers.get(GradScalerKwargs)
-
-    @scaler_handler.setter
-    def scaler_handler(self, handler: GradScalerKwargs | None) -> None:
-        self._set_handler(GradScalerKwargs, handler)
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The ``InitProcessGroupKwargs`` among ``kwargs_handlers``: the process group was joined with it."""
-        return self._handlers.get(InitProcessGroupKwargs)
-
-    @init_handler.setter
-    def init_handler(self, handler: InitProcessGroupKwargs | None) -> None:
-        self._set_handler(InitProcessGroupKwargs, handler)
+    init_handler = _Handler(InitProcessGroupKwargs)
+    """The ``InitProcessGroupKwargs`` among ``kwargs_handlers``: the process group was joined with it."""
 
     # --- what is prepared --------------------------------------------------------------------------------------------
 
@@ -206,6 +217,72 @@ class AcceleratorProperties(ProcessMethods):
     def non_blocking(self) -> bool:
         """Whether batches are copied to the device asynchronously."""
         return self.dataloader_config.non_blocking
+
+    # --- gradient accumulation ---------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends in an optimizer step; may be set."""
+        return self._preparer.accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._preparer.accumulation.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per optimizer step; may be set, for the windows that follow."""
+        return self._preparer.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        self._preparer.accumulation.set_num_steps(num_steps)
+
+    @property
+    def step(self) -> int:
+        """Micro-steps since the last window that a loader's end closed; may be set."""
+        return self._preparer.accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._preparer.accumulation.step = step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer left out its last step because fp16 gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._preparer.optimizers)
+
+    # --- checkpoints and trackers ------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where checkpoints and logs go."""
+        return self._checkpoints.project
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of this training run; None: none was given."""
+        return self._checkpoints.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder for trackers that write files; None: none was given."""
+        return self._checkpoints.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self._checkpoints.project.iteration
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that run in this process, once :meth:`init_trackers` was called."""
+        return self._trackers.trackers
+
+    @property
+    def log_with(self) -> list[Any]:
+        """What was chosen by the argument of that name: tracker classes and trackers."""
+        return self._trackers.chosen
 
     # --- labels of parallelism ---------------------------------------------------------------------------------------
 
