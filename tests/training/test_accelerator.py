@@ -335,9 +335,8 @@ def test_unwrap_keeps_a_compiled_model_compiled() -> None:
 
 
 def _fp16() -> tuple[Fp16Precision, nn.Parameter, torch.optim.Optimizer]:
-    precision = Fp16Precision(
-        context.current().backend, None, GradScalerKwargs(init_scale=8.0, growth_interval=100)
-    )
+    scaling = GradScalerKwargs(init_scale=8.0, growth_interval=100)
+    precision = Fp16Precision(context.current().backend, {GradScalerKwargs: scaling})
     weight = nn.Parameter(torch.ones(2))
     return precision, weight, torch.optim.SGD([weight], lr=1.0)
 

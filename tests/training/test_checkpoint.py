@@ -210,9 +210,13 @@ def test_a_scaler_is_saved(tmp_path: Path) -> None:
     accelerator = Accelerator()
     backend = context.current().backend
     # fp16 needs a GPU; its scaler does not.
-    accelerator._preparer.precision = Fp16Precision(backend, None, GradScalerKwargs(init_scale=8.0))
+    accelerator._preparer.precision = Fp16Precision(
+        backend, {GradScalerKwargs: GradScalerKwargs(init_scale=8.0)}
+    )
     accelerator.save_state(tmp_path / "state")
-    accelerator._preparer.precision = Fp16Precision(backend, None, GradScalerKwargs(init_scale=2.0))
+    accelerator._preparer.precision = Fp16Precision(
+        backend, {GradScalerKwargs: GradScalerKwargs(init_scale=2.0)}
+    )
     accelerator.load_state(tmp_path / "state")
     assert accelerator.scaler is not None
     assert accelerator.scaler.state_dict()["scale"] == 8.0

@@ -378,7 +378,7 @@ def test_clipping_sees_the_gradient_of_all_ranks(precision: str) -> None:
 
 def test_clipping_takes_one_parameter_and_sees_unscaled_gradients() -> None:
     accelerator = Accelerator()
-    precision = Fp16Precision(context.current().backend)
+    precision = Fp16Precision(context.current().backend, {})
     preparer = accelerator._preparer
     preparer.precision = precision
     accelerator._gradients = Gradients(accelerator._shared, precision, preparer.strategy, preparer)
