@@ -72,11 +72,7 @@ def refuse_unsupported(unsupported: dict[str, Any]) -> None:
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """Return ``kwargs_handlers`` by their type, at most one of each.
-
-    Raises:
-        ValueError: one is of no known type, or there are two of the same.
-    """
+    """Return ``kwargs_handlers`` by their type. ValueError for one of no known type, and for two of the same."""
     by_type: dict[type, Any] = {}
     for handler in handlers:
         kind = next((kind for kind in HANDLERS if isinstance(handler, kind)), None)
@@ -134,11 +130,7 @@ def resolve_data_config(
 def resolve_dynamo(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
 ) -> TorchDynamoPlugin:
-    """Return how models are compiled: from either of two arguments, else from the launcher or the environment.
-
-    Raises:
-        ValueError: both were given.
-    """
+    """Return how models are compiled: from one of two arguments, else from the launcher or the environment."""
     if backend is not None and plugin is not None:
         raise ValueError(
             f"dynamo_backend={backend!r} and dynamo_plugin were both given; set the backend in the plugin"
@@ -152,11 +144,7 @@ def resolve_dynamo(
 
 
 def asks_for_spmd(strategy: StrategyPlugin | str | None) -> bool:
-    """Return whether this process is to drive all devices of its host: ``strategy="spmd"``.
-
-    Raises:
-        ValueError: ``strategy`` is neither a plugin nor a known name.
-    """
+    """Return whether this process is to drive all devices of its host: ``"spmd"``. ValueError for another name."""
     return strategy is not None and not isinstance(strategy, StrategyPlugin) and wants_spmd(strategy)
 
 
@@ -189,11 +177,7 @@ def argument_of(name: str) -> str:
 
 
 def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> ParallelismConfig | None:
-    """Return how the ranks are divided: as given, as before, or as launched or in the environment; None: not at all.
-
-    Raises:
-        TypeError: it is no ``ParallelismConfig``.
-    """
+    """Return how the ranks are divided: as given, as before, or as launched or in the environment; None: not at all."""
     if given is None:
         launched = context.current().accelerator_defaults.get("parallelism_config")
         if kept is None and launched is not None:
@@ -211,12 +195,10 @@ def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> Paralleli
 def parallel_plugin(
     plugin: StrategyPlugin, parallelism: ParallelismConfig, process: JoinedProcess
 ) -> StrategyPlugin:
-    """Return the plugin of the strategy for ``parallelism``; make its mesh.
+    """Return the plugin of the strategy for ``parallelism``, which is completed and gets its mesh.
 
     Args:
         plugin: that there would be otherwise.
-        parallelism: completed, where it says nothing.
-        process: ranks and device of this process.
 
     Raises:
         ValueError: the sizes, the plugin or the device are not fit for it.
@@ -244,9 +226,7 @@ def parallel_plugin(
 def plugin_if_none_given(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) -> StrategyPlugin:
     """Return the plugin to use where none was passed: the one in use, else that of the launch, else replicas.
 
-    Args:
-        kept: that of an earlier Accelerator of this process; None: there is none.
-        handlers: may have settings of replicas.
+    ``kept`` is that of an earlier Accelerator of this process; ``handlers`` may have settings of replicas.
     """
     if kept is not None and kept.is_kept:
         return kept

@@ -129,11 +129,7 @@ class LoopStack:
 
 
 class BusyTime:
-    """Measures busy time and adds it up on the board.
-
-    Args:
-        slot: of this rank.
-    """
+    """Measures busy time and adds it up on the board."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -158,12 +154,7 @@ _MEMORY_INTERVAL_S = 1.0
 
 
 class DeviceMemoryReport:
-    """Shows the memory of this rank's device on the board, updated at most once a second.
-
-    Args:
-        slot: of this rank.
-        backend: reads the memory.
-    """
+    """Shows the memory of this rank's device on the board, updated at most once a second."""
 
     def __init__(self, slot: Slot, backend: Backend) -> None:
         self._slot = slot
@@ -190,10 +181,6 @@ class LossReport:
     Reading a value makes the process wait for the device, so losses are added up there, in bins that end at fixed
     optimizer steps (``wire/board.py``). They are read now and then, and when a loop ends. A step is over when any
     optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
-
-    Args:
-        slot: of this rank; counts the steps of optimizers.
-        memory: report of device memory, updated with the loss.
     """
 
     def __init__(self, slot: Slot, memory: DeviceMemoryReport | None = None) -> None:
@@ -217,9 +204,7 @@ class LossReport:
     def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
         """Add ``loss``. Called at every micro-step; anything but a single number is left out.
 
-        Args:
-            loss: a tensor of one element.
-            is_there: False where it has no value before the step ends: then :meth:`show_due` shows it.
+        With ``is_there=False`` it has no value before the step ends: then :meth:`show_due` shows it.
         """
         self._num_noted += 1
         if loss.numel() != 1:

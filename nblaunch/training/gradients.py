@@ -23,14 +23,7 @@ from nblaunch.training.strategies import Strategy
 
 
 class Gradients:
-    """Computes and accumulates the gradients of this process.
-
-    Args:
-        shared: what all Accelerators of this process share.
-        precision: scales losses and gradients.
-        strategy: averages gradients over ranks.
-        preparer: has the prepared models, optimizers and loaders, and the accumulation window.
-    """
+    """Computes and accumulates the gradients of this process."""
 
     def __init__(
         self, shared: SharedState, precision: Precision, strategy: Strategy, preparer: Preparer
@@ -107,14 +100,10 @@ class Gradients:
             self._precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def bring_to_true_size(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Bring gradients to their true size: averaged over ranks, where backward has not done it, and unscaled.
+        """Bring gradients of ``parameters`` to their true size, and return these as a list.
 
-        Args:
-            parameters: those whose gradients are needed. The optimizers that have none of them are left alone: they
-                may have no gradients yet.
-
-        Returns:
-            The parameters as a list.
+        They are averaged over ranks, where backward has not done it, and unscaled. The optimizers that have none of the
+        parameters are left alone: they may have no gradients yet.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in listed}

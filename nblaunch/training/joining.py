@@ -28,13 +28,8 @@ _RANK_ENTRY = "nblaunch_rank"
 class JoinedProcess:
     """This process, once it has joined the process group of its job: its rank and device, which stay.
 
-    Everything in ``nblaunch.training`` that needs them is passed this one object, as ``process``.
-
-    Args:
-        topology: its ranks, those of the process group where there is one.
-        backend: the device family it computes on.
-        device: its device.
-        slot: its slot of the progress board.
+    Everything in ``nblaunch.training`` that needs them is passed this one object, as ``process``. Its ranks are those
+    of the process group where there is one.
     """
 
     topology: Topology
@@ -52,7 +47,7 @@ def configure_device(spmd: bool, downcast_bf16: bool) -> None:
 
     Args:
         spmd: this process drives all devices of its host.
-        downcast_bf16: represent ``float`` as bf16, see ``Accelerator``; also where the launcher was given it.
+        downcast_bf16: see ``Accelerator``; also where the launcher was given it.
     """
     worker = context.current()
     if _rank_that_started_this(worker.topology) is not None:
@@ -68,10 +63,6 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
 
     A process that ``multiprocessing`` started afresh in a rank, as a loader's worker, joins no group: it has the
     environment of its rank, whose place in the group is taken. It gets the numbers and the device of that rank.
-
-    Args:
-        cpu: compute on the CPU even where the context has another backend.
-        init: how to join the process group.
 
     Raises:
         RuntimeError: the environment has several processes but no address of their rendezvous.
@@ -102,11 +93,7 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
 class _Rank(NamedTuple):
     """What a process knows of the rank that started it, in types that any interpreter can unpickle.
 
-    Args:
-        environment: of its topology; a child with another one joins a group of its own.
-        topology: its fields.
-        backend: name of its device family.
-        device: as text; a child can't always use it.
+    A child whose topology has another ``environment`` joins a group of its own. It can't always use ``device``.
     """
 
     environment: dict[str, str]
@@ -126,11 +113,7 @@ def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
 
 
 def _rank_that_started_this(topology: Topology) -> _Rank | None:
-    """Return the rank that started this process; None where there is none, or this process has a place of its own.
-
-    Args:
-        topology: of this process, by its environment.
-    """
+    """Return the rank that started this process; None where there is none, or ``topology`` is a place of its own."""
     if multiprocessing.parent_process() is None or is_distributed():
         return None
     entry = multiprocessing.current_process()._config.get(_RANK_ENTRY)  # type: ignore[attr-defined]

@@ -18,6 +18,14 @@ from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.precision import Precision
 
 
+def _of_inner(name: str) -> property:
+    """Return a property that is an attribute of the inner optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+    )
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps where gradients are synchronised.
 
@@ -60,32 +68,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state."""
-        return self.optimizer.state
+    state: Any = _of_inner("state")
+    """The inner optimizer's state."""
 
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
+    param_groups: Any = _of_inner("param_groups")
+    """The inner optimizer's parameter groups."""
 
-    @property
-    def param_groups(self) -> Any:
-        """The inner optimizer's parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> Any:
-        """The inner optimizer's default settings."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.optimizer.defaults = defaults
+    defaults: Any = _of_inner("defaults")
+    """The inner optimizer's default settings."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as :class:`torch.optim.Optimizer` does."""
@@ -101,11 +91,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Pass on to optimizers that have modes; nothing for the others."""
-        getattr(self.optimizer, "train", _do_nothing)()
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
 
     def eval(self) -> None:
         """Pass on to optimizers that have modes; nothing for the others."""
-        getattr(self.optimizer, "eval", _do_nothing)()
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; nothing in the middle of an accumulation window."""
@@ -249,10 +241,6 @@ def _has_misplaced_state(optimizer: torch.optim.Optimizer) -> bool:
             if isinstance(value, torch.Tensor) and name != "step" and value.device != parameter.device:
                 return True
     return False
-
-
-def _do_nothing() -> None:
-    """Do nothing, for optimizers without modes."""
 
 
 class OptimizerPlaceholder:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,18 +40,7 @@ SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 
 class Preparer:
-    """Prepares objects, and keeps what it has prepared.
-
-    Args:
-        shared: what all Accelerators of this process share.
-        precision: put around the forward of models.
-        strategy: sets models up for training on several ranks.
-        data: how loaders share their data.
-        rng_types: generators that loaders make equal at the start of every epoch.
-        device_placement: whether models and batches go to the device.
-        step_scheduler_with_optimizer: as in ``Accelerator``.
-        dynamo: how models are compiled.
-    """
+    """Prepares objects, and keeps what it has prepared. Its settings may be assigned."""
 
     def __init__(
         self,
@@ -116,7 +106,7 @@ class Preparer:
         inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
         moves = self._is_moved(placement) and not stays_in_place(inner, self.shared.process)
-        with self._replacements.noted(inner):
+        with self._replacing(inner):
             self.precision.convert_layers(inner, self.strategy.holds_shards)
         if self.strategy.casts_models and not evaluation_mode:
             precision.restore_forward(inner)
@@ -125,12 +115,16 @@ class Preparer:
         if not evaluation_mode:
             self.strategy.before_move(inner)
         if moves and (evaluation_mode or not self.strategy.moves_models):
-            self._to_device(inner)
+            with self._replacing(inner):
+                to_device(inner, self.shared.process)
             if not evaluation_mode:  # which a rank may prepare alone
                 note = describe_host_memory(inner, self.shared.process)
                 if note is not None:
                     context.current().emit(Note.of_job(note))
-        prepared: Any = model if evaluation_mode else self._set_up(model, inner)
+        prepared: Any = model
+        if not evaluation_mode:
+            with self._replacing(inner):
+                prepared = self.strategy.setup_module(model, self.shared.process)
         compiled = self.strategy.compile(prepared, self.dynamo)
         prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled
         prepared._is_accelerate_prepared = True
@@ -138,21 +132,13 @@ class Preparer:
         self.shared.models.add(prepared)
         return prepared
 
-    def _set_up(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
+    @contextmanager
+    def _replacing(self, inner: torch.nn.Module) -> Iterator[None]:
+        """Let optimizers that were prepared before go on with parameters that take the place of others in the block."""
         with self._replacements.noted(inner):
-            prepared = self.strategy.setup_module(model, self.shared.process)
-        self._hand_over()
-        return prepared
-
-    def _hand_over(self) -> None:
-        """Let the optimizers that were prepared before go on with new parameters."""
+            yield
         for optimizer in self.optimizers:
             self._replacements.hand_to(optimizer.optimizer)
-
-    def _to_device(self, inner: torch.nn.Module) -> None:
-        with self._replacements.noted(inner):
-            to_device(inner, self.shared.process)
-        self._hand_over()
 
     def _check_new(self, inner: torch.nn.Module) -> None:
         for position, known in enumerate(self.models):
@@ -285,8 +271,7 @@ def extract_model_from_parallel(
 ) -> Any:
     """Return the user's own module inside a prepared model; see ``Accelerator.unwrap_model``.
 
-    Args:
-        recursive: also take submodules out of their wrappers, in place.
+    With ``recursive``, submodules are taken out of their wrappers, too, in place.
     """
     nested = list(models.wrappers_and_module(model))
     module, compiled = nested[-1], next(filter(models.is_compiled_module, nested), None)

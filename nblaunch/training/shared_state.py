@@ -103,11 +103,6 @@ class SharedState:
     def adopt(self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup) -> Precision:
         """Make what a new Accelerator has chosen that of the process.
 
-        Args:
-            plugin: which built the strategy.
-            strategy: just built.
-            setup: what it was built for.
-
         Returns:
             The precision in which that Accelerator computes: the strategy has a say in it.
         """

@@ -50,12 +50,7 @@ class DistributedType(str, enum.Enum):
 
 
 def distributed_type_of(process: JoinedProcess, strategy: str = "") -> DistributedType:
-    """Return the ``DistributedType`` of a job.
-
-    Args:
-        process: ranks and device of this process.
-        strategy: the member that the strategy asks for; empty: none.
-    """
+    """Return the ``DistributedType`` of a job; ``strategy`` is the member that its strategy asks for, empty: none."""
     if strategy:
         return DistributedType(strategy)
     if process.topology.world_size == 1:
@@ -112,6 +107,10 @@ class View:
         return _live(self)
 
     @property
+    def _process(self) -> JoinedProcess:
+        return self._live_state.process
+
+    @property
     def initialized(self) -> bool:
         """Whether the process has this state."""
         return bool(type(self)._shared_state)
@@ -139,11 +138,8 @@ class View:
         else:
             shared.attributes.setdefault(type(self), {})[name] = value
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (type(self), self._arguments())  # shows the process that it is used in
-
-    def _arguments(self) -> dict[str, Any]:
-        return {}
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # the process that loads a call may not be the one that runs it, and that it is to show
 
 
 def _assignable(name: str, declared: property) -> property:
@@ -174,13 +170,6 @@ def reset_message(cls: type[View]) -> str:
     )
 
 
-def _unpickled(cls: type[View], arguments: Mapping[str, Any]) -> View:
-    """Return a view without a shared state: the process that loads a call may not be the one that runs it."""
-    view = cls.__new__(cls)
-    vars(view).update(arguments)
-    return view
-
-
 class PartialState(View, ProcessMethods):
     """The ranks, device and process group of this process, without an Accelerator.
 
@@ -207,12 +196,8 @@ class PartialState(View, ProcessMethods):
         cpu, kwargs = self._asked
         self._attach(get_shared_state(cpu, InitProcessGroupKwargs(**kwargs)))
 
-    def _arguments(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         return {"_asked": self._asked}
-
-    @property
-    def _process(self) -> JoinedProcess:
-        return self._live_state.process
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -269,10 +254,6 @@ class AcceleratorState(View, ProcessMethods):
                 f"mixed_precision={shared.precision.name!r}"
             )
         self._attach(shared)
-
-    @property
-    def _process(self) -> JoinedProcess:
-        return self._live_state.process
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -139,7 +139,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
             whole, num_rows, is_last = found
             whole = nested.map_tensors(torch.Tensor.contiguous, self._to_device(whole))
-            described = pickle.dumps(nested.map_tensors(TensorInformation.of, whole))
+            described = pickle.dumps(nested.get_data_structure(whole))
             is_same = described == structure
             _send_status(_SAME_STRUCTURE if is_same else _NEW_STRUCTURE, num_rows, is_last)
             if not is_same:
@@ -195,7 +195,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def _receive(self) -> Iterator[tuple[Any, int, bool]]:
         described = b""
         while True:
-            kind, num_rows, is_last = _receive_header()
+            header = operations.broadcast_alike(torch.zeros(3, dtype=torch.int64))
+            kind, num_rows, is_last = header.tolist()
             if kind == _END:
                 return
             if kind == _FAILED:
@@ -204,12 +205,9 @@ class DataLoaderDispatcher(PreparedLoader):
                 )
             if kind == _NEW_STRUCTURE:
                 described = operations.broadcast_object_list([None])[0]
-            device = self.device
-            whole = nested.map_leaves(
-                lambda leaf: leaf.empty(device) if isinstance(leaf, TensorInformation) else leaf,  # noqa: B023
-                pickle.loads(
-                    described
-                ),  # from rank 0 over the process group, as in gather_object: not by the store
+            structure = pickle.loads(described)  # from rank 0 over the process group, as in gather_object
+            whole = nested.recursively_apply(
+                TensorInformation.empty, structure, self.device, test_type=nested.is_tensor_information
             )
             nested.map_tensors(operations.broadcast_alike, whole)
             yield whole, num_rows, bool(is_last)
@@ -219,10 +217,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
 def _send_status(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
     operations.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
-
-
-def _receive_header() -> list[int]:
-    return operations.broadcast_alike(torch.zeros(3, dtype=torch.int64)).tolist()
 
 
 def _first_rows(batch: Any, count: int) -> Any:

@@ -63,13 +63,7 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
 
 
 class TrackerHub:
-    """The trackers of one Accelerator.
-
-    Args:
-        log_with: a name, a ``LoggerType``, a tracker, a list of these; ``"all"``: all that are installed and have what
-            they need; None: none.
-        project: has the folder of logs.
-        process: ranks of this process.
+    """The trackers of one Accelerator, as its argument ``log_with`` says; ``"all"``: those that have what they need.
 
     Raises:
         ValueError: a name is unknown, or a tracker needs a folder and there is none.
@@ -110,15 +104,7 @@ class TrackerHub:
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return the tracker called ``name``; one that does nothing on ranks where it does not run.
-
-        Args:
-            name: as in ``log_with``.
-            unwrap: the library's own run object instead.
-
-        Raises:
-            ValueError: there is none, or it is not started.
-        """
+        """Return the tracker called ``name``; see ``Accelerator.get_tracker``."""
         for tracker in self.trackers:
             if tracker.name == name:  # type: ignore[attr-defined]
                 return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]

@@ -236,9 +236,12 @@ def patch_environment(**variables: Any) -> AbstractContextManager[None]:
     return env.patched({name.upper(): str(value) for name, value in variables.items()})
 
 
-def clear_environment() -> AbstractContextManager[None]:
+@contextmanager
+def clear_environment() -> Iterator[None]:
     """Run the block in an empty environment; whatever is set inside is gone afterwards."""
-    return _restored(lambda name: True)
+    with _restored(""):
+        env.apply(dict.fromkeys(env.snapshot()))
+        yield
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
@@ -260,35 +263,28 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(function)
         async def call_later(*args: Any, **kwargs: Any) -> Any:
-            with _kept():
+            with _restored(_REFERENCE_PREFIX):
                 return await function(*args, **kwargs)
 
         return call_later
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _kept():
+        with _restored(_REFERENCE_PREFIX):
             return function(*args, **kwargs)
 
     return call
 
 
-def _kept() -> AbstractContextManager[None]:
-    return _restored(lambda name: False)
-
-
 @contextmanager
-def _restored(is_hidden: Callable[[str], bool]) -> Iterator[None]:
-    """Hide some variables; at the end, all of them (or those of Hugging Face Accelerate) are as they were."""
+def _restored(prefix: str) -> Iterator[None]:
+    """At the end of the block, give the variables with this prefix the values that they had at its start."""
     before = env.snapshot()
-    env.apply({name: None for name in before if is_hidden(name)})
-    hides_all = is_hidden("")
     try:
         yield
     finally:
-        after = env.snapshot()
-        touched = {name for name in {*before, *after} if hides_all or name.startswith(_REFERENCE_PREFIX)}
-        env.apply({name: before.get(name) for name in touched})
+        names = {*before, *env.snapshot()}
+        env.apply({name: before.get(name) for name in names if name.startswith(prefix)})
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int:
