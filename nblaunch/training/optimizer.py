@@ -116,8 +116,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def reduce_gradients(self, wanted: Container[int] | None = None) -> None:
         """Average gradients over ranks, on devices whose models don't do it in backward; once per step.
 
-        Args:
-            wanted: ids of parameters; nothing is done where this optimizer has none of them. None: for certain.
+        Nothing is done where it has none of the ``wanted`` parameters, given by their ids; None: all are.
         """
         if self._is_reduced or self._accumulation.are_gradients_reduced:
             return

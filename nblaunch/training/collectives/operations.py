@@ -159,8 +159,7 @@ def gather_for_metrics(
     """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
 
     Args:
-        data: as there.
-        use_gather_object: as there.
+        data: as there, with ``use_gather_object``.
         accumulation: has the loader that is being read.
         num_data_ranks: ranks with different data, of which others may have the same; None: all.
     """
