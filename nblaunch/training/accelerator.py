@@ -25,6 +25,7 @@ from nblaunch import context
 from nblaunch.events import WorkerState
 from nblaunch.training import arguments, gradients, joining
 from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.board_reports import length_of
 from nblaunch.training.checkpoints import model_files, restoring
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.safe_save import make_folder
@@ -729,7 +730,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         is_over_epochs = "epoch" in (desc or "").lower()
         label = (desc or "") if context.current().is_launched and not is_over_epochs else ""
         print(label, end="\r" * bool(label), flush=True)
-        length = total if total is not None else _length_of(iterable)
+        length = total if total is not None else length_of(iterable)
         loops = self._shared.loops
         loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
         try:
@@ -775,10 +776,3 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         finally:
             self._trackers.finish()
             self.destroy_process_group()
-
-
-def _length_of(iterable: Any) -> int:
-    try:
-        return len(iterable)
-    except TypeError:
-        return -1

@@ -53,6 +53,14 @@ class Loop:
     began_s: float = field(default_factory=monotonic)
 
 
+def length_of(iterable: Any) -> int:
+    """Return the number of items for a :class:`Loop` over them; -1 where it is unknown."""
+    try:
+        return len(iterable)
+    except TypeError:
+        return -1
+
+
 class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 

@@ -23,7 +23,14 @@ from nblaunch.packages import is_installed
 RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
 
 
-class PrecisionType(str, enum.Enum):
+class Word(str, enum.Enum):
+    """Base of enumerations whose members are texts, and are shown as these."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class PrecisionType(Word):
     """Names of precisions; which of them a device can compute in, the ``Accelerator`` says."""
 
     NO = "no"
@@ -31,11 +38,8 @@ class PrecisionType(str, enum.Enum):
     FP16 = "fp16"
     BF16 = "bf16"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class RNGType(str, enum.Enum):
+class RNGType(Word):
     """Names of random number generators, those of devices that are not supported included."""
 
     GENERATOR = "generator"
@@ -49,9 +53,6 @@ class RNGType(str, enum.Enum):
     MUSA = "musa"
     HPU = "hpu"
     NEURON = "neuron"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass
@@ -81,7 +82,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-class DDPCommunicationHookType(str, enum.Enum):
+class DDPCommunicationHookType(Word):
     """What ranks do to gradients on their way, by name. POWER_SGD and BATCHED_POWER_SGD approximate them."""
 
     NO = "no"
@@ -89,9 +90,6 @@ class DDPCommunicationHookType(str, enum.Enum):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass

@@ -14,15 +14,10 @@ import torch
 T = TypeVar("T")
 
 
-def rebuild(original: Any, items: list[Any]) -> Any:
-    """Return a sequence of the type of ``original`` with other items; named tuples keep their class."""
-    cls = type(original)
-    return cls(*items) if hasattr(original, "_fields") else cls(items)
-
-
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """Return the items of ``generator`` in a sequence of the type of ``obj``, a named tuple for instance."""
-    return rebuild(obj, list(generator))
+    cls = type(obj)
+    return cls(*generator) if hasattr(obj, "_fields") else cls(generator)
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
@@ -30,7 +25,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, torch.Tensor):
         return function(data)
     if isinstance(data, (list, tuple)):
-        return rebuild(data, [map_leaves(function, item) for item in data])
+        return honor_type(data, [map_leaves(function, item) for item in data])
     if isinstance(data, Mapping):
         # A plain-dict constructor is the one thing that dict, OrderedDict, UserDict and model outputs share.
         return type(data)({key: map_leaves(function, value) for key, value in data.items()})  # type: ignore[call-arg]
@@ -124,7 +119,7 @@ def send_to_device(
         except TypeError:  # a ``to`` that knows no ``non_blocking``
             return tensor.to(device)
     if isinstance(tensor, (list, tuple)):
-        return rebuild(tensor, [send_to_device(item, device, non_blocking, skipped) for item in tensor])
+        return honor_type(tensor, [send_to_device(item, device, non_blocking, skipped) for item in tensor])
     if is_mapping:
         moved = {
             key: value if key in skipped else send_to_device(value, device, non_blocking, skipped)
@@ -136,13 +131,8 @@ def send_to_device(
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Return a tensor or nested structure with fp16 and bf16 tensors converted to fp32; everything else as it is."""
-    return map_leaves(_leaf_to_fp32, tensor)
-
-
-def _leaf_to_fp32(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
-        return leaf.float()
-    return leaf
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda one: one.float() if one.dtype in half else one, tensor)
 
 
 def count_rows(batch: Any) -> int:
@@ -177,7 +167,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
     if isinstance(first, (list, tuple)):
-        return rebuild(first, [concatenate([one[i] for one in data], dim) for i in range(len(first))])
+        return honor_type(first, [concatenate([one[i] for one in data], dim) for i in range(len(first))])
     if isinstance(first, Mapping):
         joined = {key: concatenate([one[key] for one in data], dim) for key in first}
         return type(first)(joined)  # type: ignore[call-arg]

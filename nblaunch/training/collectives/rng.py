@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import numpy
 import torch
 
 from nblaunch import context
-from nblaunch.packages import is_installed
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import current_topology
 from nblaunch.training.options import RNG_TYPES, check_choice
@@ -28,10 +28,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         seed += current_topology().rank
     random.seed(seed)
-    if is_installed("numpy"):
-        import numpy
-
-        numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if context.is_worker():  # in the kernel, seeding a device would take it
         context.current().backend.seed(seed)

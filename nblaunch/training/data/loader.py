@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.training.board_reports import Loop
+from nblaunch.training.board_reports import Loop, length_of
 from nblaunch.training.collectives import nested, rng
 from nblaunch.training.data.adapter import (
     FINISHED,
@@ -231,7 +231,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         epoch = self.iteration + self.num_partial_epochs + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         behind, skipped = self._rounds_behind, self.skip_batches
-        length = self._length_or_unknown()
+        length = length_of(self)
         if length >= 0:  # the bar is that of the whole epoch, and begins in the middle
             length += behind + (skipped if self._skips_indices else 0)
         return shared.loops.begin(length, epoch, state, behind + skipped)
@@ -269,12 +269,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             except TypeError:
                 continue
         return None
-
-    def _length_or_unknown(self) -> int:
-        try:
-            return len(self)
-        except TypeError:
-            return -1
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that decide the order: of the samplers, and of an iterable dataset that has one."""

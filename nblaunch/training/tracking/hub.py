@@ -20,7 +20,7 @@ from nblaunch.errors import warn
 from nblaunch.events import Metric
 from nblaunch.packages import is_installed
 from nblaunch.training.joining import JoinedProcess
-from nblaunch.training.options import ProjectConfiguration
+from nblaunch.training.options import ProjectConfiguration, Word
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
 from nblaunch.wire.channel import plain
 
@@ -32,7 +32,7 @@ _LOGGED = (int, float, str, enum.Enum)
 _known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in BUILT_IN}
 
 
-class LoggerType(str, enum.Enum):
+class LoggerType(Word):
     """Names for ``log_with``."""
 
     ALL = "all"
@@ -40,9 +40,6 @@ class LoggerType(str, enum.Enum):
     MLFLOW = "mlflow"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def register_tracker_class(kind: type[GeneralTracker]) -> None:

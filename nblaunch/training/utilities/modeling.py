@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def dtype_byte_size(dtype: torch.dtype) -> float:
     """Return the bytes of one element; a bool counts one bit, as packed formats store it."""
     if dtype == torch.bool:
         return 1 / 8
-    return getattr(dtype, "itemsize", None) or torch.empty(0, dtype=dtype).element_size()
+    return dtype.itemsize
 
 
 def compute_module_sizes(
@@ -59,7 +60,8 @@ def compute_module_sizes(
     """
     narrow = None if dtype is None else _as_dtype(dtype)
     sizes: dict[str, int] = defaultdict(int)
-    for name, tensor in _named_tensors(model, buffers_only):
+    parameters = () if buffers_only else model.named_parameters()
+    for name, tensor in chain(parameters, model.named_buffers()):
         element = dtype_byte_size(tensor.dtype)
         if special_dtypes and name in special_dtypes:
             element = dtype_byte_size(_as_dtype(special_dtypes[name]))
@@ -70,12 +72,6 @@ def compute_module_sizes(
         for depth in range(len(path) + 1):
             sizes[".".join(path[:depth])] += num_bytes
     return dict(sizes)
-
-
-def _named_tensors(model: nn.Module, buffers_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    if not buffers_only:
-        yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -122,8 +118,6 @@ def get_parameters_from_modules(
         model: whose modules a regular expression is for.
         device: where the modules are brought; None: they stay.
     """
-    import re
-
     if isinstance(modules, str):
         pattern = re.compile(modules)
         modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
@@ -136,10 +130,7 @@ def get_parameters_from_modules(
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
     """Return the modules of a model, each after those inside it; with ``return_fqns``, pairs of name and module."""
-    found = [
-        (name, module)
-        for name, module in sorted(model.named_modules(), key=lambda named: -len(_path(named[0])))
-    ]
+    found = sorted(model.named_modules(), key=lambda named: -len(_path(named[0])))
     return found if return_fqns else [module for _, module in found]
 
 
