@@ -77,9 +77,7 @@ def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[s
 def gather(state: Any, keep: bool) -> Any:
     """Return a nested state with full tensors, on the CPU. All ranks call it with states of the same form.
 
-    Args:
-        state: dicts, lists and tuples of tensors and anything else.
-        keep: False: this rank only contributes, and gets None for each sharded tensor.
+    With ``keep=False`` this rank only contributes, and gets None for each sharded tensor.
     """
     if is_sharded(state):
         full = _on_its_mesh(state.detach()).full_tensor()
@@ -110,10 +108,9 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of all tensors as one vector. A collective over ranks with shards of the same tensors.
+    """Return the norm of shards and full tensors as one vector. A collective over ranks with shards of the same.
 
     Args:
-        tensors: shards and full tensors.
         norm_type: the p of the norm; infinity for the largest element.
         device: where ranks can exchange numbers.
     """

@@ -110,10 +110,7 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     """Return a rank's part of ``loader``, as a new loader; the given one is not read any more.
 
     What shuffles by torch's global generator gets a generator of its own, in place: see
-    :func:`_make_samplers_shareable_in_place`.
-
-    Raises:
-        ValueError: the data can't be shared as ``config`` says, with the reason.
+    :func:`_make_samplers_shareable_in_place`. ValueError where the data can't be shared as ``config`` says.
     """
     _check_plain(loader)
     common = inherited_options(loader)
