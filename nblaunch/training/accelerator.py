@@ -51,11 +51,12 @@ from nblaunch.training.options import (
 )
 from nblaunch.training.parallelism import ParallelismConfig, context_parallel
 from nblaunch.training.per_process import PerProcessParts
+from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import AcceleratorProperties
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import AcceleratorState, reset_message
-from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from nblaunch.training.tracking.hub import TrackerHub
@@ -160,20 +161,22 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
         # 3. What the Accelerators of one process agree on.
-        self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data.split_batches)
+        chosen, precision = self._choose_strategy(
+            plugin, parallelism_config, mixed_precision, accumulation, data.split_batches
+        )
         self.state.dynamo_plugin = dynamo
         # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
             shared,
-            self._precision,
-            self._strategy,
+            precision,
+            chosen,
             data,
             generators,
             device_placement,
             step_scheduler_with_optimizer,
             dynamo,
         )
-        self._gradients = Gradients(shared, self._precision, self._strategy, self._preparer)
+        self._gradients = Gradients(self._preparer)
         self._checkpoints = CheckpointSources(shared, self._preparer, project)
         self._saver = Saver(self._checkpoints)
         self._trackers = TrackerHub(log_with, project, shared.process)
@@ -186,7 +189,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         mixed_precision: str | None,
         wanted_accumulation: GradientAccumulationPlugin,
         splits_batches: bool,
-    ) -> None:
+    ) -> tuple[Strategy, Precision]:
         """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
         shared, backend = self._shared, self._shared.process.backend
         plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers)
@@ -197,8 +200,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         asked = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
         accumulation = AccumulationState(shared.loaders, plugin.accumulation_settings(wanted_accumulation))
         setup = TrainingSetup(shared.process, asked, accumulation, splits_batches, parallelism)
-        self._strategy = plugin.build(setup)
-        self._precision = shared.adopt(plugin, self._strategy, setup)
+        strategy = plugin.build(setup)
+        return strategy, shared.adopt(plugin, strategy, setup)
 
     @property
     def _process(self) -> JoinedProcess:
@@ -370,7 +373,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Run the block with ``backward`` leaving gradients unreduced. Does nothing in a lone process."""
-        return self._strategy.no_sync(model)
+        return self._preparer.strategy.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -399,7 +402,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
 
         ``autocast_handler`` says how; None: the ``AutocastKwargs`` among ``kwargs_handlers``, or the defaults.
         """
-        return self._precision.autocast(autocast_handler)
+        return self._preparer.precision.autocast(autocast_handler)
 
     # --- gradients: where they are -----------------------------------------------------------------------------------
 
@@ -420,13 +423,13 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
-        return self._strategy.clip_grad_norm(
+        return self._preparer.strategy.clip_grad_norm(
             self._gradients.bring_to_true_size(parameters), max_norm, norm_type
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync."""
-        self._strategy.clip_grad_value(self._gradients.bring_to_true_size(parameters), clip_value)
+        self._preparer.strategy.clip_grad_value(self._gradients.bring_to_true_size(parameters), clip_value)
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 

@@ -16,21 +16,17 @@ from nblaunch.errors import warn
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.optimizer import AcceleratedOptimizer, is_lomo
-from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.shared_state import SharedState, get_shared_state
-from nblaunch.training.strategies import Strategy
+from nblaunch.training.shared_state import get_shared_state
 
 
 class Gradients:
     """Computes and accumulates the gradients of this process."""
 
-    def __init__(
-        self, shared: SharedState, precision: Precision, strategy: Strategy, preparer: Preparer
-    ) -> None:
-        self._shared = shared
-        self._precision = precision
-        self._strategy = strategy
+    def __init__(self, preparer: Preparer) -> None:
+        self._shared = preparer.shared
+        self._precision = preparer.precision
+        self._strategy = preparer.strategy
         self._preparer = preparer
         self._accumulation = preparer.accumulation
 

@@ -51,8 +51,6 @@ class PerProcessParts:
 
     _handlers: Any = _PerProcess()
     _shared: Any = _PerProcess()
-    _strategy: Any = _PerProcess()
-    _precision: Any = _PerProcess()
     _preparer: Any = _PerProcess()
     _gradients: Any = _PerProcess()
     _checkpoints: Any = _PerProcess()

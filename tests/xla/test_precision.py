@@ -26,7 +26,7 @@ def probe(mixed_precision=None, downcast=False, first=False):
         there_and_back(1 / 3, torch.float64),
         there_and_back(100000.123, torch.float64),
         str(output.dtype),
-        type(accelerator._precision).__name__,
+        type(accelerator._preparer.precision).__name__,
     )
 """
 

@@ -96,7 +96,7 @@ def types():
     accelerator = Accelerator(mixed_precision="bf16")
     model = accelerator.prepare(nn.Linear(8, 4))
     output = model(torch.ones(4, 8).to(accelerator.device))
-    return torch_xla._XLAC._get_xla_tensors_hlo([output]), type(accelerator._precision).__name__
+    return torch_xla._XLAC._get_xla_tensors_hlo([output]), type(accelerator._preparer.precision).__name__
 """
     )
     cell = kernel.run("notebook_launcher(types, strategy='spmd', dashboard='text')", timeout_s=70)

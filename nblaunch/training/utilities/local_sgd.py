@@ -39,7 +39,7 @@ class LocalSGD:
     ) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} is less than 1")
-        if accelerator._strategy.holds_shards:
+        if accelerator._preparer.strategy.holds_shards:
             raise ValueError(
                 f"LocalSGD averages whole models, and with {accelerator.distributed_type.value} every rank holds a "
                 "shard of one; leave LocalSGD or the plugin out"

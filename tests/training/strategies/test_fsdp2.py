@@ -670,7 +670,7 @@ def _backends_for(offload: bool) -> list[str | None]:
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=offload))
         patch.setattr(dist, "get_backend", lambda: "nccl")
         patch.setattr(dist, "new_group", new_group)
-        accelerator._strategy._mesh()  # type: ignore[attr-defined]
+        accelerator._preparer.strategy._mesh()  # type: ignore[attr-defined]
     return asked
 
 
