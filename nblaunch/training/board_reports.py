@@ -37,7 +37,7 @@ class Loop:
         step: batches that are done.
         number: of the loop in this process, from 1.
         is_over_epochs: its items are epochs.
-        num_epochs: how many there will be after all; 0 where unknown.
+        num_epochs: how many epochs there will be in total; 0 where unknown.
         before: what was shown when it began, if it trains.
         began_s: when it began.
     """
@@ -131,7 +131,7 @@ class LoopStack:
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
 
     def _planned_epochs(self, epoch: int) -> int:
-        """Return how many epochs there will be after all, by the loop over epochs; 0 without one."""
+        """Return how many epochs there will be in total, by the loop over epochs; 0 without one."""
         outer = next((loop for loop in reversed(self._stack) if loop.is_over_epochs), None)
         return epoch - 1 + outer.total - outer.step if outer is not None and outer.total > 0 else 0
 

@@ -102,13 +102,19 @@ class View:
         object.__setattr__(self, "_home", context.current())
         shared.attributes.setdefault(type(self), {"initialized": True})
 
-    @property
-    def _live_state(self) -> SharedState:
-        return _live(self)
+    def _live(self) -> SharedState:
+        """Return the shared state, where it has the state that this view shows; AttributeError where it was reset."""
+        here, cls = context.current(), type(self)
+        if not cls._shared_state and here.is_launched and self._home is not here:
+            self._join()
+        shared: SharedState | None = here.training
+        if shared is None or cls not in shared.attributes:
+            raise AttributeError(reset_message(cls))
+        return shared
 
     @property
     def _process(self) -> JoinedProcess:
-        return self._live_state.process
+        return self._live().process
 
     @property
     def initialized(self) -> bool:
@@ -118,7 +124,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        attributes = _live(self).attributes[type(self)]
+        attributes = self._live().attributes[type(self)]
         if name not in attributes:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return attributes[name]
@@ -148,17 +154,6 @@ def _assignable(name: str, declared: property) -> property:
         return given[name] if name in given else declared.fget(view)  # type: ignore[misc]
 
     return property(show, lambda view, value: view._assign(name, value), doc=declared.__doc__)
-
-
-def _live(view: View) -> SharedState:
-    """Return the shared state, where it has the state that ``view`` shows; AttributeError where it was reset."""
-    here, cls = context.current(), type(view)
-    if not cls._shared_state and here.is_launched and view._home is not here:
-        view._join()
-    shared: SharedState | None = here.training
-    if shared is None or cls not in shared.attributes:
-        raise AttributeError(reset_message(cls))
-    return shared
 
 
 def reset_message(cls: type[View]) -> str:
@@ -258,12 +253,12 @@ class AcceleratorState(View, ProcessMethods):
     @property
     def distributed_type(self) -> DistributedType:
         """A derived label; nothing branches on it."""
-        return distributed_type_of(self._process, self._live_state.label)
+        return distributed_type_of(self._process, self._live().label)
 
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
-        precision = self._live_state.precision
+        precision = self._live().precision
         if precision is None:
             raise AttributeError(reset_message(AcceleratorState))
         return precision.name
@@ -271,30 +266,30 @@ class AcceleratorState(View, ProcessMethods):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded over ranks."""
-        return self._live_state.label == "FSDP"
+        return self._live().label == "FSDP"
 
     @property
     def fsdp_plugin(self) -> ShardingSettings | None:
         """The plugin by which models are sharded; None where they are not."""
-        plugin = self._live_state.plugin
+        plugin = self._live().plugin
         return plugin if isinstance(plugin, ShardingSettings) else None
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedSettings] | None:
         """DeepSpeed's plugins by name; None where it does not train."""
-        plugins = self._live_state.plugin
+        plugins = self._live().plugin
         return plugins.by_name if isinstance(plugins, NamedSettings) else None
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
         """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
-        plugins = self._live_state.plugin
+        plugins = self._live().plugin
         return plugins.active if isinstance(plugins, NamedSettings) else None
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How the ranks are divided; None: all are replicas."""
-        return self._live_state.parallelism
+        return self._live().parallelism
 
     @property
     def device_mesh(self) -> Any:
@@ -315,7 +310,7 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def _named_plugins(self) -> NamedSettings:
-        plugins = self._live_state.plugin
+        plugins = self._live().plugin
         if not isinstance(plugins, NamedSettings):
             raise ValueError(
                 "DeepSpeed has no plugins here; give the Accelerator deepspeed_plugins={name: ...}"
@@ -362,7 +357,7 @@ class GradientState(View):
 
     @property
     def _accumulation(self) -> AccumulationState:
-        shared = self._live_state
+        shared = self._live()
         return self._window or shared.accumulation
 
     @property
@@ -380,7 +375,7 @@ class GradientState(View):
 
         For devices on which that happens in the step. The step then leaves it out, and sets this to False.
         """
-        return self._accumulation.are_gradients_reduced or self._live_state.label == "FSDP"
+        return self._accumulation.are_gradients_reduced or self._live().label == "FSDP"
 
     @is_xla_gradients_synced.setter
     def is_xla_gradients_synced(self, are_reduced: bool) -> None:

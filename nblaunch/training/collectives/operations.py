@@ -189,12 +189,12 @@ def gather_for_metrics(
 
 
 def _gather_unlike(data: Any, num_alike: int) -> list[Any]:
-    """Gather an iterable per rank from the first of every so many ranks, which have the same."""
+    """Gather an iterable per rank, and keep those of every ``num_alike``-th: ranks between have the same data."""
     return [item for one in gather_object([data])[::num_alike] for item in one]
 
 
 def _unlike_rows(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
-    """Return the rows of the first of every so many ranks."""
+    """Return the rows of every ``num_alike``-th rank: ranks between have the same data."""
     parts = gathered.reshape(world_size(), -1, *gathered.shape[1:])
     return parts[::num_alike].flatten(0, 1)
 
