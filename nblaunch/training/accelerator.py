@@ -731,8 +731,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             yield from iterable
             return
         is_over_epochs = "epoch" in (desc or "").lower()
-        label = (desc or "") if context.current().is_launched and not is_over_epochs else ""
-        print(label, end="\r" * bool(label), flush=True)
+        status = desc if context.current().is_launched and not is_over_epochs else None
+        if status:
+            print(status, end="\r", flush=True)
         length = total if total is not None else length_of(iterable)
         loops = self._shared.loops
         loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
@@ -743,7 +744,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         finally:
             self._shared.losses.flush()
             loops.end(loop)
-            print(" " * len(label), end="\r" * bool(label), flush=True)  # what is left is kept as a line
+            if status:
+                print(" " * len(status), end="\r", flush=True)  # what is left is kept as a line
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
