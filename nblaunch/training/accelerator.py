@@ -161,15 +161,12 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
         # 3. What the Accelerators of one process agree on.
-        chosen, precision = self._choose_strategy(
-            plugin, parallelism_config, mixed_precision, accumulation, data.split_batches
-        )
+        chosen = self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data)
         self.state.dynamo_plugin = dynamo
         # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
             shared,
-            precision,
-            chosen,
+            *chosen,
             data,
             generators,
             device_placement,
@@ -188,8 +185,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         parallelism_config: ParallelismConfig | None,
         mixed_precision: str | None,
         wanted_accumulation: GradientAccumulationPlugin,
-        splits_batches: bool,
-    ) -> tuple[Strategy, Precision]:
+        data: DataLoaderConfiguration,
+    ) -> tuple[Precision, Strategy]:
         """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
         shared, backend = self._shared, self._shared.process.backend
         plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers)
@@ -199,9 +196,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         name = plugin.precision_name(mixed_precision, backend)
         asked = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
         accumulation = AccumulationState(shared.loaders, plugin.accumulation_settings(wanted_accumulation))
-        setup = TrainingSetup(shared.process, asked, accumulation, splits_batches, parallelism)
+        setup = TrainingSetup(shared.process, asked, accumulation, data.split_batches, parallelism)
         strategy = plugin.build(setup)
-        return strategy, shared.adopt(plugin, strategy, setup)
+        return shared.adopt(plugin, strategy, setup), strategy
 
     @property
     def _process(self) -> JoinedProcess:
