@@ -198,7 +198,7 @@ format: setup  ## rewrite the code in the house style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
 
-stubs: setup  ## write the type stubs of Accelerate's module names anew, from nblaunch/compat/names.py
+stubs: setup  ## write the type stubs of nblaunch and of Accelerate's module names anew, from nblaunch/compat/names.py
 	$(BIN)/python -m tests.tools.stubs
 
 golden: setup  ## write the golden files of the tests anew: what failures, tables and the terminal show, word for word

@@ -1,13 +1,17 @@
-"""The import hook for module names of Hugging Face Accelerate, by the table in :mod:`nblaunch.compat.names`.
+"""What serves the names of :mod:`nblaunch.compat.names`: lookup at their first use, and an import hook for modules.
 
 ``nblaunch.utils.operations`` is a module without a file. Its attributes are imported from their homes at their first
-use. Names of :mod:`nblaunch.compat.delegated` are found in every module. An unsupported name raises an error that says
+use. Names that an installed Accelerate serves are found in every module. An unsupported name raises an error that says
 what to use instead, as a module and as an attribute.
+
+On systems that can run no job ``import nblaunch`` works, and using any of it raises one ``LaunchError``.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
@@ -15,10 +19,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from nblaunch.compat import delegated, systems
-from nblaunch.compat.names import HOMES
-from nblaunch.compat.unsupported import explanation
+from nblaunch.compat.names import DELEGATED, HOMES, PUBLIC, explanation
 from nblaunch.errors import LaunchError
+
+_log = logging.getLogger(__name__)
+_has_named_accelerate = False
 
 
 def install() -> None:
@@ -42,27 +47,31 @@ def submodules_of(package: str) -> list[str]:
     return sorted(name for name in below if "." not in name)
 
 
-def missing_attribute(module: str, name: str) -> str:
-    """Return the error message for a missing ``name`` of ``module``."""
-    return explanation(name) or f"module {module!r} has no attribute {name!r}"
+def attribute(module: str, name: str) -> Any:
+    """Return what ``name`` stands for in ``nblaunch`` or in a module of the table, imported from its home.
+
+    Raises:
+        AttributeError: the module does not have it; says what to use instead, where there is something.
+    """
+    home = (PUBLIC if module == "nblaunch" else HOMES[module]).get(name)
+    if home is not None:
+        if system_refusal() is not None and home != "nblaunch.errors":
+            return StandIn()
+        return getattr(importlib.import_module(home), name)
+    if f"{module}.{name}" in HOMES:
+        return importlib.import_module(f"{module}.{name}")
+    if name in DELEGATED:
+        return from_accelerate(name)
+    raise AttributeError(explanation(name) or f"module {module!r} has no attribute {name!r}")
 
 
 class _ForwardingModule(ModuleType):
     """A module whose public names are defined in other modules."""
 
     def __getattr__(self, name: str) -> Any:
-        module = self.__name__
-        home = HOMES[module].get(name)
-        if home is not None:
-            value = getattr(importlib.import_module(home), name)
-            self.__dict__[name] = value
-            return value
-        if f"{module}.{name}" in HOMES:
-            return importlib.import_module(f"{module}.{name}")
-        if name in delegated.HOMES:
-            self.__dict__[name] = delegated.find(name)
-            return self.__dict__[name]
-        raise AttributeError(missing_attribute(module, name))
+        value = attribute(self.__name__, name)
+        setattr(self, name, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Python sets an imported submodule as attribute of its parent, but ``utils.tqdm`` must stay the function.
@@ -82,8 +91,8 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.startswith("nblaunch.") and systems.refusal() is not None:
-            raise LaunchError(systems.refusal())  # rather than that some module of Python is missing
+        if fullname.startswith("nblaunch.") and system_refusal() is not None:
+            raise LaunchError(system_refusal())  # rather than that some module of Python is missing
         if fullname in HOMES:
             # As packages, because Python then calls the finders for missing submodules, which raise the explanation.
             return ModuleSpec(fullname, _Loader(), is_package=True)
@@ -104,3 +113,83 @@ class _Loader(Loader):
             f"Names of ``{module.__name__.replace('nblaunch', 'accelerate', 1)}``; defined in {homes}."
         )
         module.__dict__["__all__"] = sorted(names)
+
+
+# --- names that an installed Accelerate serves -----------------------------------------------------------------------
+
+
+def from_accelerate(name: str) -> Any:
+    """Return the object of an installed Hugging Face Accelerate; without it, what raises where it is used.
+
+    nblaunch trains models; it does not cut one into pieces for inference, nor has it every helper and constant that
+    Accelerate exports. Programs that do both import these names beside those of training, and libraries import them
+    without any use of them. So each is Accelerate's own object, and can be imported without Accelerate all the same.
+
+    Args:
+        name: one of :data:`nblaunch.compat.names.DELEGATED`, or of a function of ``accelerate.big_modeling``.
+    """
+    try:
+        value = getattr(importlib.import_module(DELEGATED.get(name, "accelerate.big_modeling")), name)
+    except (ImportError, AttributeError, RecursionError) as error:
+        return _without_accelerate(name, error)
+    if not str(getattr(value, "__module__", "accelerate.")).startswith("accelerate."):  # constants have none
+        # Another package is imported under the name of Accelerate: nblaunch itself, maybe.
+        return _without_accelerate(name, None)
+    _name_accelerate_once(name)
+    return value
+
+
+def _name_accelerate_once(name: str) -> None:
+    global _has_named_accelerate
+    if not _has_named_accelerate:
+        from importlib import metadata  # imports much, and most programs need none of these names
+
+        _has_named_accelerate = True
+        _log.warning(
+            "nblaunch: %s comes from the installed Accelerate %s, as all names that nblaunch does not have itself",
+            name,
+            metadata.version("accelerate"),
+        )
+
+
+def _without_accelerate(name: str, cause: Exception | None) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError(
+            f"{name} is Hugging Face Accelerate's own, which nblaunch passes on. Accelerate is not installed here; "
+            "install it: pip install accelerate. To train a model that does not fit on one device, nblaunch has "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) and "
+            "Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))",
+            name="accelerate",
+        ) from cause
+
+    refuse.__name__ = refuse.__qualname__ = name
+    # Libraries ask whether something is of such a class, and derive from it.
+    return type(name, (), {"__init__": refuse, "__doc__": refuse.__doc__}) if name[0].isupper() else refuse
+
+
+# --- systems that can run no job -------------------------------------------------------------------------------------
+
+_REMEDIES = {
+    "win32": "Windows: install WSL (`wsl --install` in a terminal), and run Jupyter and nblaunch inside it",
+    "emscripten": "a browser (Pyodide, JupyterLite): use a kernel on Linux, as Colab's or Kaggle's",
+}
+
+
+def system_refusal() -> str | None:
+    """Return why no job can run on this system, and what to do; None where jobs can."""
+    remedy = _REMEDIES.get(sys.platform)
+    if remedy is None and not hasattr(os, "fork"):
+        remedy = f"{sys.platform}, where no process can be forked: use Linux"
+    return remedy and f"nblaunch starts and watches its workers as Linux and macOS can, and this is {remedy}"
+
+
+class StandIn:
+    """What a public name is on such a system: it can be imported, and raises when it is used."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise LaunchError(system_refusal())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise LaunchError(system_refusal())

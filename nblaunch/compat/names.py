@@ -1,17 +1,43 @@
-"""The table of Hugging Face Accelerate's modules with their public names, and the modules of nblaunch that define them.
+"""The tables of public names: nblaunch's own, and those of Hugging Face Accelerate's modules.
 
-A script for Accelerate runs when ``accelerate`` is replaced by ``nblaunch`` in its imports. The modules of this table
+A script for Accelerate runs when ``accelerate`` is replaced by ``nblaunch`` in its imports. The modules of these tables
 have no files: :mod:`nblaunch.compat.finder` creates them. Type checkers and editors read the stubs
-(``nblaunch/utils.pyi`` and others), which ``make stubs`` writes from this table.
+(``nblaunch/__init__.pyi``, ``nblaunch/utils.pyi`` and others), which ``make stubs`` writes from these tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from nblaunch.compat import delegated
+_ROOT: Mapping[str, str] = {
+    "debugging": "debug",
+    "detached": "attach jobs",
+    "errors": (
+        "CheckpointError DistributedOperationException JobCancelled JobHung JobLost LaunchError NblaunchError NodeLost "
+        "PayloadError ResultError WorkerDied WorkerError WorkerFailed"
+    ),
+    "launcher.job": "Job last_job",
+    "notebook": "debug_launcher launch notebook_launcher",
+    "session.session": "Session",
+    "training.accelerator": "Accelerator",
+    "training.checkpoints.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
+    "training.collectives.rng": "set_seed synchronize_rng_states",
+    "training.data.resuming": "skip_first_batches",
+    "training.options": (
+        "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
+        "GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs ProjectConfiguration"
+    ),
+    "training.parallelism": "ParallelismConfig",
+    "training.state": "AcceleratorState DistributedType GradientState PartialState",
+    "training.strategies.deepspeed.strategy": "DeepSpeedPlugin",
+    "training.strategies.fsdp2.strategy": "FullyShardedDataParallelPlugin",
+    "training.utilities.local_sgd": "LocalSGD",
+    "training.utilities.memory": "find_executable_batch_size init_empty_weights init_on_device",
+    "training.joining": "one_at_a_time",
+}
+"""Home -> the public names of ``nblaunch`` itself that it defines."""
 
-_NAMES: Mapping[str, Mapping[str, str]] = {
+_MODULES: Mapping[str, Mapping[str, str]] = {
     "accelerator": {
         "training.accelerator": "Accelerator",
     },
@@ -141,19 +167,133 @@ _SAME_AS_UTILS = (
 )  # fmt: skip
 """Modules in which Accelerate defines what its ``utils`` offers. Each has all of those names here."""
 
+_DELEGATED: Mapping[str, str] = {
+    "big_modeling": (
+        "attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model"
+    ),
+    "hooks": (
+        "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook "
+        "add_hook_to_module attach_align_device_hook attach_align_device_hook_on_blocks "
+        "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules"
+    ),
+    "inference": "prepare_pippy",
+    "test_utils": "torch_device",  # examples ask for it
+    "test_utils.training": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
+    "utils": (
+        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
+        "TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION are_libraries_initialized "
+        "check_cuda_fp8_capability check_cuda_p2p_ib_support compile_regions compile_regions_deepspeed "
+        "convert_dict_to_env_variables copy_tensor_to_devices deepspeed_required "
+        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
+        "get_cpu_distributed_information get_current_device_type get_gpu_info get_grad_scaler get_model_tp_size "
+        "has_4bit_bnb_layers has_compiled_regions ignorant_find_batch_size install_xla "
+        "is_bitsandbytes_multi_backend_available is_habana_gaudi1 prepare_deepspeed_cmd_env prepare_multi_gpu_env "
+        "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity torchao_required"
+    ),
+    "utils.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
+    "utils.bnb": "load_and_quantize_model",
+    "utils.dataclasses": (
+        "BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedSequenceParallelConfig SageMakerDistributedType"
+    ),
+    "utils.deepspeed": "map_pytorch_optim_to_deepspeed",
+    "utils.modeling": (
+        "align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config "
+        "check_tied_parameters_on_same_device clean_device_map get_balanced_memory get_max_layer_size "
+        "get_max_memory get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params "
+        "infer_auto_device_map load_offloaded_weights named_module_tensors retie_parameters "
+        "set_module_tensor_to_device"
+    ),
+    "utils.offload": (
+        "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
+        "offload_state_dict offload_weight save_offload_index"
+    ),
+}
+"""Module of Accelerate -> the names that it defines, and that ``finder.from_accelerate`` serves."""
 
-def _homes(module: str) -> Iterator[tuple[str, str]]:
-    for home, names in _NAMES[module].items():
-        for name in names.split():
-            yield name, f"nblaunch.{home}"
+_WITHOUT_OWN_NAMES = (
+    "hooks",
+    "inference",
+    "test_utils",
+    "test_utils.training",
+    "utils.ao",
+    "utils.bnb",
+    "utils.offload",
+)
+"""Modules that have none but an installed Accelerate's names."""
 
+
+def _homes(names_of: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"nblaunch.{home}" for home, names in names_of.items() for name in names.split()}
+
+
+PUBLIC: Mapping[str, str] = _homes(_ROOT)
+"""Public name of ``nblaunch`` -> the module that defines it."""
 
 HOMES: Mapping[str, Mapping[str, str]] = {
-    **{f"nblaunch.{module}": {} for module in delegated.MODULES},
-    **{f"nblaunch.{module}": dict(_homes(module)) for module in _NAMES},
-    **{f"nblaunch.{module}": dict(_homes("utils")) for module in _SAME_AS_UTILS},
+    **{f"nblaunch.{module}": {} for module in _WITHOUT_OWN_NAMES},
+    **{f"nblaunch.{module}": _homes(names_of) for module, names_of in _MODULES.items()},
+    **{f"nblaunch.{module}": _homes(_MODULES["utils"]) for module in _SAME_AS_UTILS},
 }
 """Module -> public name -> the module that defines it."""
 
-FILES = tuple(f"nblaunch.{module}" for module in _NAMES)
+FILES = tuple(f"nblaunch.{module}" for module in _MODULES)
 """Modules with a stub."""
+
+DELEGATED: Mapping[str, str] = {
+    name: f"accelerate.{module}" for module, names in _DELEGATED.items() for name in names.split()
+}
+"""Name -> the module of Accelerate that defines it."""
+
+# --- names that nblaunch does not have -------------------------------------------------------------------------------
+
+_PARALLELISM = (
+    "nblaunch trains models with DistributedDataParallel, with FSDP2 (Accelerator(fsdp_plugin="
+    "FullyShardedDataParallelPlugin())) and with DeepSpeed (Accelerator(deepspeed_plugin=DeepSpeedPlugin())). For "
+    "other forms of parallelism use accelerate itself inside the function that notebook_launcher starts"
+)
+_FP8 = (
+    "nblaunch passes fp8 on to torchao: Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs()]). For "
+    "Transformer Engine and MS-AMP use accelerate itself inside the function that notebook_launcher starts"
+)
+_MIXED = "with Accelerator(mixed_precision='bf16'), accelerator.autocast() is the context manager"
+_SHARDING = (
+    "accelerator.prepare(model) does that with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
+)
+_TRACKER = (
+    "nblaunch has trackers for tensorboard, wandb, mlflow and jsonl. Any other is a subclass of "
+    "nblaunch.tracking.GeneralTracker: Accelerator(log_with=MyTracker(...))"
+)
+
+_INSTEAD = {
+    _PARALLELISM: (
+        "AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "MegatronLMDummyDataLoader",
+        "MegatronLMDummyScheduler", "MegatronLMPlugin", "T5TrainStep", "add_model_config_to_megatron_parser",
+        "avg_losses_across_data_parallel_group", "megatron_lm",
+    ),
+    "with DeepSpeed's stage 3, use deepspeed.zero.GatheredParameters(parameters) itself": ("GatheredParameters",),
+    "accelerator.prepare(model, optimizer) makes DeepSpeed's engine": ("DeepSpeedEngineWrapper",),
+    _MIXED: ("get_mixed_precision_context_manager",),
+    _SHARDING: (
+        "compile_regions_fsdp2", "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
+        "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "get_fsdp2_grad_scaler",
+    ),
+    _FP8: (
+        "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs", "apply_fp8_autowrap", "contextual_fp8_autocast",
+        "convert_model", "has_transformer_engine_layers", "transformer_engine",
+    ),
+    _TRACKER: (
+        "AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker", "SwanLabTracker", "TrackioTracker",
+    ),
+    "the command line is nblaunch: nblaunch launch, nblaunch config; in Python it is nblaunch.launch(function, args)": (
+        "commands",
+    ),
+}  # fmt: skip
+
+INSTEAD = {name: text for text, names in _INSTEAD.items() for name in names}
+"""Name -> explanation with what to use instead."""
+
+
+def explanation(name: str) -> str:
+    """Return the explanation for an unsupported ``name``; empty for any other name."""
+    text = INSTEAD.get(name, "")
+    return f"nblaunch has no {name}: {text}" if text else ""

@@ -124,19 +124,6 @@ def test_what_a_module_exports_can_be_loaded(module: Module) -> None:
     assert len(set(loaded.__all__)) == len(loaded.__all__), "a name is listed twice"
 
 
-def test_type_checkers_see_the_names_that_are_loaded_lazily() -> None:
-    (root,) = (module for module in modules() if module.name == "nblaunch")
-    seen = {
-        alias.name: node.module
-        for block in root.tree.body
-        if isinstance(block, ast.If)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert seen == importlib.import_module("nblaunch")._PUBLIC
-
-
 def _own_imports(module: Module, function: ast.AST) -> list[tuple[ast.AST, str]]:
     inside = set(ast.walk(function))
     return [

@@ -13,10 +13,8 @@ import pytest
 
 import nblaunch
 import nblaunch.utils
-from nblaunch.compat import delegated
 from nblaunch.compat.finder import _Finder, install
-from nblaunch.compat.names import FILES, HOMES
-from nblaunch.compat.unsupported import INSTEAD
+from nblaunch.compat.names import DELEGATED, HOMES, INSTEAD
 from tests.hf_surface.surface import snapshot
 from tests.tools import stubs
 
@@ -73,7 +71,7 @@ def test_every_name_of_the_table_is_defined_in_its_home(module: str) -> None:
             assert value.__module__ == home, f"{name} is only imported in {home}"
 
 
-@pytest.mark.parametrize("module", FILES)
+@pytest.mark.parametrize("module", stubs.MODULES)
 def test_type_checkers_see_the_same_names(module: str) -> None:
     assert stubs.path_of(module).read_text(encoding="utf-8") == stubs.stub_of(module), "run: make stubs"
 
@@ -118,7 +116,7 @@ def test_what_comes_through_an_alias_is_pickled_by_its_home() -> None:
 
 
 def test_names_of_device_maps_are_those_of_an_installed_accelerate() -> None:
-    for name, home in delegated.HOMES.items():
+    for name, home in DELEGATED.items():
         value = getattr(importlib.import_module(home), name)
         assert getattr(nblaunch, name) is getattr(nblaunch.utils.modeling, name) is value
         module = importlib.import_module(home.replace("accelerate", "nblaunch", 1))

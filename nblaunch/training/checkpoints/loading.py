@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nblaunch.compat import delegated
+from nblaunch.compat.finder import from_accelerate
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.model_files import view_of
@@ -77,7 +77,7 @@ def load_checkpoint_in_model(
     target = _dtype(dtype)
     if _cuts(device_map):
         of_pieces |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
-        delegated.find(delegated.LOADING)(bare_module(model), checkpoint, device_map, **of_pieces)
+        from_accelerate("load_checkpoint_in_model")(bare_module(model), checkpoint, device_map, **of_pieces)
         return
     place = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
     weights: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def load_checkpoint_and_dispatch(
     if _cuts(device_map):
         of_pieces |= {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
         of_pieces |= {"dtype": target, "strict": strict}
-        dispatched = delegated.find(delegated.DISPATCHING)(model, checkpoint, device_map, **of_pieces)
+        dispatched = from_accelerate("load_checkpoint_and_dispatch")(model, checkpoint, device_map, **of_pieces)
         return cast(torch.nn.Module, dispatched)
     device = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
     load_checkpoint_in_model(model, checkpoint, device_map, dtype=target, strict=strict)
