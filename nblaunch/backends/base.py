@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.backends import process_group
-from nblaunch.host.meter import DeviceMeter
+from nblaunch.host.gpus import DeviceMeter
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from nblaunch.backends import first_use
 from nblaunch.backends.base import NO_FP8
 from nblaunch.backends.gpu import GpuBackend
 from nblaunch.host import gpus
-from nblaunch.host.meter import DeviceMeter
+from nblaunch.host.gpus import DeviceMeter
 from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from nblaunch.backends import first_use
 from nblaunch.backends.gpu import GpuBackend
 from nblaunch.host import drm
-from nblaunch.host.meter import DeviceMeter
+from nblaunch.host.gpus import DeviceMeter
 
 
 class RocmBackend(GpuBackend):

@@ -24,7 +24,7 @@ from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
 from nblaunch.diagnosis import memory
-from nblaunch.host import notebook_service, nvml, proc, tpu
+from nblaunch.host import gpus, notebook_service, proc, tpu
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 
@@ -70,7 +70,7 @@ def collect() -> dict[str, Any]:
         "versions": _versions(),
         "notebook": _notebook(platform),
         "devices": {"cpu": _cores(), **devices},
-        "gpus": nvml.descriptions(),
+        "gpus": gpus.descriptions(),
         "tpu_chips": dict(tpu.chips()),
         "memory": _memory(),
         "launch_from": "this kernel" if kernel_shell() is not None else "a fresh kernel",

@@ -5,10 +5,8 @@ descendants.py        finds and ends every process that workers have started, wh
 memory.py             memory of processes, limits of the host, glibc's allocator
 descriptors.py        file descriptors: which ones forked processes must not keep, and waiting for any of several
 disk.py               room in files: freed, and why there is none
-gpus.py               NVIDIA's GPUs, and which of them workers may use
-nvml.py               the library of NVIDIA's driver
+gpus.py               NVIDIA's GPUs, which of them workers may use, and readings of devices
 drm.py                AMD's and Intel's GPUs, by files below /sys
-meter.py              memory and utilisation of devices
 tpu.py                TPU chips, their topology, their lock file, and the slice of several hosts
 notebook_service.py   Colab, Kaggle, JupyterLab, VS Code: what differs
 """

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from nblaunch import env
 from nblaunch.host import proc
-from nblaunch.host.gpus import visible_devices
-from nblaunch.host.meter import DeviceMeter, DeviceReading
-from nblaunch.host.nvml import Gpu
+from nblaunch.host.gpus import DeviceMeter, DeviceReading, Gpu, visible_devices
 
 _CLASSES = Path("/sys/class")
 _INTEL = "0x8086"

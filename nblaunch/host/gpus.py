@@ -1,18 +1,23 @@
-"""What is known of this host's NVIDIA GPUs without a CUDA context: how many, which, and what they lack.
+"""GPUs of this host: NVIDIA's without a CUDA context, which of them workers may use, and readings of devices.
 
-All of it comes from NVML, the driver's library. No program is started: nvidia-smi takes seconds where a driver is slow.
+All that is known of NVIDIA's comes from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``). NVML
+makes no CUDA context and does not open ``/dev/nvidia-uvm``, so that a process which asks it can still be forked. No
+program is started: nvidia-smi takes seconds where a driver is slow. AMD's and Intel's GPUs are in ``drm.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from nblaunch import env
-from nblaunch.host import nvml
-from nblaunch.host.meter import DeviceMeter
-from nblaunch.host.nvml import Gpu
+from nblaunch.packages import is_installed
+
+_Answer = TypeVar("_Answer")
 
 INSTANCE = "MIG-"
 """Beginning of the UUID of a MIG instance."""
@@ -20,6 +25,74 @@ INSTANCE = "MIG-"
 _DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"
 _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
+_LIBRARY_NOT_FOUND = 12  # source: nvml.h, nvmlReturn_t
+_without_driver: tuple[Any, str] = (None, "")
+"""``pynvml`` and its error, once it has found no driver: none is installed under a running kernel."""
+
+
+# --- readings of devices, of any family ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceReading:
+    """One device at one moment.
+
+    Args:
+        name: as users count them: ``"GPU 0"``. In the order of local ranks.
+        used_bytes: of its memory, by all processes of the host.
+        total_bytes: of its memory.
+        utilisation: share of the last moments in which it computed, 0 to 1; None where it is not known.
+        position: its number among all devices of the meter, where others may be missing; None: none is.
+    """
+
+    name: str
+    used_bytes: int
+    total_bytes: int
+    utilisation: float | None = None
+    position: int | None = field(default=None, compare=False)
+
+
+class DeviceMeter:
+    """Reads the devices of a backend from outside of the workers, until it is closed. This one knows of none.
+
+    The launcher does so while workers run, so it must not create a device context. What a worker knows of its own
+    memory it reports by itself (``Backend.device_memory``).
+    """
+
+    num_devices = 0
+    """How many it would read if all could be read; 0: those that it reads."""
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        """Read the devices in the order of local ranks, without those that can't be read. Never raises."""
+        return ()
+
+    def close(self) -> None:
+        """Release what reading needs."""
+
+
+# --- which GPUs workers may use --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of this host.
+
+    Args:
+        uuid: its own.
+        mig_uuids: those of the MIG instances that it is partitioned into.
+        name: its model, as ``"Tesla T4"``.
+        is_partitioned: MIG is enabled on it, so that CUDA shows instances or nothing.
+    """
+
+    uuid: str
+    mig_uuids: tuple[str, ...] = ()
+    name: str = field(default="", compare=False)
+    is_partitioned: bool = field(default=False, compare=False)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Return the UUIDs of what workers can compute on: the instances of a GPU that is partitioned, or itself."""
+        return self.mig_uuids or (() if self.is_partitioned else (self.uuid,))
 
 
 def physical_gpus() -> tuple[Gpu, ...]:
@@ -35,50 +108,24 @@ def physical_gpus() -> tuple[Gpu, ...]:
 
 @cache
 def _listed() -> tuple[Gpu, ...]:
-    found = nvml.list_gpus()
-    if found is None:
-        raise LookupError("NVML does not answer")  # which the cache does not keep
-    return found
+    return _ask(lambda pynvml: tuple(_describe(pynvml, handle) for handle in _handles(pynvml)))
 
 
 def uncounted() -> str | None:
     """Return why GPUs that are here can't be counted; None where they can, or there are none."""
     device = next(iter(sorted(_DEVICES.glob("nvidia[0-9]*"))), None)
-    refusal = nvml.refusal() if device is not None else None
-    return f"there is {device}, but NVML can't be asked for GPUs: {refusal}" if refusal is not None else None
+    if device is None:
+        return None
+    try:
+        _ask(lambda pynvml: None)
+    except LookupError as error:
+        return f"there is {device}, but NVML can't be asked for GPUs: {error.args[0]}"
+    return None
 
 
 def visible() -> list[str]:
     """Return the UUIDs of the devices that CUDA shows in workers of this process, in its order."""
     return visible_devices(physical_gpus(), env.read("CUDA_VISIBLE_DEVICES"))
-
-
-def open_meter() -> DeviceMeter:
-    """Open what reads the visible devices."""
-    uuids = visible()
-    if not uuids:
-        return DeviceMeter()
-    return nvml.NvmlMeter.open(uuids) or DeviceMeter()
-
-
-def lacks_p2p() -> str | None:
-    """Return the model of the visible GPUs if their direct connections fail though the driver claims them; or None.
-
-    Collectives over them hang or fail. It concerns several cards of the GeForce RTX 40 series with a driver before
-    550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not concerned).
-    """
-    shown = visible()
-    names = [gpu.name for gpu in physical_gpus() if gpu.uuid in shown and _WITHOUT_P2P in gpu.name]
-    if not names or len(shown) < 2:
-        return None
-    version = _driver_version()
-    return names[0] if version is None or version < _TRUTHFUL_DRIVER else None
-
-
-@cache
-def _driver_version() -> tuple[int, ...] | None:
-    parts = (nvml.driver_version() or "").split(".")
-    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
 
 
 def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
@@ -118,3 +165,158 @@ def _named_devices(gpus: Sequence[Gpu], entry: str) -> tuple[str, ...]:
     }
     matching = [uuids for uuid, uuids in known.items() if uuid.startswith(entry)]
     return matching[0] if len(matching) == 1 else ()
+
+
+def lacks_p2p() -> str | None:
+    """Return the model of the visible GPUs if their direct connections fail though the driver claims them; or None.
+
+    Collectives over them hang or fail. It concerns several cards of the GeForce RTX 40 series with a driver before
+    550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not concerned).
+    """
+    shown = visible()
+    names = [gpu.name for gpu in physical_gpus() if gpu.uuid in shown and _WITHOUT_P2P in gpu.name]
+    if not names or len(shown) < 2:
+        return None
+    version = _driver_version()
+    return names[0] if version is None or version < _TRUTHFUL_DRIVER else None
+
+
+@cache
+def _driver_version() -> tuple[int, ...] | None:
+    try:
+        parts = _ask(lambda pynvml: _text(pynvml.nvmlSystemGetDriverVersion())).split(".")
+    except LookupError:
+        return None
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
+
+
+def descriptions() -> list[str]:
+    """Return name, driver and memory of each GPU of this host, as ``"Tesla T4, 550.54.15, 15360 MiB"``."""
+    try:
+        return _ask(_descriptions)
+    except LookupError:
+        return []
+
+
+def open_meter() -> DeviceMeter:
+    """Open what reads the visible devices."""
+    uuids = visible()
+    try:
+        return NvmlMeter(uuids, _initialised()) if uuids else DeviceMeter()
+    except LookupError:
+        return DeviceMeter()
+
+
+class NvmlMeter(DeviceMeter):
+    """Reads GPUs and MIG instances through NVML, which stays open meanwhile.
+
+    Args:
+        uuids: of what is read, in the order of local ranks.
+        pynvml: the module, with NVML initialised.
+    """
+
+    def __init__(self, uuids: Sequence[str], pynvml: Any) -> None:
+        self._pynvml = pynvml
+        self._handles: list[tuple[int, Any]] = []
+        self.num_devices = len(uuids)
+        for index, uuid in enumerate(uuids):
+            try:
+                self._handles.append((index, pynvml.nvmlDeviceGetHandleByUUID(uuid)))
+            except pynvml.NVMLError:
+                continue
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        readings = []
+        for index, handle in self._handles:
+            try:
+                memory = self._pynvml.nvmlDeviceGetMemoryInfo(handle)
+            except self._pynvml.NVMLError:
+                continue
+            used, total = int(memory.used), int(memory.total)
+            readings.append(
+                DeviceReading(f"GPU {index}", used, total, self._utilisation(handle), position=index)
+            )
+        return tuple(readings)
+
+    def _utilisation(self, handle: Any) -> float | None:
+        try:
+            return int(self._pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        except self._pynvml.NVMLError:
+            return None  # MIG instances have no such counter
+
+    def close(self) -> None:
+        self._handles = []
+        self._pynvml.nvmlShutdown()
+
+
+# --- NVML ------------------------------------------------------------------------------------------------------------
+
+
+def _initialised() -> Any:
+    """Return the module with NVML initialised.
+
+    Raises:
+        LookupError: there is no driver, or one that does not fit its library; with the reason.
+    """
+    global _without_driver
+    if not is_installed("pynvml"):
+        raise LookupError("nvidia-ml-py is not installed: pip install nvidia-ml-py")
+    pynvml: Any = importlib.import_module("pynvml")  # without types; may be missing on other systems
+    if pynvml is _without_driver[0]:
+        raise LookupError(_without_driver[1])
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        # Each try searches the system's folders for the library, at every launch.
+        if error.value == _LIBRARY_NOT_FOUND:
+            _without_driver = (pynvml, str(error))
+        raise LookupError(str(error)) from error
+    return pynvml
+
+
+def _ask(question: Callable[[Any], _Answer]) -> _Answer:
+    """Return what ``question`` learns from the module while NVML is open; LookupError: it can't be asked."""
+    pynvml = _initialised()
+    try:
+        return question(pynvml)
+    except pynvml.NVMLError as error:
+        raise LookupError(str(error)) from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _handles(pynvml: Any) -> list[Any]:
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+
+def _descriptions(pynvml: Any) -> list[str]:
+    driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    return [
+        f"{_text(pynvml.nvmlDeviceGetName(handle))}, {driver}, "
+        f"{pynvml.nvmlDeviceGetMemoryInfo(handle).total >> 20} MiB"
+        for handle in _handles(pynvml)
+    ]
+
+
+def _describe(pynvml: Any, handle: Any) -> Gpu:
+    uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
+    try:
+        is_partitioned = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except pynvml.NVMLError:
+        is_partitioned = False  # it can't be
+    instances = tuple(_mig_uuids(pynvml, handle)) if is_partitioned else ()
+    return Gpu(uuid, instances, name, is_partitioned)
+
+
+def _mig_uuids(pynvml: Any, handle: Any) -> Iterator[str]:
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            yield _text(pynvml.nvmlDeviceGetUUID(instance))
+        except pynvml.NVMLError:
+            continue  # there is none by this number, and may be by the next: instances come and go
+
+
+def _text(value: Any) -> str:
+    """Return a text of NVML, which older versions of pynvml give as bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from nblaunch.backends.base import Backend
 from nblaunch.events import DeviceUse, Event, HostMemory
 from nblaunch.host import memory, proc
-from nblaunch.host.meter import DeviceMeter
+from nblaunch.host.gpus import DeviceMeter
 
 INTERVAL_S = 1.0
 """Between two samples."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.host import nvml
+from nblaunch.host import gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,7 +136,7 @@ def run(parts: Sequence[Part], folder: Path) -> bool:
     """
     folder.mkdir(exist_ok=True)
     path = folder / "gpu.json"
-    machine = {"date": time.strftime("%Y-%m-%d"), "gpus": nvml.descriptions(), "torch": torch.__version__}
+    machine = {"date": time.strftime("%Y-%m-%d"), "gpus": gpus.descriptions(), "torch": torch.__version__}
     report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if {name: report.get(name) for name in machine} != machine:
         report = {**machine, "parts": {}}

@@ -18,7 +18,7 @@ import torch
 from nblaunch import env
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.host import gpus
-from nblaunch.host.meter import DeviceReading
+from nblaunch.host.gpus import DeviceReading
 from tests.kernels import Cell, Kernel
 
 pytestmark = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.host import drm
-from nblaunch.host.meter import DeviceReading
+from nblaunch.host.gpus import DeviceReading
 from tests.contracts.simulated import VARIABLES, write_amd, write_intel
 
 GIB = 1 << 30

@@ -13,8 +13,7 @@ import pynvml
 import pytest
 
 from nblaunch.host import gpus
-from nblaunch.host.meter import DeviceReading
-from nblaunch.host.nvml import Gpu, descriptions
+from nblaunch.host.gpus import DeviceReading, Gpu, descriptions
 from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.host.gpus import visible_devices
-from nblaunch.host.nvml import Gpu
+from nblaunch.host.gpus import Gpu, visible_devices
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
 EMPTY = Gpu("GPU-eeee5555", is_partitioned=True)

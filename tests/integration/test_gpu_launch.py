@@ -199,7 +199,7 @@ def train(is_endless):
 def test_the_table_shows_how_busy_the_device_is(made_up: Kernel, tmp_path: Path) -> None:
     made_up.run(
         """
-from nblaunch.host.meter import DeviceMeter, DeviceReading
+from nblaunch.host.gpus import DeviceMeter, DeviceReading
 class Meter(DeviceMeter):
     def read(self):
         return (DeviceReading("GPU 0", 0, 16_000_000_000, 0.5),)

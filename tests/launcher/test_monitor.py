@@ -13,9 +13,8 @@ from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import AttemptStarted, Exited, Started, WorkerState
+from nblaunch.host.gpus import DeviceMeter, DeviceReading, NvmlMeter
 from nblaunch.host.memory import proportional_bytes
-from nblaunch.host.meter import DeviceMeter, DeviceReading
-from nblaunch.host.nvml import NvmlMeter
 from nblaunch.launcher.monitor import PROPORTIONAL_INTERVAL_S, DeviceSampler, MemorySampler
 from nblaunch.wire.board import SlotReading
 from tests.host.fake_nvml import FakeGpu, FakeNvml
