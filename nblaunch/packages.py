@@ -33,33 +33,42 @@ def is_installed(package: str) -> bool:
     return spec is not None and (spec.origin is not None or spec.submodule_search_locations is None)
 
 
-def torch_mismatch(package: str) -> str | None:
-    """Return that ``package`` is made for other releases of torch than this; None: for this, or nothing is known."""
+def version(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed, or not by pip."""
     import importlib.metadata  # 10 ms that a fresh interpreter does not need
 
     try:
-        version, own = (importlib.metadata.version(name) for name in ("torch", package))
-        needs = importlib.metadata.requires(package) or ()
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None  # not installed by pip
+        return None
+
+
+def torch_mismatch(package: str) -> str | None:
+    """Return that ``package`` is made for other releases of torch than this; None: for this, or nothing is known."""
+    import importlib.metadata
+
+    torch, own = version("torch"), version(package)
+    if torch is None or own is None:
+        return None
     bounds = [
         bound
-        for need in needs
+        for need in importlib.metadata.requires(package) or ()
         if re.match(r"torch\b(?!-)", need)
         for bound in re.findall(r"([<>]=?)\s*([\d.]+)", need)
     ]
-    if all(_fits(_release(version), sign, _release(limit)) for sign, limit in bounds):
+    if all(_fits(release(torch), sign, release(limit)) for sign, limit in bounds):
         return None
     wanted = " and ".join(sign + limit for sign, limit in sorted(bounds, reverse=True))
-    return f"{package} {own} is made for torch {wanted}, and torch {version} is installed"
+    return f"{package} {own} is made for torch {wanted}, and torch {torch} is installed"
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: ``"2.9.0+cpu"`` is (2, 9, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
-def _fits(version: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
-    return {">=": version >= limit, "<=": version <= limit, ">": version > limit, "<": version < limit}[sign]
+def _fits(found: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
+    return {">=": found >= limit, "<=": found <= limit, ">": found > limit, "<": found < limit}[sign]
 
 
 def when_imported(name: str, change: Change) -> None:

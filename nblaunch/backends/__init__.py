@@ -9,9 +9,7 @@ xpu.py             Intel GPUs, XCCL
 gpu_errors.py      what their errors mean
 mps.py             the GPU of a Mac, one process
 xla.py             TPUs, and the CPU in their place
-xla_runtime.py     torch_xla, found and imported
-xla_spmd.py        one process that drives all devices of a host
-xla_world.py       the world that torch_xla itself sees in a worker
+xla_runtime.py     torch_xla: found and imported, its devices driven as one, its world in a worker
 torch_tpu.py       TPUs by TorchTPU
 compile_watch.py   which step of a loop compiled what, on a lazy device
 first_use.py       whether forked workers could use the device, and which line of this process used it first

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.backends.base import NO_FP8, Backend
+from nblaunch.packages import release
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -73,10 +74,11 @@ class MpsBackend(Backend):
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
-        needed = {"fp16": (2, 8), "bf16": (2, 6)}.get(precision, (0, 0))  # scaling of gradients; autocast
-        if "torch" not in sys.modules or _torch_release() >= needed:
+        needed = {"fp16": "2.8", "bf16": "2.6"}.get(precision)  # scaling of gradients; autocast
+        torch: Any = sys.modules.get("torch")
+        if needed is None or torch is None or release(torch.__version__)[:2] >= release(needed):
             return None
-        return f"{precision} on Apple's GPUs needs torch {'.'.join(map(str, needed))} or newer"
+        return f"{precision} on Apple's GPUs needs torch {needed} or newer"
 
     def rng_state(self) -> Mapping[str, Any]:
         import torch
@@ -102,12 +104,6 @@ class MpsBackend(Backend):
             "Try: a smaller batch, with gradient_accumulation_steps for the same steps; mixed_precision='bf16'; "
             "activation checkpointing.",
         )
-
-
-def _torch_release() -> tuple[int, ...]:
-    import torch
-
-    return tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 
 
 BACKEND = MpsBackend()

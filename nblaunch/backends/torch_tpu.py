@@ -109,11 +109,8 @@ class TorchTpuBackend(Backend):
         return sum(count for kind, count in tpu.vfio_chips().items() if kind in MESHES)
 
     def launch_refusal(self) -> str | None:
-        refusal = self._slice().refusal()
+        refusal = tpu.slice_of_host(self.device_count()).refusal()
         return refusal if refusal is not None else tpu.holder_refusal(is_ours=is_initialised())
-
-    def _slice(self) -> tpu.TpuSlice:
-        return tpu.read(env.snapshot(), tpu.chips(), self.device_count(), tpu.ask_metadata_server)
 
     def count_refusal(self, num_processes: int) -> str | None:
         meshes = self._meshes()
@@ -175,8 +172,9 @@ class TorchTpuBackend(Backend):
             "TORCH_TPU_TOPOLOGY": self._meshes().get(count),
             "TORCH_TPU_XPROF_SESSION_ID": str(topology.master_port),  # the same in all workers
         }
-        if self.device_count():
-            changes |= self._slice().completed()
+        num_chips = self.device_count()
+        if num_chips:
+            changes |= tpu.slice_of_host(num_chips).completed()
         return changes
 
     # --- worker's half -------------------------------------------------------------------------------------------

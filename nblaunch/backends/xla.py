@@ -13,9 +13,8 @@ Two modes change this scheme. One process drives all devices of a host (SPMD), w
 asked for, cut over them by the compiler. And wider numbers are represented as bfloat16 by the device itself, instead
 of autocast.
 
-Beside it are ``xla_runtime.py`` (torch_xla, found and imported), ``xla_spmd.py`` (all devices as one), ``xla_world.py``
-(the ranks in torch_xla's own eyes), ``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether a fork
-is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
+Beside it are ``xla_runtime.py`` (torch_xla), ``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether
+a fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
 
 TorchTPU, which succeeds torch_xla, is a family of its own: ``torch_tpu.py``.
 """
@@ -32,11 +31,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env, packages
-from nblaunch.backends import first_use, process_group, xla_runtime, xla_world
+from nblaunch.backends import first_use, process_group, xla_runtime
 from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
 from nblaunch.backends.cpu import usable_cores
-from nblaunch.backends.xla_spmd import SpmdDevices
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
@@ -44,53 +42,7 @@ from nblaunch.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-
-_THIRD = 1 / 3
 _THIRD_IN_BF16 = 0.333984375  # 8 bits of significand
-
-
-class Representation:
-    """Which types are bfloat16 on the device of this process.
-
-    Attributes:
-        has_fp32_doubles: ``float`` alone is bfloat16, and ``double`` is float32.
-    """
-
-    def __init__(self) -> None:
-        self.has_fp32_doubles = False
-
-    @property
-    def variable(self) -> str:
-        """Return the variable that the runtime reads."""
-        return "XLA_DOWNCAST_BF16" if self.has_fp32_doubles else "XLA_USE_BF16"
-
-    def __str__(self) -> str:
-        return (
-            "float is bfloat16, double is float32"
-            if self.has_fp32_doubles
-            else "float and double are bfloat16"
-        )
-
-    def switch_on(self) -> bool:
-        """Switch it on; return whether it took effect. Makes the first tensor of the process on the device."""
-        other = "XLA_USE_BF16" if self.has_fp32_doubles else "XLA_DOWNCAST_BF16"
-        # Read once by the runtime, at the first tensor of the process. Deprecated since torch_xla 2.6, and without a
-        # successor of the same meaning; the test below fails when they are gone.
-        env.apply({self.variable: "1", other: None})
-        single, double = _computed()
-        is_active = single == _THIRD_IN_BF16 and (double != _THIRD_IN_BF16) == self.has_fp32_doubles
-        if not is_active:
-            env.apply({self.variable: None})
-        return is_active
-
-
-def _computed() -> tuple[float, float]:
-    """Return 1/3 as float and as double, as the device computes it: what was only sent, SPMD gives back unchanged."""
-    import torch
-
-    sent = [torch.tensor([_THIRD], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]
-    single, double = ((tensor * 2 / 2).cpu().item() for tensor in sent)
-    return single, double
 
 
 class XlaBackend(Backend):
@@ -109,13 +61,12 @@ class XlaBackend(Backend):
     transfers_in_turn = True
 
     def __init__(self) -> None:
-        self._bf16 = Representation()
+        self._has_fp32_doubles = False
         self._is_bf16: bool | None = None
         self._device: torch.device | None = None
         self._seed: int | None = None
-        self._spmd = SpmdDevices()
         self._watch: CompileWatch | None = None
-        self._has_reported_worlds = False
+        self._noted: set[str] = set()
         self._note: Callable[[str], None] = _discard
         self._fact: Callable[[str, str], None] = _discard
 
@@ -228,7 +179,8 @@ class XlaBackend(Backend):
     def spmd_env(self) -> dict[str, str | None] | None:
         # No worker has a share: what the image sets for its chips holds, as in any plain script on this host.
         image = env.snapshot()
-        return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | tpu.NO_LOCAL_RANK
+        own_share = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_LOCAL_PROCESS_COUNT": None}
+        return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | own_share
 
     # --- worker's half: joining ----------------------------------------------------------------------------------
 
@@ -236,11 +188,11 @@ class XlaBackend(Backend):
         memory.tune_allocator()
         packages.when_imported(_LOADERS, _read_prepared_loaders_directly)
         if topology.world_size > 1:
-            xla_world.refuse_spawn(topology)
+            xla_runtime.refuse_spawn(topology)
             if xla_runtime.kind() == "TPU":
-                xla_world.join_at_first_use(topology)
+                xla_runtime.join_at_first_use(topology)
             else:
-                xla_world.watch_collectives(
+                xla_runtime.watch_collectives(
                     lambda name: self._report_lone_worlds(topology, f"xm.{name} exchanges nothing")
                 )
             atexit.register(self._report_what_stayed_apart, topology)
@@ -258,27 +210,32 @@ class XlaBackend(Backend):
         if not process_group.unites("xla"):
             if xla_runtime.kind() == "CPU":
                 self._report_lone_worlds(topology, "nothing was reduced")
-        elif xla_world.has_exchanged_copies() and topology.rank == 0:
+        elif xla_runtime.has_exchanged_copies() and topology.rank == 0:
             self._note(
                 "a collective of torch.distributed was given tensors of the XLA device, for a group of gloo: that "
                 "exchanges copies of them, and they stay as they were. Pass tensor.cpu(), or use nblaunch's Accelerator"
             )
 
     def _report_lone_worlds(self, topology: Topology, what: str) -> None:
-        if not self._has_reported_worlds and topology.rank == 0:
-            self._has_reported_worlds = True
-            self._note(
+        if topology.rank == 0:
+            self._note_once(
+                "worlds",
                 f"to torch_xla {topology.world_size} workers are as many worlds of one process, since on the CPU it "
-                f"has no collectives across processes: {what} between them. nblaunch's Accelerator has them there too"
+                f"has no collectives across processes: {what} between them. nblaunch's Accelerator has them there too",
             )
 
+    def _note_once(self, subject: str, text: str) -> None:
+        if subject not in self._noted:
+            self._noted.add(subject)
+            self._note(text)
+
     def enable_spmd(self) -> None:
-        self._spmd.switch_on()
+        xla_runtime.use_spmd()
 
     @property
     def num_spmd_devices(self) -> int:
         """Return the number of devices that this process drives as one; 0 outside of SPMD."""
-        return self._spmd.count
+        return xla_runtime.num_spmd_devices()
 
     def device(self, topology: Topology) -> torch.device:
         if self._device is None:
@@ -320,23 +277,35 @@ class XlaBackend(Backend):
         return None
 
     def downcast_to_bf16(self) -> None:
-        self._bf16.has_fp32_doubles = True
+        self._has_fp32_doubles = True
 
     def represents_in_bf16(self) -> bool:
         if self._is_bf16 is None:
-            self._is_bf16 = self._bf16.switch_on()
-            self._report_precision(self._is_bf16)
+            variable, other = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
+            types = "float and double are bfloat16"
+            if self._has_fp32_doubles:
+                variable, other = other, variable
+                types = "float is bfloat16, double is float32"
+            # Read once by the runtime, at the first tensor of the process. Deprecated since torch_xla 2.6, and without
+            # a successor of the same meaning; what is computed shows when they are gone.
+            env.apply({variable: "1", other: None})
+            single, double = _computed_thirds()
+            has_bf16_doubles = double == _THIRD_IN_BF16
+            self._is_bf16 = single == _THIRD_IN_BF16 and has_bf16_doubles != self._has_fp32_doubles
+            if not self._is_bf16:
+                env.apply({variable: None})
+            self._report_precision(self._is_bf16, types, variable)
         return self._is_bf16
 
-    def _report_precision(self, is_bf16: bool) -> None:
+    def _report_precision(self, is_bf16: bool, types: str, variable: str) -> None:
         if is_bf16:
-            self._note(f"bf16: on the device {self._bf16} ({self._bf16.variable})")
-            self._fact("precision", f"bf16: {self._bf16}")
+            self._note(f"bf16: on the device {types} ({variable})")
+            self._fact("precision", f"bf16: {types}")
         else:
             self._fact("precision", "bf16: autocast")
             self._note(
                 f"bf16: autocast, with weights in float32 (this torch_xla, or a tensor that was on the device before, "
-                f"leaves {self._bf16.variable} without effect)"
+                f"leaves {variable} without effect)"
             )
 
     # --- worker's half: models and steps -------------------------------------------------------------------------
@@ -349,7 +318,7 @@ class XlaBackend(Backend):
         memory.trim()
 
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
-        self._spmd.shard(tensor, dimension)
+        xla_runtime.shard(tensor, dimension)
 
     def host_bytes_of_device(self, num_bytes: int) -> int:
         return num_bytes if xla_runtime.kind() == "CPU" else 0
@@ -380,7 +349,7 @@ class XlaBackend(Backend):
 
     def begin_step(self, phase: str, batch: Any) -> None:
         if self._device is not None:
-            self._spmd.cut_batch(batch, self._note)
+            xla_runtime.cut_batch(batch, functools.partial(self._note_once, "rows"))
         if self._watch is not None:
             self._watch.begin_step(phase, batch)
 
@@ -421,6 +390,15 @@ class XlaBackend(Backend):
         self._seed = seed
         if self._device is not None:  # or it is done when the device is first used
             self.set_rng_state({"xla": seed})
+
+
+def _computed_thirds() -> tuple[float, float]:
+    """Return 1/3 as float and as double, as the device computes it: what was only sent, SPMD gives back unchanged."""
+    import torch
+
+    sent = [torch.tensor([1 / 3], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]
+    single, double = ((tensor * 2 / 2).cpu().item() for tensor in sent)
+    return single, double
 
 
 _LOADERS = "torch_xla.distributed.parallel_loader"

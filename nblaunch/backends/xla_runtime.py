@@ -1,24 +1,32 @@
-"""torch_xla as it is installed here: found, imported when it is needed, and what its compiler does.
+"""torch_xla as it is installed here: found, imported when it is needed, and set up in a worker.
 
-    kind, num_chips, version_mismatch ...  without importing it
-    package, part                          import it; nothing else in nblaunch does
-    counters                               what its compiler has done, for ``compile_watch.py``
+    kind, num_chips, version_mismatch ...     without importing it
+    package, part                             import it; nothing else in nblaunch does
+    counters, memory                          what its compiler has done; what the device holds
+    use_spmd, shard, cut_batch                one process drives all devices of its host
+    join_at_first_use, watch_collectives ...  the world that torch_xla itself sees in a worker
 
-Nothing here initialises the runtime or waits for the device: of the compiler, only counters are read.
+Apart from SPMD, nothing here initialises the runtime or waits for the device: of the compiler, only counters are read.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from nblaunch import env
+from nblaunch import env, packages
 from nblaunch.backends import first_use
+from nblaunch.backends.base import tensors
 from nblaunch.backends.compile_watch import Counters
 from nblaunch.host import tpu
-from nblaunch.host.tpu import TpuSlice, ask_metadata_server
-from nblaunch.host.tpu import read as read_slice
+from nblaunch.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
 
 INSTALL = 'pip install "nblaunch[tpu]"'
 _FIRST_WITH_V7X = (2, 9)
@@ -43,15 +51,10 @@ def num_chips() -> int:
 
 def version_mismatch() -> str | None:
     """Return what to do where torch and torch_xla are of different releases, in which case the import fails."""
-    import importlib.metadata  # 10 ms that a fresh interpreter does not need
-
-    try:
-        torch, xla = (importlib.metadata.version(name) for name in ("torch", "torch_xla"))
-    except importlib.metadata.PackageNotFoundError:
-        return None  # not installed by pip: nothing is known
-    release = ".".join(xla.split(".")[:2])
-    if torch.split("+")[0].split(".")[:2] == release.split("."):
+    torch, xla = packages.version("torch"), packages.version("torch_xla")
+    if torch is None or xla is None or packages.release(torch)[:2] == packages.release(xla)[:2]:
         return None
+    release = ".".join(map(str, packages.release(xla)[:2]))
     return (
         f"torch {torch} and torch_xla {xla} do not fit each other: they must be of one release. "
         f"Install torch=={release}.*, or another torch_xla: {INSTALL}"
@@ -60,14 +63,8 @@ def version_mismatch() -> str | None:
 
 def unknown_chips() -> str | None:
     """Return what to do where torch_xla is older than the chips of this host, whose workers would end in its errors."""
-    import importlib.metadata
-
-    try:
-        xla = importlib.metadata.version("torch_xla")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    release = tuple(int(part) for part in xla.split(".")[:2] if part.isdigit())
-    if "v7x" in tpu.chips() and release < _FIRST_WITH_V7X:
+    xla = packages.version("torch_xla")
+    if xla is not None and "v7x" in tpu.chips() and packages.release(xla) < _FIRST_WITH_V7X:
         return f"torch_xla {xla} does not know these chips, v7x: install torch and torch_xla 2.9, {INSTALL}"
     return None
 
@@ -95,9 +92,9 @@ def part(name: str) -> Any:
     return importlib.import_module(f"torch_xla.{name}")
 
 
-def tpu_slice() -> TpuSlice:
+def tpu_slice() -> tpu.TpuSlice:
     """Return the slice that this TPU host belongs to."""
-    return read_slice(env.snapshot(), tpu.chips(), num_chips(), ask_metadata_server)
+    return tpu.slice_of_host(num_chips())
 
 
 def host_env() -> dict[str, str | None]:
@@ -139,3 +136,160 @@ def memory() -> tuple[int, int, int] | None:
         return None
     taken = int(info["bytes_used"])
     return taken, int(info.get("peak_bytes_used", taken)), int(info["bytes_limit"])
+
+
+# --- SPMD: one process drives all devices of its host as one ----------------------------------------------------------
+
+# Tensors have their global shapes. Which part of a tensor each device holds is an annotation, from which XLA's compiler
+# derives how every operation is cut, and the collectives in between. What is not annotated is held whole by all.
+
+_AXIS = "devices"
+
+
+def use_spmd() -> None:
+    """Have the runtime of this process drive all devices as one.
+
+    Raises:
+        RuntimeError: it drives one already.
+    """
+    runtime = package().runtime
+    if runtime.is_spmd():
+        return
+    if first_use.is_xla_initialised():
+        raise RuntimeError(
+            "strategy='spmd' must be chosen before the device is first used in the process: pass it to "
+            "notebook_launcher, or build the Accelerator first"
+        )
+    runtime.use_spmd()
+
+
+def num_spmd_devices() -> int:
+    """Return the number of devices that this process drives as one; 0 where it drives one by itself."""
+    return int(_whole_mesh().size()) if part("runtime").is_spmd() else 0
+
+
+@cache
+def _whole_mesh() -> Any:
+    count = part("runtime").global_runtime_device_count()
+    return part("distributed.spmd").Mesh(list(range(count)), (count,), (_AXIS,))
+
+
+def shard(tensor: torch.Tensor, dimension: int) -> None:
+    """Cut ``tensor`` along ``dimension``, in place. The last parts are padded where it does not come out even."""
+    axes = [_AXIS if index == dimension else None for index in range(tensor.ndim)]
+    part("distributed.spmd").mark_sharding(tensor, _whole_mesh(), tuple(axes))
+
+
+def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
+    """Have every device hold its rows of all tensors in ``batch``, where one process drives several.
+
+    What they don't divide is held by all of them, and noted.
+    """
+    count = num_spmd_devices()
+    for tensor in tensors(batch) if count else ():
+        if tensor.device.type != "xla" or not tensor.ndim:
+            continue
+        if tensor.shape[0] % count == 0:
+            shard(tensor, 0)
+        else:
+            note(
+                f"a batch of {tensor.shape[0]} rows can't be cut over {count} devices: each computes all of it. "
+                f"Choose a batch_size that {count} divides"
+            )
+
+
+# --- the world that torch_xla itself sees in a worker ----------------------------------------------------------------
+
+# For functions that use it without nblaunch's Accelerator.
+# torch_xla knows the other processes only once it was initialised as its own launcher does it. Otherwise each worker is
+# a world of one process: xr.world_size() is 1, and xm.optimizer_step reduces nothing. On the CPU it always is.
+
+# What torch_xla's Python code asks its extension for when it needs a device, or the world, for the first time.
+_ENTRIES = (
+    "_xla_get_default_device",
+    "_xla_get_default_device_ordinal",
+    "_xla_get_devices",
+    "_xla_get_all_devices",
+    "_xla_get_replication_devices_count",
+    "_xla_get_num_processes",
+    "_xla_get_process_index",
+    "_xla_num_devices",
+)
+
+# Of its module xla_model. A process group of torch_xla calls them, too, and so do other frameworks.
+_COLLECTIVES = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast_master_param",
+    "collective_broadcast",
+    "collective_permute",
+    "mesh_reduce",
+    "reduce_gradients",
+    "reduce_scatter",
+)
+
+
+def join_at_first_use(topology: Topology) -> None:
+    """Have this worker join the others as torch_xla's launcher does, when torch_xla first needs a device or the world.
+
+    Not before: the runtime waits for all workers there, and some functions never use it.
+    """
+    extension = package()._XLAC
+    originals = {name: getattr(extension, name) for name in _ENTRIES}
+
+    def entry(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def enter(*arguments: Any) -> Any:
+            for name, one in originals.items():
+                setattr(extension, name, one)
+            launcher = part("_internal.pjrt")
+            launcher.initialize_multiprocess(topology.local_rank, topology.local_world_size)
+            return original(*arguments)
+
+        return enter
+
+    for name, original in originals.items():
+        setattr(extension, name, entry(original))
+
+
+def refuse_spawn(topology: Topology) -> None:
+    """Have torch_xla start no processes in this worker, each of which would be another world, or take others' chips."""
+
+    def spawn(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError(
+            f"xmp.spawn was called in a worker (rank {topology.rank} of {topology.world_size}), where nblaunch has "
+            "started one process per device. Call the function itself, or torch_xla.launch, which does so here"
+        )
+
+    packages.when_imported("torch_xla._internal.pjrt", lambda launcher: setattr(launcher, "spawn", spawn))
+
+
+def watch_collectives(report: Callable[[str], None]) -> None:
+    """Call ``report(name)`` when the function uses a collective of torch_xla, for the first time."""
+
+    def watch(model: Any) -> None:
+        originals = {name: getattr(model, name) for name in _COLLECTIVES}
+
+        def watched(name: str) -> Callable[..., Any]:
+            @functools.wraps(originals[name])
+            def collective(*arguments: Any, **options: Any) -> Any:
+                for one, original in originals.items():
+                    setattr(model, one, original)
+                report(name)
+                return originals[name](*arguments, **options)
+
+            return collective
+
+        for name in originals:
+            setattr(model, name, watched(name))
+
+    packages.when_imported("torch_xla.core.xla_model", watch)
+
+
+def has_exchanged_copies() -> bool:
+    """Return whether a collective of torch.distributed ran on copies of XLA tensors, which it then leaves as they are.
+
+    Torch has no kernel of it for them, and copies the arguments to the host, but not back.
+    """
+    return any(name.startswith("c10d::") for name in part("debug.metrics").counter_names())

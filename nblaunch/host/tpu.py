@@ -6,7 +6,7 @@ of torch_xla 2.9 (``torch_xla/_internal/tpu.py``), which ``tests/xla`` compares 
 The slice that it belongs to, with the type of its chips and the number of its hosts, stands in the environment
 (containers, Kaggle), or a metadata server has it (Cloud VMs), or neither; then the chips on the PCI bus have to do.
 torch_xla asks the server wherever ``TPU_SKIP_MDS_QUERY`` is unset, and reads the environment otherwise, and fails in
-both cases on what is missing: :func:`completed` gives it the rest.
+both cases on what is missing: :meth:`TpuSlice.completed` gives it the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import re
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from nblaunch import env
 from nblaunch.host import proc
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -60,9 +61,6 @@ TOPOLOGY_VARIABLES = (
     "PJRT_LOCAL_PROCESS_RANK",
     "PJRT_LOCAL_PROCESS_COUNT",
 )
-
-NO_LOCAL_RANK: dict[str, str | None] = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_LOCAL_PROCESS_COUNT": None}
-"""For a process that is no part of several on its host."""
 
 
 @cache
@@ -206,15 +204,8 @@ def _targets(descriptors: Path) -> list[str]:
 
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _TIMEOUT_S = 1.0
-_CORES_COUNT = (
-    "v2",
-    "v3",
-    "v4",
-    "v5p",
-)  # their types count cores, two to a chip; the others count what PCI shows
+_CORES_COUNT = ("v2", "v3", "v4", "v5p")  # their types count cores, two to a chip; the others what PCI shows
 _TYPES = {"v4": "v4", "v5": "v5p", "v5p": "v5p", "v5e": "v5litepod", "v6e": "v6e", "v7x": "tpu7x"}
-
-Ask = Callable[[str], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -266,34 +257,25 @@ class TpuSlice:
         }
 
 
-def read(variables: Mapping[str, str], kinds: Mapping[str, int], num_chips: int, ask: Ask) -> TpuSlice:
-    """Return the slice of this host.
-
-    Args:
-        variables: the environment.
-        kinds: chips on the PCI bus, as of ``tpu.chips()``.
-        num_chips: of this host, however they were counted.
-        ask: returns the metadata server's answer for a key, None where there is none.
-    """
-    server = None if variables.get("TPU_SKIP_MDS_QUERY") else ask("tpu-env")
+def slice_of_host(num_chips: int) -> TpuSlice:
+    """Return the slice of this host, which has ``num_chips`` chips, however they were counted."""
+    server = None if env.read("TPU_SKIP_MDS_QUERY") else ask_metadata_server("tpu-env")
     found = re.search(r"^ACCELERATOR_TYPE: *'?([\w-]+)", server or "", re.MULTILINE)
-    named = variables.get("TPU_ACCELERATOR_TYPE") or (found[1] if found else "")
+    named = env.read("TPU_ACCELERATOR_TYPE") or (found[1] if found else "")
     if named and "-" not in named:
         named = f"{named}-{num_chips}"  # torch_xla can't parse it without its number
-    hosts = tuple(filter(None, variables.get("TPU_WORKER_HOSTNAMES", "").split(",")))
+    hosts = tuple(filter(None, env.read("TPU_WORKER_HOSTNAMES").split(",")))
     if server is not None:
-        endpoints = (ask("worker-network-endpoints") or "").split(",")
+        endpoints = (ask_metadata_server("worker-network-endpoints") or "").split(",")
         hosts = tuple(filter(None, endpoints)) or hosts
-    return TpuSlice(named or _type_of(kinds), hosts, server is not None, num_chips)
+    return TpuSlice(named or _type_of(chips()), hosts, server is not None, num_chips)
 
 
 @cache
 def ask_metadata_server(key: str) -> str | None:
     """Return what the metadata server of a Cloud VM has for ``key``; None where there is none. Once per process."""
     request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # the server is on this machine's own link
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine's own link
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
             text: str = answer.read().decode()

@@ -38,7 +38,6 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     monkeypatch.setattr(tpu, "lock_holder", lambda: None)
     monkeypatch.setattr(tpu, "ask_metadata_server", lambda key: None)
-    monkeypatch.setattr(xla_runtime, "ask_metadata_server", lambda key: None)
 
 
 def host(

@@ -30,7 +30,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     monkeypatch.setattr(tpu, "device_files", lambda names_tpu: 0)
     monkeypatch.setattr(tpu, "lock_holder", lambda: None)
-    monkeypatch.setattr(xla_runtime, "ask_metadata_server", lambda key: None)
+    monkeypatch.setattr(tpu, "ask_metadata_server", lambda key: None)
     monkeypatch.setattr(first_use, "is_xla_initialised", lambda: False)
 
 
@@ -190,7 +190,7 @@ def test_hosts_of_the_metadata_server_count_too(monkeypatch: pytest.MonkeyPatch)
         "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-16'\n",
         "worker-network-endpoints": "a:1:10.0.0.2,b:2:10.0.0.3",
     }
-    monkeypatch.setattr(xla_runtime, "ask_metadata_server", answers.get)
+    monkeypatch.setattr(tpu, "ask_metadata_server", answers.get)
     assert "one of 2 hosts" in (BACKEND.launch_refusal() or "")
 
 

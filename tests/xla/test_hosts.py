@@ -135,7 +135,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         )
         monkeypatch.setattr(tpu, "lock_holder", lambda: None)
         monkeypatch.setattr(xla_runtime, "num_chips", lambda: made_up.num_chips)
-        monkeypatch.setattr(xla_runtime, "ask_metadata_server", (made_up.metadata or {}).get)
+        monkeypatch.setattr(tpu, "ask_metadata_server", (made_up.metadata or {}).get)
         monkeypatch.setattr(xla_runtime, "version_mismatch", lambda: None)
         monkeypatch.setattr(first_use, "is_xla_initialised", lambda: False)
         monkeypatch.setattr(theirs, "num_available_chips", lambda: made_up.num_chips)

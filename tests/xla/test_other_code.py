@@ -132,12 +132,12 @@ def ask(question):
     import torch_xla, torch_xla.runtime as xr, torch_xla.core.xla_model as xm
     import torch.distributed as dist, torch_xla.distributed.xla_backend
     from torch_xla._internal import pjrt
-    from nblaunch.backends import xla_world
+    from nblaunch.backends import xla_runtime
     from nblaunch.topology import Topology
     before, joined = torch_xla._XLAC._xla_get_default_device, []
     initialize = pjrt.initialize_multiprocess
     pjrt.initialize_multiprocess = lambda *ranks: (joined.append(ranks), initialize(*ranks))
-    xla_world.join_at_first_use(Topology(3, 3, 0, 4, 4))
+    xla_runtime.join_at_first_use(Topology(3, 3, 0, 4, 4))
     early = list(joined), torch_xla._XLAC._xla_runtime_is_initialized()
     for _ in range(2):
         eval(question)
