@@ -1,7 +1,7 @@
 """LaunchSpec: all settings of a launch in one frozen, checked value.
 
 ``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. Its fields are checked when
-it is constructed, before anything is started: the function and its arguments (:func:`check_call`), choices, counts,
+it is constructed, before anything is started: the function and its arguments (:func:`_check_call`), choices, counts,
 durations, and the nodes. Settings that depend on the devices of this machine are checked by ``launcher/plan.py``.
 """
 
@@ -67,12 +67,6 @@ def parse_num_nodes(num_nodes: Any) -> int | str:
     return low if low == high else f"{low}:{high}"
 
 
-def bounds(num_nodes: int | str | tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest and the largest number of machines, of a value of :func:`parse_num_nodes`."""
-    low, _, high = str(num_nodes).partition(":")
-    return int(low), int(high or low)
-
-
 def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
     """Return host and port of ``host``, ``host:port`` or ``[IPv6 address]:port``; port None if there is none.
 
@@ -104,13 +98,7 @@ def parse_port(use_port: str | int | None) -> int | None:
     return port or None
 
 
-def check_rdzv_conf(rdzv_conf: Any) -> None:
-    """Check the settings of the rendezvous; None means none.
-
-    Raises:
-        TypeError: they are not a mapping.
-        ValueError: a name is unknown, or a value is not a positive number.
-    """
+def _check_rdzv_conf(rdzv_conf: Any) -> None:
     conf = rdzv_conf or {}
     if not isinstance(conf, Mapping):
         raise TypeError(f"rdzv_conf={conf!r} must be a dict such as {{'timeout': 60}}")
@@ -131,11 +119,7 @@ class FunctionPlaceholder:
         self.__qualname__ = name
 
     def __call__(self, *args: Any) -> Any:
-        """Raise RuntimeError.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise RuntimeError."""
         raise RuntimeError(
             f"{self.__qualname__} can't be called: the spec of a started job keeps only its name"
         )
@@ -151,12 +135,7 @@ def name_of(function: Any) -> str:
     )
 
 
-def check_call(function: Any, args: Any) -> None:
-    """Check that ``function`` is callable with ``args``.
-
-    Raises:
-        TypeError: it is not; the message says what to pass instead.
-    """
+def _check_call(function: Any, args: Any) -> None:
     if not callable(function):
         raise TypeError(
             f"function={function!r} can't be called; pass the training function itself, "
@@ -207,44 +186,20 @@ _STRATEGIES_IN_CALLS = ("auto", "spmd")
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """All settings of a launch.
+    """All settings of a launch. Those that ``notebook_launcher`` has, too, are described there.
 
     Args:
         function: called as ``function(*args)`` in every worker.
         args: positional arguments; modules among them are shared with the workers, not copied.
         num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; default of ``Accelerator()`` in workers.
-        backend: device family, ``"auto"`` = the best one of this machine.
-        engine: what runs the function: ``"local"`` = processes of this machine, ``"inline"`` = this process (one
-            worker, for pdb), ``"elastic"`` = local processes that join those of other machines; ``"auto"`` = by the
-            arguments below.
-        start_method: of local workers; ``"auto"`` = fork if it is safe.
-        master_addr: address of machine 0, as the others reach it.
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
-        node_rank: of this machine.
-        num_nodes: number of machines; ``"min:max"`` or ``(min, max)`` with ``rdzv_backend="c10d"``.
-        rdzv_backend: ``"static"`` = a fixed set of machines with their ranks, ``"c10d"`` = machines may join later.
-        rdzv_endpoint: address of the rendezvous, as ``"host:port"``; required by ``"c10d"``.
+        num_nodes: number of machines: ``2``, ``"1:2"`` or ``(1, 2)``.
         rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
-        rdzv_id: name of the job among several at one rendezvous.
         rdzv_timeout_s: timeout of the rendezvous in seconds; None = ``rdzv_conf["timeout"]``, or 600.
-        max_restarts: how often all workers are restarted after a failure.
-        monitor_interval_s: accepted for compatibility; the launcher waits for events and does not poll.
-        log_line_prefix_template: label of the workers' lines, as ``"[${rank}] "``; None = ``[rank]``.
-        return_all: return a list of the values of all ranks instead of rank 0's value.
-        sync_weights: load the trained weights of modules in ``args`` back into these modules.
-        sync_optimizers: load the state of optimizers in ``args`` back into these optimizers.
-        interrupt_grace_s: seconds for ``finally`` blocks of workers before they are killed.
-        post_mortem: keep the workers where they are when one of them raises, for a debugger.
         has_breakpoints: ``breakpoint()`` in the function opens pdb in this process.
         is_session: the workers are those of a session: this process sends them commands while they run.
         is_detached: the job outlives this process; trained weights are kept for those that attach to it.
         is_spmd: one process drives all devices (XLA).
-        threads_per_process: CPU threads of each worker; None = ``OMP_NUM_THREADS``, or usable cores / workers
-            on this machine.
-        log_dir: folder for logs; None = see ``NBLAUNCH_LOG_DIR``.
-        hang_timeout_s: seconds without progress (steps, collectives, bars) after which stacks are shown; None = never.
-        on_hang: ``"report"`` a hang, or ``"stop"`` the job as well.
         accelerator: further defaults of ``Accelerator()`` in workers, argument -> value, as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its own arguments.
 
@@ -292,14 +247,17 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         _normalize(self)
         object.__setattr__(self, "num_nodes", parse_num_nodes(self.num_nodes))
-        check_call(self.function, self.args)
+        _check_call(self.function, self.args)
         _check_choices(self)
         _check_counts(self)
         _check_durations(self)
         for name in ("return_all", "sync_weights", "sync_optimizers", "post_mortem"):
             check_flag(name, getattr(self, name))
         _check_nodes(self)
-        _check_detached(self)
+        if self.is_detached:
+            for name, why in _BESIDE_DETACHED.items():
+                if getattr(self, name):
+                    raise ValueError(f"detach=True can't be combined with {why}")
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(
             self, "accelerator_defaults", {**self.accelerator, "mixed_precision": self.mixed_precision}
@@ -324,20 +282,19 @@ class LaunchSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return environment variables that pass settings to other frameworks in workers."""
-        # Accelerate's Accelerator reads this variable.
+        """Return environment variables that pass settings to other frameworks in workers, as to Accelerate."""
         is_mixed = self.mixed_precision != "no"
         return {"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if is_mixed else {}
 
     @property
     def min_nodes(self) -> int:
         """Return the smallest number of machines."""
-        return bounds(self.num_nodes)[0]
+        return int(str(self.num_nodes).partition(":")[0])
 
     @property
     def max_nodes(self) -> int:
         """Return the largest number of machines."""
-        return bounds(self.num_nodes)[1]
+        return int(str(self.num_nodes).rpartition(":")[2])
 
     @property
     def is_elastic(self) -> bool:
@@ -498,28 +455,20 @@ def _check_nodes(spec: LaunchSpec) -> None:
             f"engine={spec.engine!r} is for one machine; leave it out for num_nodes={spec.num_nodes!r} with "
             f"rdzv_backend={spec.rdzv_backend!r}"
         )
-    check_rdzv_conf(spec.rdzv_conf)
+    _check_rdzv_conf(spec.rdzv_conf)
 
 
-_BESIDE_DETACHED = (
-    (
-        "is_elastic",
-        "several machines: their launchers would have to stay; start it by `nblaunch launch` under nohup",
+_BESIDE_DETACHED = {
+    "is_elastic": (
+        "several machines: their launchers would have to stay; start it by `nblaunch launch` under nohup"
     ),
-    ("post_mortem", "post_mortem=True: the debugger is in this kernel, and the job is to outlive it"),
-    (
-        "sync_optimizers",
-        "sync_optimizers=True: save their state inside the function, by accelerator.save_state()",
+    "post_mortem": "post_mortem=True: the debugger is in this kernel, and the job is to outlive it",
+    "sync_optimizers": (
+        "sync_optimizers=True: save their state inside the function, by accelerator.save_state()"
     ),
-    ("log_dir", "log_dir: nblaunch.jobs() looks for jobs in one folder; NBLAUNCH_LOG_DIR chooses it"),
-)
+    "log_dir": "log_dir: nblaunch.jobs() looks for jobs in one folder; NBLAUNCH_LOG_DIR chooses it",
+}
 """What a detached job can't have, and why or what to do."""
-
-
-def _check_detached(spec: LaunchSpec) -> None:
-    for name, why in _BESIDE_DETACHED if spec.is_detached else ():
-        if getattr(spec, name):
-            raise ValueError(f"detach=True can't be combined with {why}")
 
 
 def _listed(valid: Sequence[str]) -> str:
