@@ -85,7 +85,7 @@ def find(name: str, pickled: bytes = b"") -> Backend:
     """
     if pickled and name not in _registered:
         register(pickle.loads(pickled))
-    return registered(name) or _built_in()[name]
+    return discover()[name]
 
 
 def choose(name: str) -> Backend:

@@ -277,19 +277,11 @@ def keep_torch_tpu_away() -> None:
 # --- a backward in a fork -------------------------------------------------------------------------------------------
 
 
-def fork_failure(attempt: Callable[[], None] | None = None, timeout_s: float = _TIMEOUT_S) -> str | None:
-    """Return what fails in a forked child that runs a small ``backward``; None where nothing does.
+def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> str | None:
+    """Return what fails in a forked child that runs ``attempt``, a small ``backward``; None where nothing does.
 
-    Args:
-        attempt: what the child tries; None: a ``backward`` of one number on the CPU.
-        timeout_s: how long it may take until it counts as hanging.
-
-    A process that never imported torch never ran a ``backward``: no child is forked then.
+    It counts as hanging after ``timeout_s``.
     """
-    if attempt is None:
-        if "torch" not in sys.modules:
-            return None
-        attempt = small_backward
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python warns about forking with threads; this child touches nothing that threads may hold, and ends at once.

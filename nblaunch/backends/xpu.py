@@ -24,7 +24,7 @@ class XpuBackend(GpuBackend):
     def affinity(self) -> int:
         return min(
             super().affinity(), 9
-        )  # beside a GPU of NVIDIA or AMD it is the processor's own, most likely
+        )  # beside one of NVIDIA or AMD it is the processor's own, most likely
 
     def build_refusal(self) -> str | None:
         import torch

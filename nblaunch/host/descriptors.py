@@ -71,14 +71,6 @@ def check_room(count: int) -> None:
             os.close(fd)
 
 
-def _hold_forks() -> None:
-    _forking.acquire()
-
-
-def _let_forks() -> None:
-    _forking.release()
-
-
 def _close_in_child() -> None:
     global _forking
     _forking = threading.RLock()  # the other may be held by a thread that does not exist here
@@ -87,7 +79,11 @@ def _close_in_child() -> None:
     _kernel_only.clear()
 
 
-os.register_at_fork(before=_hold_forks, after_in_parent=_let_forks, after_in_child=_close_in_child)
+os.register_at_fork(
+    before=lambda: _forking.acquire(),
+    after_in_parent=lambda: _forking.release(),
+    after_in_child=_close_in_child,
+)
 
 
 def wait_until_readable(fds: Iterable[int], timeout_s: float | None = None) -> None:

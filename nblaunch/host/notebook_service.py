@@ -7,9 +7,11 @@ Values of variables are never kept: some services put tokens there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from nblaunch.host import proc
 
 _CORE_WIDGETS = "ipywidgets' own controls; others need google.colab.output.enable_custom_widget_manager()"
 
@@ -36,22 +38,14 @@ class Platform:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Signs:
-    """By what a service is known: any of these variables is set, or any of these files exists."""
-
-    platform: Platform
-    variables: tuple[str, ...]
-    files: tuple[str, ...] = ()
-
-
+# Each service with its signs: variables of which any is set, or files of which any exists.
 # The first that fits wins. Kaggle comes before Colab, whose variables its images can inherit; whatever hosts
 # Jupyter or VS Code comes before them. Sources: Kaggle/kagglehub (env.py) for Kaggle and Colab; "Databricks Runtime
 # release notes" for DATABRICKS_RUNTIME_VERSION; aws/sagemaker-jupyterlab-extension-common for SAGEMAKER_APP_TYPE and
 # the SageMaker guide, "Custom image specifications", for the metadata file; jupyterhub/binderhub (BinderSpawnerMixin)
 # for BINDER_*; microsoft/vscode-jupyter#3364 for VSCODE_PID.
 _KNOWN = (
-    _Signs(
+    (
         Platform(
             "kaggle",
             "Kaggle",
@@ -63,7 +57,7 @@ _KNOWN = (
         ),
         ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"),
     ),
-    _Signs(
+    (
         Platform(
             "databricks",
             "Databricks",
@@ -74,16 +68,19 @@ _KNOWN = (
         ),
         ("DATABRICKS_RUNTIME_VERSION",),
     ),
-    _Signs(
+    (
         Platform(
             "sagemaker",
             "SageMaker Studio",
             notes=("GPUs come with the instance type of the space; the default one has none",),
         ),
-        ("SAGEMAKER_APP_TYPE", "SAGEMAKER_INTERNAL_IMAGE_URI"),
-        ("opt/ml/metadata/resource-metadata.json",),
+        (
+            "SAGEMAKER_APP_TYPE",
+            "SAGEMAKER_INTERNAL_IMAGE_URI",
+            "/opt/ml/metadata/resource-metadata.json",
+        ),
     ),
-    _Signs(
+    (
         Platform(
             "binder",
             "Binder",
@@ -93,7 +90,7 @@ _KNOWN = (
         ),
         ("BINDER_LAUNCH_HOST", "BINDER_REPO_URL", "BINDER_REQUEST"),
     ),
-    _Signs(
+    (
         Platform(
             "colab",
             "Google Colab",
@@ -105,7 +102,7 @@ _KNOWN = (
         ),
         ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION", "COLAB_JUPYTER_TRANSPORT"),
     ),
-    _Signs(
+    (
         Platform(
             "vscode",
             "VS Code",
@@ -114,8 +111,6 @@ _KNOWN = (
         ("VSCODE_PID", "VSCODE_CRASH_REPORTER_PROCESS_TYPE", "VSCODE_HANDLES_UNCAUGHT_ERRORS"),
     ),
 )
-
-_NO_SERVICE = Platform("none", "no notebook service")
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Platform:
@@ -127,27 +122,16 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Platform:
         environ: the environment, from :func:`nblaunch.env.snapshot`.
         root: of the file system.
     """
-    for signs in _KNOWN:
-        evidence = _evidence(signs, environ, root)
-        if evidence:
-            return _in_detail(replace(signs.platform, evidence=evidence), environ)
+    for platform, signs in _KNOWN:
+        for sign in signs:
+            if environ.get(sign) or (sign.startswith("/") and (root / sign[1:]).exists()):
+                if platform.name == "kaggle" and environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
+                    platform = replace(platform, is_interactive=False, widgets='not seen in "Save & Run All"')
+                return replace(platform, evidence=sign)
     return _jupyter(environ, root / "proc")
 
 
-def _evidence(signs: _Signs, environ: Mapping[str, str], root: Path) -> str:
-    variables = (name for name in signs.variables if environ.get(name))
-    files = (f"/{name}" for name in signs.files if (root / name).exists())
-    return next(variables, "") or next(files, "")
-
-
-def _in_detail(platform: Platform, environ: Mapping[str, str]) -> Platform:
-    """Return what the variables say beyond the name."""
-    if platform.name == "kaggle" and environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
-        return replace(platform, is_interactive=False, widgets='not seen in "Save & Run All"')
-    return platform
-
-
-def _jupyter(environ: Mapping[str, str], proc: Path) -> Platform:
+def _jupyter(environ: Mapping[str, str], processes: Path) -> Platform:
     """Return the client that runs this kernel.
 
     A kernel can't see its front end, but jupyter_client gives it the process that started it (JPY_PARENT_PID), and
@@ -155,28 +139,14 @@ def _jupyter(environ: Mapping[str, str], proc: Path) -> Platform:
     """
     parent = environ.get("JPY_PARENT_PID", "")
     if not parent and not environ.get("JPY_SESSION_NAME"):
-        return _NO_SERVICE
+        return Platform("none", "no notebook service")
     evidence = "JPY_PARENT_PID" if parent else "JPY_SESSION_NAME"
-    words = _command(proc / parent / "cmdline") if parent.isdigit() else []
-    if _names(words, ("jupyter-lab", "jupyterlab", "lab")):
+    words = proc.read(processes / parent / "cmdline").split("\0")[:4] if parent.isdigit() else []
+    names = {Path(word).name for word in words}  # of the program and its arguments
+    if names & {"jupyter-lab", "jupyterlab", "lab"}:
         return Platform("jupyterlab", "JupyterLab", evidence)
-    if _names(words, ("jupyter-notebook", "notebook")):
+    if names & {"jupyter-notebook", "notebook"}:
         return Platform("notebook", "Jupyter Notebook", evidence)
-    is_headless = _names(
-        words, ("jupyter-nbconvert", "nbconvert", "papermill", "jupyter-execute", "nblaunch")
-    )
-    if is_headless:
+    if names & {"jupyter-nbconvert", "nbconvert", "papermill", "jupyter-execute", "nblaunch"}:
         return Platform("jupyter", "a notebook runner", evidence, "not seen", is_interactive=False)
     return Platform("jupyter", "a Jupyter kernel", evidence)
-
-
-def _command(path: Path) -> list[str]:
-    """Return the names in a command line, without folders: programs and their arguments."""
-    try:
-        return [Path(word).name for word in path.read_text().split("\0")[:4]]
-    except OSError:
-        return []
-
-
-def _names(words: Iterable[str], names: tuple[str, ...]) -> bool:
-    return any(word in names for word in words)
