@@ -125,7 +125,9 @@ def load_checkpoint_and_dispatch(
     if _cuts(device_map):
         of_pieces |= {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
         of_pieces |= {"dtype": target, "strict": strict}
-        dispatched = from_accelerate("load_checkpoint_and_dispatch")(model, checkpoint, device_map, **of_pieces)
+        dispatched = from_accelerate("load_checkpoint_and_dispatch")(
+            model, checkpoint, device_map, **of_pieces
+        )
         return cast(torch.nn.Module, dispatched)
     device = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
     load_checkpoint_in_model(model, checkpoint, device_map, dtype=target, strict=strict)
