@@ -219,7 +219,7 @@ def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
 def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], Sequence[StackFrame]]:
     """Return the frames inside the user's innermost frame, and the others."""
     for i, frame in enumerate(frames):
-        if is_user_frame(frame):
+        if is_user_file(frame.filename):
             return frames[:i], frames[i:]
     return frames, ()
 
@@ -252,11 +252,6 @@ def parse(text: str) -> list[ThreadStack]:
                 last.is_current, (*last.frames, StackFrame(frame["file"], number, frame["name"]))
             )
     return threads
-
-
-def is_user_frame(frame: StackFrame) -> bool:
-    """Return whether the frame is in a notebook cell or a file of the user."""
-    return is_user_file(frame.filename)
 
 
 def describe(frames: Sequence[StackFrame]) -> list[str]:

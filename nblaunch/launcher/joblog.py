@@ -231,6 +231,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
-        return True
+    except PermissionError:
+        pass  # it is another user's
     return True

@@ -85,6 +85,9 @@ class JobRequests:
 
     Every query is answered: by the supervisor, or with the reason why there is no answer.
 
+    Attributes:
+        abandoned_group: the process group that ranks of this machine leave, of which the other machines are to know.
+
     Raises:
         LaunchError: the system refused a pipe.
     """
@@ -132,10 +135,6 @@ class JobRequests:
         """Kill the workers at once."""
         self.is_cancelled = True
         self._wake()
-
-    def report_abandoned_group(self, abandoned: GroupAbandoned) -> None:
-        """Let the other machines know of the process group that ranks of this one leave."""
-        self.abandoned_group = abandoned
 
     def ask_stacks(self) -> Future[str]:
         """Ask where every rank is; the future has an answer within a second or two, whatever the job does."""

@@ -247,7 +247,7 @@ class SessionClient:
         if self._num_nodes > 1 and (causes or self.num_interrupts):
             failed = {rank: replace(one, exception=None) for rank, one in causes.items()}
             abandoned = GroupAbandoned(-1, time.time(), group=self._group, failed=failed)
-            self._runner.requests.report_abandoned_group(abandoned)
+            self._runner.requests.abandoned_group = abandoned
         self._group += 1
 
     def _interrupt_waiting(self) -> None:

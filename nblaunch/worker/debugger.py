@@ -71,7 +71,7 @@ class Debugger:
         Raises:
             KeyboardInterrupt: the job is ended.
         """
-        self._stand_at(error)
+        self._traceback = from_first_user_frame(error.__traceback__) or error.__traceback__
         while not self._released.wait(3600.0):
             continue
 
@@ -99,9 +99,6 @@ class Debugger:
         self._stops[at] += 1
         self._terminal = _Terminal(self._send, Prompted("", (*at, self._stops[at]), at))
         _Pdb(self._terminal).set_trace(frame)
-
-    def _stand_at(self, error: BaseException) -> None:
-        self._traceback = from_first_user_frame(error.__traceback__) or error.__traceback__
 
     def _send(self, message: Any) -> None:
         with self._sending:
