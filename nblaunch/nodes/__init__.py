@@ -1,24 +1,35 @@
 """Launches on several machines (nodes): a launcher and an agent on each. A launch on one machine imports none of it.
 
+    node 0                                                   node 1
+    launcher ── fork ──> workers 0, 1  <── gloo / nccl ──>  workers 2, 3 <── fork ── launcher
+       ^                                                                                ^
+       └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, heartbeats ──>  agent 1 ──┘
+
 A job here waits until all nodes have joined, lets the supervisor run this node's workers, reports their end, and waits
-again for a restart. The agent, a process of its own, runs torch's elastic agent and exchanges heartbeats with the
-other nodes.
+again for a restart. The agent runs torch's elastic agent and exchanges heartbeats with the other nodes.
+
+torch's agent usually starts workers as its own children. Forked workers could then inherit neither the function nor the
+model of the notebook, and events, logs, diagnosis, results, trained weights and escalation would need a second
+implementation. So the agent runs in a fresh process, where its threads and signal handlers do not affect the kernel,
+and sends messages to the launcher, which starts and supervises workers as on one machine.
+
+There are two differences from torchrun. Workers do not share the store of the agents: each start has a new store in
+the agent of node 0, so that no value of an earlier start is read by mistake. And no store listens on all interfaces.
 
 In the launcher:
 
-    link.py                attempts of a job, and the connection to the other nodes: summaries sent, heartbeats handled
-        peer_states.py     state of the other nodes; the agreement with them on a last step
-        agent_client.py    client to the agent of this node; the wait until all nodes have joined
-          agent_process.py process and configuration of the agent
-          network.py       addresses and interfaces of this machine
+    link.py              attempts of a job, and the connection to the other nodes: summaries sent, heartbeats handled
+      peer_states.py     state of the other nodes; the agreement with them on a last step
+      agent_client.py    process of this node's agent, messages from and to it; the wait until all nodes have joined
+      network.py         addresses and interfaces of this machine
 
 In the agent:
 
-    agent.py               torch's elastic agent, whose workers are started by the launcher
-      rendezvous.py        store of the rendezvous, and torch's handlers on it
-      heartbeats.py        state of each node, exchanged through that store
+    agent.py             torch's elastic agent, whose workers are started by the launcher
+      rendezvous.py      store of the rendezvous, and torch's handlers on it
+      heartbeats.py      state of each node, exchanged through that store
 
 In both:
 
-    messages.py            between launcher, agent and nodes
+    messages.py          between launcher, agent and nodes; the configuration of an agent
 """

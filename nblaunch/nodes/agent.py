@@ -36,12 +36,13 @@ from nblaunch.events import Event
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages
-from nblaunch.nodes.agent_process import AgentConfig, RendezvousConfig
 from nblaunch.nodes.heartbeats import HeartbeatExchange, RankTakenError
 from nblaunch.nodes.messages import (
+    AgentConfig,
     AgentEnded,
     Leave,
     Node,
+    RendezvousConfig,
     StopWorkers,
     Summary,
     WorkersEnded,
@@ -123,6 +124,9 @@ class LauncherClient:
         reading_fd: receives messages from the launcher.
         heartbeats: publishes the summaries of its workers.
         leave: ends this process, with a reason for the other nodes.
+
+    Attributes:
+        workers_ended: how the workers ended; None while they run.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class LauncherClient:
         self._heartbeats = heartbeats
         self._leave = leave
         self._changed = threading.Condition()
-        self._workers_ended: WorkersEnded | None = None
+        self.workers_ended: WorkersEnded | None = None
 
     def start(self) -> None:
         """Start the daemon thread that receives."""
@@ -161,26 +165,20 @@ class LauncherClient:
             self._heartbeats.update_summary(message)
         elif isinstance(message, WorkersEnded):
             self._heartbeats.update_summary(message.summary)
-        with self._changed:
-            if isinstance(message, WorkersEnded):
-                self._workers_ended = message
-            self._changed.notify_all()
-
-    @property
-    def workers_ended(self) -> WorkersEnded | None:
-        """Return how the workers ended; None while they run."""
-        return self._workers_ended
+            with self._changed:
+                self.workers_ended = message
+                self._changed.notify_all()
 
     def expect_workers(self) -> None:
         """Reset the state of the workers before a new start."""
         with self._changed:
-            self._workers_ended = None
+            self.workers_ended = None
 
     def wait_for_end(self) -> None:
         """Wait until the workers have ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._workers_ended is not None)
-            self._workers_ended = None
+            self._changed.wait_for(lambda: self.workers_ended is not None)
+            self.workers_ended = None
 
 
 class TorchAgent(SimpleElasticAgent):

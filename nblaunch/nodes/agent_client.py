@@ -1,36 +1,50 @@
-"""The launcher's client to the agent of its node, and the wait until all nodes of a job have joined.
-
-The client owns the process of the agent. ``peer_states.py`` evaluates the heartbeats of other nodes.
-"""
+"""The launcher's side of the agent of its node, and the wait until all nodes of a job have joined."""
 
 from __future__ import annotations
 
 import math
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 
+from nblaunch import env
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event
-from nblaunch.host.descriptors import wait_until_readable
+from nblaunch.host import descriptors
+from nblaunch.host.descriptors import is_writable, wait_until_readable
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages, network
-from nblaunch.nodes.agent_process import AgentConfig, AgentProcess, RendezvousConfig
-from nblaunch.nodes.messages import AgentEnded, Heartbeat, Leave, PeerHeartbeats, WorldFormed
+from nblaunch.nodes.messages import (
+    LINGER_S,
+    AgentConfig,
+    AgentEnded,
+    Heartbeat,
+    Leave,
+    PeerHeartbeats,
+    RendezvousConfig,
+    WorldFormed,
+)
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
+from nblaunch.start_methods.children import kill_and_reap, open_pidfd, reap_with_group
+from nblaunch.start_methods.interpreter import start_program
+from nblaunch.start_methods.spawn import disown
+from nblaunch.wire.channel import EventReceiver, EventSender
 
 _TICK_S = 0.1
 _FIRST_NOTE_S = 3.0
 """Seconds of waiting before the user is notified."""
 
 _FINAL_WAIT_S = 2.0
+_EXIT_S = LINGER_S + 2.0
 _AGENT_SLACK_S = 15.0
 """Extra seconds for the start of the agent, and for torch to detect its timeout."""
 
 
 class AgentClient:
-    """The connection of a launcher to its agent.
+    """The agent of a launcher's node: its process, and the connection with it.
 
     Args:
         spec: of the launch.
@@ -47,7 +61,8 @@ class AgentClient:
         is_closed: the agent has closed its end of the connection.
 
     Raises:
-        LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown.
+        LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown; or the system
+            refused the process.
     """
 
     def __init__(self, spec: LaunchSpec, num_workers: int, log_path: str) -> None:
@@ -77,16 +92,7 @@ class AgentClient:
                 node_rank=spec.node_rank, min_nodes=spec.min_nodes, max_nodes=spec.max_nodes,
                 timeout_s=spec.rendezvous_timeout_s, conf=dict(spec.rdzv_conf or {}),
             )  # fmt: skip
-            config = AgentConfig(
-                rendezvous=self.rendezvous,
-                num_workers=self._num_workers,
-                max_restarts=max_restarts,
-                monitor_interval_s=spec.monitor_interval_s,
-                address=self.address,
-                host_name=socket.gethostname(),
-                log_path=self._log_path,
-            )
-            self._agent = AgentProcess(config)
+            self._start_process(max_restarts)
         finally:
             if listener is not None:
                 listener.close()
@@ -100,26 +106,66 @@ class AgentClient:
             wanted = self._spec.node_rank == 0
         return None if wanted is False else network.listen(host, port, is_optional=wanted is None)
 
+    def _start_process(self, max_restarts: int) -> None:
+        agent_reads, self._writing = os.pipe()
+        self._reading, agent_writes = os.pipe()
+        descriptors.keep_from_children(self._writing, self._reading)
+        config = AgentConfig(
+            rendezvous=self.rendezvous,
+            num_workers=self._num_workers,
+            max_restarts=max_restarts,
+            monitor_interval_s=self._spec.monitor_interval_s,
+            address=self.address,
+            host_name=socket.gethostname(),
+            log_path=self._log_path,
+            reading_fd=agent_reads,
+            writing_fd=agent_writes,
+        )
+        try:
+            self._pid = _start(config)
+        except BaseException:
+            descriptors.close(self._writing, self._reading)
+            raise
+        finally:
+            os.close(agent_reads)
+            os.close(agent_writes)
+        self._pidfd = open_pidfd(self._pid)
+        self._sender = EventSender(self._writing)
+        self._receiver = EventReceiver(self._reading)
+
     def restart(self, max_restarts: int) -> None:
         """Replace the agent by a new one."""
-        self._agent.close(
-            0.0
-        )  # at once, because it could recover and join the rendezvous for this node as well
+        # At once, because it could recover and join the rendezvous for this node as well.
+        self._end_process(0.0)
         self._open(max_restarts)
 
     def close(self) -> None:
         """End the agent, which notifies the other nodes."""
         if self.ended is None:
             self.leave("went away")
-        self._agent.close()
+        self._end_process(_EXIT_S)
+
+    def _end_process(self, patience_s: float) -> None:
+        """Wait at most ``patience_s`` seconds until the agent exits, then kill it."""
+        deadline = time.monotonic() + patience_s
+        while (status := reap_with_group(self._pid)) is None and time.monotonic() < deadline:
+            if self._pidfd is None:
+                time.sleep(0.02)
+            else:
+                wait_until_readable([self._pidfd], 0.1)
+        if status is None:
+            kill_and_reap([self._pid])
+        if self._pidfd is not None:
+            descriptors.close(self._pidfd)
+        descriptors.close(self._writing, self._reading)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the agent has sent a message."""
-        return self._agent.fileno()
+        """Return a descriptor that is readable when the agent has sent a message or has ended."""
+        return self._reading
 
     def receive(self) -> list[Event]:
         """Update the attributes from the agent's messages since the last call, and return these messages."""
-        received, self.is_closed = self._agent.receive()
+        received, self.is_closed = self._receiver.receive()
         for message in received:
             if isinstance(message, PeerHeartbeats):
                 self.heartbeats = message.heartbeats
@@ -144,13 +190,14 @@ class AgentClient:
         """
         return time.monotonic() - self._last_heartbeats_s > self.patience_s + self.silence_s
 
-    def send(self, event: Event) -> None:
-        """Send a message."""
-        self._agent.send(event)
+    def send(self, message: Event) -> None:
+        """Send a message. If the agent has died, :meth:`receive` reports it, not this method."""
+        self._sender.send(message)
 
-    def send_if_ready(self, event: Event) -> None:
+    def send_if_ready(self, message: Event) -> None:
         """Send a message unless the pipe is full."""
-        self._agent.send_if_ready(event)
+        if is_writable(self._writing):
+            self.send(message)
 
     def leave(self, reason: str) -> None:
         """Leave the job, and notify the other nodes of the reason."""
@@ -161,6 +208,30 @@ class AgentClient:
         """Set :attr:`ended` to a failure of the agent."""
         self.ended = AgentEnded(-1, time.time(), error=error, can_retry=can_retry)
         return self.ended
+
+
+def _start(config: AgentConfig) -> int:
+    descriptors_of_agent = [config.reading_fd, config.writing_fd, config.rendezvous.listen_fd]
+    changes = {
+        "OMP_NUM_THREADS": "1",
+        # Without it torch's handler would open a store for workers on all interfaces.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    try:
+        # The agent keeps those signals blocked that are blocked at its start: a batch system signals all processes of
+        # a job, and the launcher decides what to do.
+        return disown(
+            start_program(
+                "nblaunch.nodes.agent",
+                config,
+                inherited=[fd for fd in descriptors_of_agent if fd >= 0],
+                environment={**env.snapshot(), **changes},
+            )
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"the agent of this node, which joins the rendezvous, could not be started ({sys.executable}): {error}"
+        ) from error
 
 
 class RendezvousWait:

@@ -19,8 +19,7 @@ from typing import Any
 
 from nblaunch.events import Event, Note
 from nblaunch.nodes import messages
-from nblaunch.nodes.agent_process import LINGER_S, AgentConfig
-from nblaunch.nodes.messages import Heartbeat, Node, PeerHeartbeats, Summary
+from nblaunch.nodes.messages import LINGER_S, AgentConfig, Heartbeat, Node, PeerHeartbeats, Summary
 from nblaunch.nodes.rendezvous import connect
 from nblaunch.wire import schema
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from nblaunch import env
 from nblaunch.diagnosis.report import AttemptReport, own_failures
-from nblaunch.events import Event, Note
+from nblaunch.events import Event, Note, ValueLocation
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.runner import JobRunner
@@ -256,14 +256,14 @@ class NodeLink:
             -1,
             time.time(),
             readings=tuple(_for_peers(reading) for reading in readings if reading.rank not in remote),
+            # Without pickled exceptions and without results, which stay on this machine.
             failed={
-                cause.rank: messages.failed_for_peers(cause.failed)
-                for cause in own
-                if cause.failed is not None
+                cause.rank: replace(cause.failed, exception=None) for cause in own if cause.failed is not None
             },
             exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
             returned={
-                rank: messages.returned_for_peers(returned) for rank, returned in report.returned.items()
+                rank: replace(returned, value_location=ValueLocation(), sends=())
+                for rank, returned in report.returned.items()
             },
             epochs=tuple(report.epochs),
             host_memory=tuple(report.host_memory.values()),

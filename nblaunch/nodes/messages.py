@@ -1,18 +1,20 @@
 """Messages between a launcher, its node's agent and the other nodes.
 
-    launcher ── Summary, WorkersEnded, Leave ───────────────>  agent ── Heartbeat, as JSON, one key per node ──> store
+    launcher ── AgentConfig, Summary, WorkersEnded, Leave ──>  agent ── Heartbeat, as JSON, one key per node ──> store
              <── WorldFormed, StopWorkers, PeerHeartbeats,           <────────── Heartbeat of all others ──────
                  AgentEnded
 
-Launcher and agent are two processes of one machine, with two pipes between them (``wire/channel.py``). One node hosts
-the store. Machines share no secret before the rendezvous, so any process that reaches the store can write to it:
-values on it are parsed as plain data of the classes below (``wire/schema.py``) and never unpickled.
+Launcher and agent are two processes of one machine, with two pipes between them (``wire/channel.py``); ``AgentConfig``
+is in a memory file with which the agent starts. One node hosts the store. Machines share no secret before the
+rendezvous, so any process that reaches the store can write to it: values on it are parsed as plain data of the classes
+below (``wire/schema.py``) and never unpickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from nblaunch import formatting
 from nblaunch.events import (
@@ -23,7 +25,6 @@ from nblaunch.events import (
     GroupAbandoned,
     HostMemory,
     Returned,
-    ValueLocation,
 )
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
@@ -33,6 +34,9 @@ JOINING, RUNNING, DONE, FAILED, LEFT = "joining", "running", "done", "failed", "
 
 FINISHED = "finished"
 """Reason of a node that left because all nodes have finished."""
+
+LINGER_S = 4.0
+"""Longest time in seconds for which an agent waits until the others have received its last heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,75 @@ class Node:
 
 
 # --- launcher to agent -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RendezvousConfig:
+    """Configuration of the rendezvous.
+
+    Args:
+        backend: ``"static"`` or ``"c10d"``.
+        host: address of the store.
+        port: its TCP port.
+        listen_fd: listening socket of the store on the node that hosts it; -1 on the others.
+        run_id: name of the job.
+        node_rank: requested rank of this node.
+        min_nodes: smallest number of nodes.
+        max_nodes: largest number of nodes.
+        timeout_s: seconds in which all nodes must join.
+        conf: further settings, with torch's names.
+    """
+
+    backend: str
+    host: str
+    port: int
+    listen_fd: int
+    run_id: str
+    node_rank: int
+    min_nodes: int
+    max_nodes: int
+    timeout_s: float
+    conf: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shared_settings(self) -> str:
+        """Return the settings that must be equal on all nodes; otherwise they would wait for each other."""
+        is_fixed = self.min_nodes == self.max_nodes
+        num_nodes = str(self.max_nodes) if is_fixed else f"{self.min_nodes}:{self.max_nodes}"
+        return f"rdzv_backend={self.backend} and num_nodes={num_nodes}"
+
+    @property
+    def endpoint(self) -> str:
+        """Return ``host:port``, with an IPv6 address in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Configuration of an agent.
+
+    Args:
+        rendezvous: configuration of the rendezvous.
+        num_workers: of this node.
+        max_restarts: of all workers.
+        monitor_interval_s: seconds between polls of torch's agent.
+        address: of this node, as the others reach it.
+        host_name: of this machine.
+        log_path: file for the output of torch.
+        reading_fd: pipe from the launcher; set when the process is started.
+        writing_fd: pipe to the launcher; likewise.
+    """
+
+    rendezvous: RendezvousConfig
+    num_workers: int
+    max_restarts: int
+    monitor_interval_s: float
+    address: str
+    host_name: str
+    log_path: str
+    reading_fd: int = -1
+    writing_fd: int = -1
 
 
 @dataclass
@@ -216,19 +289,6 @@ class AgentEnded(Event):
     is_success: bool = False
     error: str = ""
     can_retry: bool = False
-
-
-# --- events for other machines -----------------------------------------------------------------------------------
-
-
-def failed_for_peers(failed: Failed) -> Failed:
-    """Return the failure without the pickled exception; its text remains."""
-    return replace(failed, exception=None)
-
-
-def returned_for_peers(returned: Returned) -> Returned:
-    """Return the event without the result of the rank."""
-    return replace(returned, value_location=ValueLocation(), sends=())
 
 
 def reason_of_cancel(is_session: bool) -> str:

@@ -105,12 +105,8 @@ class _Interface(ctypes.Structure):
     ]
 
 
-def interface_addresses() -> list[tuple[str, str]]:
-    """Return ``(interface, address)`` of this machine."""
-    return list(_interface_addresses())
-
-
-def _interface_addresses() -> Iterator[tuple[str, str]]:
+def interface_addresses() -> Iterator[tuple[str, str]]:
+    """Yield ``(interface, address)`` of this machine."""
     library = ctypes.CDLL(None)
     first = ctypes.c_void_p()
     if library.getifaddrs(ctypes.byref(first)) != 0:

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from nblaunch.launcher.store import store_behind
-from nblaunch.nodes.agent_process import RendezvousConfig
+from nblaunch.nodes.messages import RendezvousConfig
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
 
 _READ_TIMEOUT_S = 60.0

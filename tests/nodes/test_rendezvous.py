@@ -24,9 +24,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from torch.torch_version import TorchVersion
 
 from nblaunch.nodes import messages
-from nblaunch.nodes.agent_process import RendezvousConfig
 from nblaunch.nodes.heartbeats import HeartbeatStore
-from nblaunch.nodes.messages import Heartbeat
+from nblaunch.nodes.messages import Heartbeat, RendezvousConfig
 from nblaunch.nodes.rendezvous import PlainBackend, StaticRendezvous, is_connection_error, open_store
 from nblaunch.wire import schema
 
