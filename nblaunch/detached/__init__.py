@@ -8,8 +8,7 @@
                         any kernel, script, shell ──┴── JobFollower ── Job ───┘
 
 start.py                starts the job process, from the launching process
-job_process.py          runs the job with the ordinary ``JobRunner``
-recorder.py             its listener, which writes the folder
+job_process.py          runs the job with the ordinary ``JobRunner``; a listener writes the folder
 folder.py               what is in the folder; private to the user
 requests.py             requests to a running job, on its Unix socket
 follower.py             follows the folder, so that a ``Job`` and its dashboards are those of a job of this process

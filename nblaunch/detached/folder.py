@@ -60,16 +60,18 @@ class DetachedLaunch:
 
 
 @dataclass(frozen=True)
-class Record(DetachedLaunch):
+class Record:
     """What was launched, and by which process it is supervised.
 
     Args:
+        launch: as the job process runs it.
         sources: file name -> text of the notebook's cells, for tracebacks.
         host: name of the machine.
         pid: of the job process.
         started_s: ``time.time()`` of the launch.
     """
 
+    launch: DetachedLaunch
     sources: Mapping[str, str]
     host: str
     pid: int
@@ -239,10 +241,10 @@ class JobFolder(LogFolder):
         )
         return JobSummary(
             id=self.id,
-            function_name=record.spec.function_name,
+            function_name=record.launch.spec.function_name,
             status=end.status if end else running if has_job_process else "lost",
-            num_processes=record.num_processes,
-            backend=record.backend,
+            num_processes=record.launch.num_processes,
+            backend=record.launch.backend,
             started_s=record.started_s,
             duration_s=max(0.0, until_s - record.started_s),
             log_dir=self.path,

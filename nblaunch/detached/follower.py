@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends
-from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
+from nblaunch.detached.folder import DetachedLaunch, End, JobFolder, Snapshot
 from nblaunch.detached.requests import RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
@@ -48,7 +48,9 @@ class JobFollower(JobState):
         if record is None:
             raise LookupError(f"{folder.path} is not the folder of a detached job")
         restore_sources(record.sources)
-        super().__init__(record.spec, _plan_of(record), folder, RemoteRequests(folder.path), listeners)
+        super().__init__(
+            record.launch.spec, _plan_of(record.launch), folder, RemoteRequests(folder.path), listeners
+        )
         self.id = folder.id
         self._folder = folder
         self._process_pid = record.pid
@@ -131,7 +133,7 @@ class JobFollower(JobState):
             self.attempt_number, self.pids = event.attempt, {}
             record = self._folder.read_record()  # the job process's own plan, from its first attempt on
             self.plan = replace(
-                self.plan if record is None else _plan_of(record),
+                self.plan if record is None else _plan_of(record.launch),
                 start_method=event.start_method,
                 reason=event.reason,
                 fallback=event.fallback,
@@ -210,9 +212,9 @@ class JobFollower(JobState):
             self._launch_settled.set()
 
 
-def _plan_of(record: Record) -> LaunchPlan:
+def _plan_of(launch: DetachedLaunch) -> LaunchPlan:
     return LaunchPlan(
-        backend=backends.find(record.backend, record.registered_backend), modules={}, **record.plan
+        backend=backends.find(launch.backend, launch.registered_backend), modules={}, **launch.plan
     )
 
 

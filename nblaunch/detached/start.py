@@ -25,16 +25,18 @@ _REMEDY = "without detach=True, where workers are forked from the notebook, noth
 
 
 @dataclass(frozen=True)
-class JobTask(DetachedLaunch):
+class JobTask:
     """What a job process is started with.
 
     Args:
+        launch: what it runs, except the call.
         job_id: short name of the job.
         root: folder in which it makes that of the job.
         call: what the job runs, and what surrounds it.
         report_fd: pipe on which the launching process waits until the folder of the job is there.
     """
 
+    launch: DetachedLaunch
     job_id: str
     root: str
     call: SavedCall
@@ -60,12 +62,11 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     call = save_call((spec.function, spec.args), _REMEDY)
     try:
         task = JobTask(
-            job_id=job_id,
+            DetachedLaunch(
+                spec.without_call(), plan.backend.name, registered_backend(plan.backend.name), plan.settings
+            ),
+            job_id,
             root=str(folder),
-            spec=spec.without_call(),
-            backend=plan.backend.name,
-            registered_backend=registered_backend(plan.backend.name),
-            plan=plan.settings,
             call=call,
         )
         interrupts: list[float] = []

@@ -5,8 +5,7 @@
 
 session.py       Session: what the caller holds
 client.py        in the kernel: sends commands and variables to the ranks, waits for replies, keeps what failed
-server.py        in each worker: executes commands
-  cells.py       code that runs like a notebook cell
+server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        what ranks print while a command runs, shown in the cell
 """

@@ -16,8 +16,8 @@ from IPython.core import completer
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import debugging, formatting
-from nblaunch.session import cells
 from nblaunch.session.session import Session, displays_of, names_on_ranks
+from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute
 
 _USAGE = "%ranks start [number of processes] | use VARIABLE | status | debug [rank] | restart | stop"
@@ -43,7 +43,7 @@ class RankMagics(Magics):
         chosen = _parsed_ranks(line, session.local_ranks)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(_shell_of(self).user_ns)
-        cells.remember_source(filename, source)  # IPython has that of a call of this magic, in one line
+        restore_sources({filename: source})  # IPython has that of a call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
         self._show(displays_of(session, command, chosen))
         return None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
 import os
 import re
 import signal
@@ -9,14 +12,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from types import CodeType
 from typing import Any
 
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import Event, Returned, StateSent, WorkerState
-from nblaunch.session import cells
 from nblaunch.wire import payload
 from nblaunch.wire.argument_paths import modules_at
+from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.replies import Reply, send_reply
 from nblaunch.wire.worker_commands import (
@@ -34,6 +39,7 @@ from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 
+_CELL_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
 
@@ -149,7 +155,7 @@ class _Server:
         return self._call(command, files[0], outbox_fd)
 
     def _execute(self, command: Execute, outbox_fd: int) -> Reply:
-        is_value, value = cells.run(command.code, command.filename, command.first_line, command.source)
+        is_value, value = _run_cell(command)
         output.show_pending_figures()
         if command.shows_value:
             return Reply(shown=_display_of(value) if is_value else {})
@@ -219,3 +225,43 @@ def _display_of(value: Any) -> dict[str, Any]:
         return {"text/plain": repr(value)}
     data, _ = shell.display_formatter.format(value)
     return dict(data)
+
+
+# --- code that runs like a cell of a notebook -----------------------------------------------------------------------
+
+
+def _run_cell(command: Execute) -> tuple[bool, Any]:
+    """Run code in ``__main__``; return whether its last line is an expression without ``;``, and its value."""
+    code, filename = command.code, command.filename
+    restore_sources({filename: command.source or code})
+    # IPython drops empty lines at the beginning.
+    num_before = command.first_line - 1 + code[: len(code) - len(code.lstrip())].count("\n")
+    tree = ast.parse("\n" * num_before + _transformed(code).lstrip("\n"), filename)
+    last = tree.body[-1] if tree.body else None
+    is_value = isinstance(last, ast.Expr) and not code.rstrip().endswith(";")
+    statements = tree.body[:-1] if is_value else tree.body
+    names = vars(sys.modules["__main__"])
+    _evaluate(compile(ast.Module(statements, tree.type_ignores), filename, "exec", _CELL_FLAGS), names)
+    if not is_value:
+        return False, None
+    assert isinstance(last, ast.Expr)
+    return True, _evaluate(compile(ast.Expression(last.value), filename, "eval", _CELL_FLAGS), names)
+
+
+def _evaluate(code: CodeType, names: dict[str, Any]) -> Any:
+    value = eval(code, names)
+    return _loop().run_until_complete(value) if code.co_flags & inspect.CO_COROUTINE else value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of the cells of this process: tasks and connections of one go on in the next."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
+
+
+def _transformed(code: str) -> str:
+    """Return ``code`` in plain Python: IPython's magics and shell commands are calls in it."""
+    shell = output.current_shell()
+    return code if shell is None else str(shell.transform_cell(code))

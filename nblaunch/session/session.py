@@ -25,13 +25,13 @@ from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner, NodeAttempts
-from nblaunch.session import cells
 from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks, saved_values
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
 from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import modules_in
+from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand, SetVariables
 
 _END_S = 10.0
@@ -68,7 +68,7 @@ class RankCommands(ABC):
         session, ranks = self._target()
         with HiddenLauncherFrames():
             filename = f"<session command {next(_numbers)}>"
-            cells.remember_source(filename, code)
+            restore_sources({filename: code})
             replies = session._execute(Execute(code=code, filename=filename), ranks)
             return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
 

@@ -107,7 +107,7 @@ def capture_sources() -> dict[str, str]:
 
 
 def restore_sources(sources: Mapping[str, str]) -> None:
-    """Let tracebacks show the lines that :func:`capture_sources` returned in another process."""
+    """Let tracebacks show the lines of files that do not exist: file name -> text."""
     for name, text in sources.items():
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 

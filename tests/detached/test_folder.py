@@ -20,7 +20,7 @@ from nblaunch import cli
 from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
 from nblaunch.detached.folder import JobFolder, Record
-from nblaunch.detached.recorder import Recorder
+from nblaunch.detached.job_process import Recorder
 from nblaunch.events import Fact, JobEnded, Note
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.requests import JobRequests
