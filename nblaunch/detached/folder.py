@@ -43,7 +43,6 @@ class DetachedLaunch:
 
     Args:
         spec: without the function and its arguments.
-        backend: name of the device family.
         registered_backend: it, pickled, where it is not part of nblaunch.
         plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan`.
     """
@@ -66,7 +65,6 @@ class Record:
     Args:
         launch: as the job process runs it.
         sources: file name -> text of the notebook's cells, for tracebacks.
-        host: name of the machine.
         pid: of the job process.
         started_s: ``time.time()`` of the launch.
     """
@@ -83,8 +81,6 @@ class Snapshot:
     """The present state of all ranks.
 
     Args:
-        time_s: ``time.time()``.
-        readings: of the board.
         samples: the last event of each kind and rank that is sampled: memory, utilisation of devices.
     """
 
@@ -156,9 +152,6 @@ class JobSummary:
 
 class JobFolder(LogFolder):
     """The folder of one detached job.
-
-    Args:
-        path: of a folder below :func:`root`.
 
     Raises:
         PermissionError: other users can change it.

@@ -36,7 +36,6 @@ class JobFollower(JobState):
     """Keeps the state of a job that another process runs.
 
     Args:
-        folder: of the job.
         listeners: receive its events, all from the first.
 
     Raises:

@@ -53,11 +53,7 @@ _SAMPLES = (DeviceUse, HostMemory)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run the job of a launch.
-
-    Args:
-        arguments: the number of the memory file of the :class:`JobTask`.
-    """
+    """Run a job; the argument is the descriptor of a memory file with its pickled :class:`JobTask`."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         task: JobTask = pickle.load(file)
     if os.fork():
@@ -142,7 +138,6 @@ class Recorder:
     """Writes the events, snapshots of the ranks and the outcome of a job. What the disk has no room for is left out.
 
     Args:
-        folder: of the job.
         outcome: returns how the job ended, once it has.
     """
 

@@ -32,10 +32,6 @@ _STACKS_S = 10.0
 class RequestServer:
     """The job process's end: serves requests from now on, each in a thread.
 
-    Args:
-        folder: of the job.
-        requests: receives them.
-
     Raises:
         OSError: the file system of the folder takes no sockets.
     """
@@ -93,11 +89,7 @@ class RequestServer:
 
 
 class RemoteRequests:
-    """Requests to a job of another process. Once it has ended, they have no effect.
-
-    Args:
-        folder: of the job.
-    """
+    """Requests to a job of another process. Once it has ended, they have no effect."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

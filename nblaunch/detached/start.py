@@ -29,8 +29,6 @@ class JobTask:
     """What a job process is started with.
 
     Args:
-        launch: what it runs, except the call.
-        job_id: short name of the job.
         root: folder in which it makes that of the job.
         call: what the job runs, and what surrounds it.
         report_fd: pipe on which the launching process waits until the folder of the job is there.
@@ -47,9 +45,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     """Start the process of a job, and return what follows it, when its workers run or could not be started.
 
     Args:
-        spec: what to run.
         plan: how it would run in this process, which has been checked.
-        listeners: receive the events of the job.
 
     Raises:
         PayloadError: the call can't be pickled.

@@ -70,11 +70,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 class NodeAgent:
-    """The agent of one node, from opening the rendezvous store to the last heartbeat.
-
-    Args:
-        config: from the launcher.
-    """
+    """The agent of one node, from opening the rendezvous store to the last heartbeat."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
@@ -120,9 +116,6 @@ class LauncherClient:
     """The agent's connection to its launcher.
 
     Args:
-        sender: sends messages to the launcher.
-        reading_fd: receives messages from the launcher.
-        heartbeats: publishes the summaries of its workers.
         leave: ends this process, with a reason for the other nodes.
 
     Attributes:
@@ -182,15 +175,7 @@ class LauncherClient:
 
 
 class TorchAgent(SimpleElasticAgent):
-    """torch's elastic agent, with workers that a launcher starts.
-
-    Args:
-        config: of the agent.
-        handler: torch's rendezvous handler.
-        store: of the rendezvous.
-        heartbeats: of this node and the others.
-        launcher: starts the workers.
-    """
+    """torch's elastic agent, with workers that a launcher starts."""
 
     def __init__(
         self,
@@ -233,7 +218,8 @@ class TorchAgent(SimpleElasticAgent):
             self._workers_store.close()
             self._workers_store = None
         if topology.node_rank == 0:
-            store.set("nblaunch/start", f"{self._host_store(topology.master_addr)} {self._count_start()}")
+            num_starts = int(self._job_store.add(f"{self._config.rendezvous.run_id}/starts", 1))
+            store.set("nblaunch/start", f"{self._host_store(topology.master_addr)} {num_starts - 1}")
         port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
         self._heartbeats.reset_summary(restart_count)
         topology = replace(topology, master_port=port)
@@ -246,10 +232,6 @@ class TorchAgent(SimpleElasticAgent):
         self._workers_store = StoreHost(address, None)
         self._workers_store.start()
         return self._workers_store.port
-
-    def _count_start(self) -> int:
-        """Count this start of the workers; return the number of starts before."""
-        return int(self._job_store.add(f"{self._config.rendezvous.run_id}/starts", 1)) - 1
 
     def _exchange_nodes(self, worker_group: WorkerGroup) -> tuple[Node, ...]:
         """Write this node to the store of the current round; return all nodes of the round, by node rank."""

@@ -47,8 +47,6 @@ class AgentClient:
     """The agent of a launcher's node: its process, and the connection with it.
 
     Args:
-        spec: of the launch.
-        num_workers: of this node.
         log_path: file for the output of the agent.
 
     Attributes:
@@ -238,9 +236,6 @@ class RendezvousWait:
     """The wait until all nodes have joined, before each start of the workers.
 
     Args:
-        spec: of the launch.
-        agent: of this node.
-        requests: stop requests of the job.
         note: emits a text for the user, with the kind of the note.
     """
 
@@ -279,7 +274,8 @@ class RendezvousWait:
             if world is not None:
                 self._has_met = True
                 return world
-            if self._agent.ended is None and self._is_agent_cut_off():
+            is_needed = self._has_met and not is_finished
+            if self._agent.ended is None and is_needed and self._agent.is_cut_off():
                 where = self._agent.rendezvous.endpoint
                 self._agent.end(f"the rendezvous at {where} no longer responds", can_retry=True)
             ended = self._agent.ended
@@ -328,9 +324,6 @@ class RendezvousWait:
         self._restarts_left -= 1
         self._agent.restart(self._restarts_left)
         return True
-
-    def _is_agent_cut_off(self) -> bool:
-        return self._has_met and not self._is_finished and self._agent.is_cut_off()
 
     def _handle_requests(self) -> None:
         self._requests.acknowledge()

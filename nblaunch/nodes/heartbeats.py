@@ -46,7 +46,6 @@ class HeartbeatStore:
     Args:
         store: a separate connection to the rendezvous store, so that blocking requests do not block torch's agent.
         prefix: of all keys; the name of the job.
-        id: of this node.
         warn: receives a warning about each value that is not a heartbeat of a node, once.
     """
 
@@ -110,8 +109,6 @@ class HeartbeatExchange:
     """Publisher of this node's heartbeat and reader of the others. All methods are thread-safe.
 
     Args:
-        config: of the agent.
-        id: of this agent process.
         emit: receives the heartbeats of the other nodes each time they were read.
     """
 
@@ -210,15 +207,14 @@ class HeartbeatExchange:
     def wait_for_final(self) -> None:
         """Wait up to :data:`_GATHER_S` seconds for the final state of all nodes of the world."""
         with self._changed:
+            ids = {node.id for node in self._nodes}
             self._changed.wait_for(
-                lambda: self._is_store_lost or all(other.state in _FINAL for other in self._of_world),
+                lambda: (
+                    self._is_store_lost
+                    or all(other.state in _FINAL for other in self._others if other.id in ids)
+                ),
                 _GATHER_S,
             )
-
-    @property
-    def _of_world(self) -> list[Heartbeat]:
-        ids = {node.id for node in self._nodes}
-        return [other for other in self._others if other.id in ids]
 
     def linger(self) -> None:
         """Wait until the last heartbeat is on the store; on its host, until all live nodes have read it."""

@@ -1,8 +1,8 @@
 """The connection of a launcher to the other nodes: it sends summaries of its workers and handles heartbeats.
 
-    start ──> first_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
-                            │ receive, exchange
-                          agent
+    next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
+                        │ receive, exchange
+                      agent
 
 ``agent_client.py`` is the client to the agent and waits for other nodes, ``peer_states.py`` holds their state. Nothing
 here starts or signals workers.
@@ -54,11 +54,6 @@ class NodeLink:
     """A launcher's connection to the other nodes of its job; must be closed. Implements ``launcher.attempt.Peers``.
 
     Args:
-        spec: of the launch.
-        num_workers: of this node.
-        log_path: file for the output of the agent.
-        requests: to the job.
-        emit: passes an event to the listeners.
         emit_readings: passes readings to the listeners; also while there are no workers, so that listeners publish.
 
     Raises:
@@ -97,12 +92,6 @@ class NodeLink:
         return PeerStates(nodes, time.monotonic(), agent.silence_s, agent.patience_s, restart_count)
 
     # --- between attempts ----------------------------------------------------------------------------------------
-
-    def first_world(self) -> WorldFormed:
-        """Wait until all nodes have joined for the first time; raises as :meth:`next_world`."""
-        world = self.next_world()
-        assert world is not None, "an agent that ends before the first rendezvous has an error"
-        return world
 
     def next_world(self) -> WorldFormed | None:
         """Wait until all nodes have joined; return None when no further start follows.
@@ -200,7 +189,6 @@ class NodeLink:
         """Send the state of this node's ranks to the other nodes, and return the readings of all ranks.
 
         Args:
-            readings: of the board.
             report: of the attempt; updated with the failures of other nodes.
             running: rank -> slot, of the ranks of this node whose function has not returned.
         """
@@ -280,11 +268,7 @@ def _for_peers(reading: SlotReading) -> SlotReading:
 
 
 class LinkedAttempts:
-    """The attempts of a job with those of other machines, until the agents want no more.
-
-    Args:
-        runner: of the job.
-    """
+    """The attempts of a job with those of other machines, until the agents want no more."""
 
     def __init__(self, runner: JobRunner) -> None:
         self._runner = runner
@@ -305,7 +289,9 @@ class LinkedAttempts:
             runner.spec, num_workers, log_path, runner.requests, runner.emit, runner.emit_readings
         )
         runner.notify_waiting()
-        self._start(link, link.first_world())
+        world = link.next_world()
+        assert world is not None, "an agent that ends before the first rendezvous has an error"
+        runner.start_in_world(world.topology, link, world.restart_count)
 
     def finish(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Run attempts until the agent wants no more; return the report and the results of its ranks.
@@ -318,7 +304,7 @@ class LinkedAttempts:
         report, rank_results = self._finish(link)
         while not runner.was_stopped(report) and (world := link.next_world()) is not None:
             runner.next_attempt()
-            self._start(link, world)
+            runner.start_in_world(world.topology, link, world.restart_count)
             report, rank_results = self._finish(link)
         if link.last_error and not report.is_success:
             runner.past_failures.append(link.last_error)
@@ -330,9 +316,6 @@ class LinkedAttempts:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-
-    def _start(self, link: NodeLink, world: WorldFormed) -> None:
-        self._runner.start_in_world(world.topology, link, world.restart_count)
 
     def _finish(self, link: NodeLink) -> tuple[AttemptReport, dict[int, RankResult]]:
         runner = self._runner

@@ -45,11 +45,8 @@ class Node:
 
     Args:
         id: of the agent process; a node that comes back has a new one.
-        node_rank: in this world.
-        host: host name.
         address: as the other nodes reach it.
         first_rank: rank of its first worker.
-        num_workers: number of its workers.
     """
 
     id: str
@@ -82,14 +79,9 @@ class RendezvousConfig:
 
     Args:
         backend: ``"static"`` or ``"c10d"``.
-        host: address of the store.
-        port: its TCP port.
         listen_fd: listening socket of the store on the node that hosts it; -1 on the others.
         run_id: name of the job.
         node_rank: requested rank of this node.
-        min_nodes: smallest number of nodes.
-        max_nodes: largest number of nodes.
-        timeout_s: seconds in which all nodes must join.
         conf: further settings, with torch's names.
     """
 
@@ -123,15 +115,9 @@ class AgentConfig:
     """Configuration of an agent.
 
     Args:
-        rendezvous: configuration of the rendezvous.
-        num_workers: of this node.
-        max_restarts: of all workers.
         monitor_interval_s: seconds between polls of torch's agent.
         address: of this node, as the others reach it.
-        host_name: of this machine.
         log_path: file for the output of torch.
-        reading_fd: pipe from the launcher; set when the process is started.
-        writing_fd: pipe to the launcher; likewise.
     """
 
     rendezvous: RendezvousConfig
@@ -167,13 +153,8 @@ class Summary(Event):
     """State of the workers of this node.
 
     Args:
-        readings: of the board, one per worker.
-        failed: ranks whose function raised.
         exits: ranks whose process ended, and when.
-        returned: ranks whose function returned.
-        epochs: the last ends of epochs.
         host_memory: the last sample of each worker.
-        stop: state of the agreement on a common last step.
         abandoned: the last process group that ranks of this node had to leave, of a session.
     """
 
@@ -226,11 +207,7 @@ class WorldFormed(Event):
 
 @dataclass(frozen=True)
 class StopWorkers(Event):
-    """The workers must stop because another rendezvous follows.
-
-    Args:
-        reason: a sentence.
-    """
+    """The workers must stop because another rendezvous follows."""
 
     reason: str = ""
 
@@ -243,14 +220,10 @@ class Heartbeat:
         id: of the agent process.
         count: number of heartbeats so far; rises as long as the node is alive.
         node_rank: requested at first, then as in the world.
-        host: host name.
         state: one of the states above.
         restart_count: start of the workers that the summary describes, as in :class:`WorldFormed`.
-        reason: of a node that left or failed.
-        summary: of its workers.
         received: id -> count of the last heartbeat received from each other node.
         clock_s: ``time.monotonic()`` of that machine, the clock of the readings.
-        settings: settings that must be equal on all nodes.
     """
 
     id: str

@@ -67,8 +67,6 @@ def listen(address: str, port: int, *, is_optional: bool) -> StoreHost | None:
     """Open the listening socket of the rendezvous.
 
     Args:
-        address: of this machine.
-        port: TCP port.
         is_optional: another node may host the rendezvous; return None if this one can't.
 
     Raises:

@@ -48,8 +48,6 @@ class PeerStates:
     """The other nodes of a world.
 
     Args:
-        nodes: the other nodes.
-        now_s: ``time.monotonic()``.
         silence_s: seconds without a heartbeat after which a node is reported.
         patience_s: seconds without a heartbeat after which it is lost.
         restart_count: number of starts of the workers before this world.
@@ -211,7 +209,6 @@ class NodesStopAgreement:
         leads: this is node 0.
         own: state of this node, sent in every summary.
         peers: node rank -> last state received of that node.
-        now_s: ``time.monotonic()``.
     """
 
     slots: Mapping[int, Slot]

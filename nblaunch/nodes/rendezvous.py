@@ -71,14 +71,7 @@ def connect(config: RendezvousConfig, timeout_s: float) -> TCPStore:
 
 
 def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: str) -> RendezvousHandler:
-    """Return torch's rendezvous handler for the configured backend.
-
-    Args:
-        config: of the rendezvous.
-        store: of the rendezvous.
-        id: of this node.
-        host_name: of this machine.
-    """
+    """Return torch's rendezvous handler for the configured backend."""
     if config.backend == "static":
         return StaticRendezvous(config, store, id)
     known = ("last_call_timeout", "close_timeout", "heartbeat_timeout")
@@ -141,12 +134,7 @@ def _node(addr: Any, pid: Any, local_id: Any) -> _NodeDesc:
 
 
 class PlainBackend(RendezvousBackend):
-    """torch's ``c10d`` backend with plain data on the store; pickles are used only within this process.
-
-    Args:
-        store: of the rendezvous.
-        run_id: name of the job.
-    """
+    """torch's ``c10d`` backend with plain data on the store; pickles are used only within this process."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._backend = C10dRendezvousBackend(store, run_id)
@@ -182,11 +170,6 @@ class StaticRendezvous(StaticTCPRendezvous):
     """A static rendezvous with rounds, so that all nodes can restart together.
 
     torch's static rendezvous has one round: after a restart, a node would read values of the round before.
-
-    Args:
-        config: of the rendezvous.
-        store: of the rendezvous.
-        id: of this node.
     """
 
     def __init__(self, config: RendezvousConfig, store: TCPStore, id: str) -> None:

@@ -50,10 +50,6 @@ Replies = dict[int, ReceivedReply]
 class SessionClient:
     """The kernel's side of the connections with the ranks. It sends one command at a time.
 
-    Args:
-        runner: of the job whose workers the ranks are.
-        output: shows what ranks print while a command runs.
-
     Attributes:
         busy: ranks that have not answered the present command.
         busy_since_s: when it was sent, by ``monotonic()``.
@@ -87,8 +83,6 @@ class SessionClient:
         """Send a command to ranks, and wait for their replies.
 
         Args:
-            ranks: which.
-            command: what to do.
             files: descriptors of files that each of them gets.
 
         Raises:
@@ -346,7 +340,6 @@ class FailedCommand(KeptFailure):
     """The frames of the ranks on which a command has raised, those that were interrupted among them.
 
     Args:
-        client: of the session.
         failed_rank: with the root cause.
         ranks: that have raised.
     """

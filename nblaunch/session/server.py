@@ -56,12 +56,7 @@ def serve() -> None:
 
 
 class _Server:
-    """The server of one rank.
-
-    Args:
-        connection: to the session.
-        debugger: of this process.
-    """
+    """The server of one rank."""
 
     def __init__(self, connection: CommandConnection, debugger: Debugger) -> None:
         self._connection = connection

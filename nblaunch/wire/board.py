@@ -306,18 +306,10 @@ class Slot:
         """Count a SIGINT."""
         self._ints[_INTERRUPTS] += 1
 
-    def add_built_bytes(self, num_bytes: int) -> None:
-        """Count bytes of parameters that were built in this process."""
-        self._ints[_BUILT_BYTES] += num_bytes
-
     def add_busy_time(self, seconds: float) -> None:
         """Add the time from one backward to the next, without waiting for other ranks."""
         self._doubles[_BUSY_TIME] += seconds
         self._ints[_BUSY_STEPS] += 1
-
-    def count_update(self) -> None:
-        """Count a step of an optimizer."""
-        self._ints[_UPDATES] += 1
 
     def note_progress(self) -> None:
         """Count a sign of progress that is no step: a collective has ended, a bar has advanced."""

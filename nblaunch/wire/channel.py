@@ -104,7 +104,7 @@ def _body_of(event: Event) -> memoryview:
     """Pickle ``event``, behind the name of its class, for a launcher that can't read the rest."""
     stream = io.BytesIO()
     stream.write(type(event).__name__.encode() + b"\n")
-    dump(event, stream)
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(event)
     return stream.getbuffer()
 
 
@@ -190,15 +190,6 @@ _MAX_TEXT = 10_000
 """Characters of an object that is nothing but its text."""
 
 
-def dump(event: Any, stream: io.BytesIO) -> None:
-    """Write ``event`` pickled, all that is not ours or Python's own as :func:`plain` has it.
-
-    Raises:
-        Exception: it can't be: it holds itself, most likely.
-    """
-    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(event)
-
-
 def plain(value: Any) -> Any:
     """Return ``value`` in one of Python's own types, whatever its code does.
 
@@ -242,6 +233,8 @@ def _plain(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
+    """Pickles all that is not ours or Python's own as :func:`plain` has it."""
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, BuiltinFunctionType)):
             is_ours = str(obj.__module__).startswith(_OURS)

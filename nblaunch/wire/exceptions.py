@@ -9,6 +9,7 @@ import builtins
 import pickle
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -124,18 +125,13 @@ def with_text(error: BaseException, text: str) -> BaseException:
         set_attribute(error, "__class__", derived)
         return error
     except TypeError:  # of Python's own classes no object can change into another
-        made: BaseException = derived(*_reduced(error)[1])
+        reduced: Any = error.__reduce__()  # Python's own exceptions have more in it than their ``args``
+        made: BaseException = derived(*reduced[1])
     set_attribute(made, "args", error.args)
     made.__dict__.update(vars(error))
     for name in ("__cause__", "__context__", "__suppress_context__"):
         set_attribute(made, name, getattr(error, name))
     return made
-
-
-def _reduced(error: BaseException) -> tuple[Any, ...]:
-    """Return ``error.__reduce__()``, in which Python's own exceptions have more than their ``args``."""
-    made: Any = error.__reduce__()
-    return tuple(made)
 
 
 def parts_of(error: BaseException) -> tuple[BaseException, ...]:
@@ -144,14 +140,14 @@ def parts_of(error: BaseException) -> tuple[BaseException, ...]:
     return tuple(error.exceptions) if group is not None and isinstance(error, group) else ()
 
 
+@dataclass
 class _Chain:
     """An exception with its ``__cause__`` and ``__context__``, which pickling an exception leaves behind."""
 
-    def __init__(self, error: Any, cause: Any, context: Any, is_suppressed: bool) -> None:
-        self.error = error
-        self.cause = cause
-        self.context = context
-        self.is_suppressed = is_suppressed
+    error: BaseException | _Parts
+    cause: _Chain | None
+    context: _Chain | None
+    is_suppressed: bool
 
     @classmethod
     def of(cls, error: BaseException, depth: int = _MAX_CHAIN) -> _Chain:
@@ -164,7 +160,7 @@ class _Chain:
         )
 
     def restore(self) -> BaseException:
-        error: BaseException = self.error.restore() if isinstance(self.error, _Parts) else self.error
+        error = self.error.restore() if isinstance(self.error, _Parts) else self.error
         if self.cause is not None:
             set_attribute(error, "__cause__", self.cause.restore())
         if self.context is not None:
@@ -173,26 +169,24 @@ class _Chain:
         return error
 
 
+@dataclass
 class _Parts:
     """An exception taken apart, for constructors that ``args`` do not fit; what can't travel stays behind.
 
     That is what can't be pickled, and what is too large: a model, say, in an attribute.
     """
 
-    def __init__(self, cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> None:
-        self.cls = cls
-        self.args = args
-        self.attributes = attributes
+    type: type[BaseException]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
 
     @classmethod
     def of(cls, error: BaseException) -> _Parts:
-        attributes = {name: value for name, value in vars(error).items() if _can_travel(value)}
-        return cls(
-            type(error), tuple(arg if _can_travel(arg) else repr(arg) for arg in error.args), attributes
-        )
+        args = tuple(arg if _can_travel(arg) else repr(arg) for arg in error.args)
+        return cls(type(error), args, {name: part for name, part in vars(error).items() if _can_travel(part)})
 
     def restore(self) -> BaseException:
-        error = self.cls.__new__(self.cls, *self.args)
+        error = self.type.__new__(self.type, *self.args)
         set_attribute(error, "args", self.args)
         error.__dict__.update(self.attributes)
         return error

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import io
+import math
 import mmap
 import os
 import pickle
@@ -154,11 +155,7 @@ def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:
     is_starting = multiprocessing_context.get_spawning_popen() is not None
     if not is_starting or not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return NotImplemented
-    return _from_bytes, (to_bytes(obj, main_by_reference=False),)
-
-
-def _from_bytes(pickled: bytes) -> Any:
-    return pickle.loads(pickled)
+    return pickle.loads, (to_bytes(obj, main_by_reference=False),)
 
 
 def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = None) -> bytes:
@@ -442,9 +439,7 @@ class _Unpickler(pickle.Unpickler):
             return Unchanged(pid[1])
         _, index, offset, dtype, shape, is_parameter, needs_grad = pid
         if index not in self._tensors:
-            count = 1
-            for size in shape:
-                count *= size
+            count = math.prod(shape)
             if count == 0:
                 tensor = torch.empty(shape, dtype=dtype)
             else:

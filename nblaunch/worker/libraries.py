@@ -36,7 +36,7 @@ def _watch_optimizers(module: Any, slot: Slot) -> None:
 
     def count(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
-            slot.count_update()
+            slot.num_updates += 1
             process_group.keep_groups()
 
     module.register_optimizer_step_post_hook(count)
@@ -45,7 +45,7 @@ def _watch_optimizers(module: Any, slot: Slot) -> None:
 def _watch_parameters(module: Any, slot: Slot) -> None:
     def count(owner: Any, name: str, parameter: Any) -> None:
         if parameter is not None and not parameter.is_meta:
-            slot.add_built_bytes(parameter.numel() * parameter.element_size())
+            slot.built_bytes += parameter.numel() * parameter.element_size()
 
     module.register_module_parameter_registration_hook(count)
 

@@ -70,13 +70,13 @@ def train():
     slot = context.current().slot
     slot.advance_to(7, 70)
     slot.set_loss(0.5)
-    slot.add_built_bytes(1)
+    slot.built_bytes += 1
     before = slot.read(0)
 
     def interfere():
         accelerator = nblaunch.Accelerator(cpu=True)
         assert context.current().slot is slot and context.is_worker()
-        slot.advance_to(9, 90); slot.set_loss(2.0); slot.add_built_bytes(5); slot.count_check()
+        slot.advance_to(9, 90); slot.set_loss(2.0); slot.built_bytes += 5; slot.count_check()
         try:
             signal.raise_signal(signal.SIGINT)
             raise AssertionError("no interrupt")

@@ -348,7 +348,7 @@ def test_an_epoch_counts_that_an_error_has_ended_and_a_step_without_a_known_loss
     with pytest.raises(ZeroDivisionError):
         _raise_in(loader, train)
     for _ in loader:
-        context.current().slot.count_update()  # as the hook of a worker does
+        context.current().slot.num_updates += 1  # as the hook of a worker does
         break
     assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, None)]
 

@@ -22,7 +22,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
         slot.set_loss(0.25)
         slot.set_losses(LossCurve(3, 2, (0.5, 0.25)))
         slot.note_interrupt()
-        slot.add_built_bytes(1 << 40)
+        slot.built_bytes += 1 << 40
         slot.set_device_memory(2, 3, 5)
         slot.add_busy_time(0.5)
         slot.add_busy_time(0.25)
