@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from nblaunch import formatting
 from nblaunch.diagnosis.hang import (
@@ -32,6 +31,8 @@ from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.wire.board import SlotReading
 
 Positions = Mapping[int, Position]
+Hung = tuple[Positions, list[str]]
+"""A certain hang: where the ranks are, and its description in lines."""
 
 
 class HangWatch:
@@ -41,28 +42,16 @@ class HangWatch:
         running: the attempt.
         requests: whose queries about stacks are answered.
         emit: receives what is found.
-        active_pids: returns rank -> process of the ranks whose function runs.
-        done: returns the ranks that have nothing more to do.
     """
 
-    def __init__(
-        self,
-        running: RunningAttempt,
-        requests: JobRequests,
-        emit: Callable[[Event], None],
-        active_pids: Callable[[], dict[int, int]],
-        done: Callable[[], set[int]],
-    ) -> None:
+    def __init__(self, running: RunningAttempt, requests: JobRequests, emit: Callable[[Event], None]) -> None:
         self._attempt = running.attempt
         self._board = running.board
         self._requests = requests
         self._emit = emit
-        self._active_pids = active_pids
-        self._done = done
         self._num_messages = Counter[int]()
         self._num_metrics = Counter[int]()
-        self._dumps: list[tuple[StackDump, Callable[[Positions], None]]] = []
-        self._hung: tuple[Positions, list[str]] | None = None
+        self._dumps: list[tuple[StackDump, Query | None]] = []
         self.begin_anew()
 
     @property
@@ -95,36 +84,44 @@ class HangWatch:
             for reading in readings
         }
         if self._watchdog.observe(now, progress, list(pids)):
-            self._dump_stacks(self._judge)
+            self._dump_stacks(pids, None)
 
-    def ask(self, query: Query) -> None:
-        """Answer a query where all ranks are, when their stacks are there."""
-        self._dump_stacks(partial(self._answer, query))
+    def ask(self, query: Query, pids: Mapping[int, int]) -> None:
+        """Answer a query where all ranks are, when their stacks are there; ``pids`` as in :meth:`inspect`."""
+        self._dump_stacks(pids, query)
 
-    def poll(self) -> tuple[Positions, list[str]] | None:
-        """Handle stacks that are complete; return positions and description of a certain hang that they show."""
-        self._hung = None
-        for dump, handle in list(self._dumps):
+    def poll(self, pids: Mapping[int, int], done: Collection[int]) -> Hung | None:
+        """Handle stacks that are complete; return the last certain hang that they show.
+
+        Args:
+            pids: as in :meth:`inspect`.
+            done: ranks that have nothing more to do.
+        """
+        hung = None
+        for dump, query in list(self._dumps):
             dump.poll()
             if dump.is_done:
-                self._dumps.remove((dump, handle))
-                handle(dump.positions())
-        return self._hung
+                self._dumps.remove((dump, query))
+                if query is None:
+                    hung = self._judge(dump.positions(), pids, done) or hung
+                else:
+                    self._answer(query, dump.positions(), done)
+        return hung
 
-    def _dump_stacks(self, handle: Callable[[Positions], None]) -> None:
+    def _dump_stacks(self, pids: Mapping[int, int], query: Query | None) -> None:
         log, number = self._attempt.log, self._attempt.number
         paths = {rank: log.stacks_path(rank, number) for rank in self._attempt.ranks}
-        self._dumps.append((StackDump(self._active_pids(), paths), handle))
+        self._dumps.append((StackDump(pids, paths), query))
 
-    def _answer(self, query: Query, positions: Positions) -> None:
+    def _answer(self, query: Query, positions: Positions, done: Collection[int]) -> None:
         is_hang = positions.keys() <= self._watchdog.still_for(time.monotonic()).keys()
-        lines = self._describe(positions) if is_hang else describe_positions(positions)
+        lines = self._describe(positions, done) if is_hang else describe_positions(positions)
         self._requests.answer(query, "\n".join(lines))
 
-    def _judge(self, positions: Positions) -> None:
-        """Report what the watchdog finds in the stacks that it wanted."""
+    def _judge(self, positions: Positions, pids: Mapping[int, int], done: Collection[int]) -> Hung | None:
+        """Report what the watchdog finds in the stacks that it wanted; return it where it is a hang for certain."""
         now = time.monotonic()
-        finding = self._watchdog.judge(now, _checks(self._active_pids(), positions))
+        finding = self._watchdog.judge(now, _checks(pids, positions))
         for rank, for_s in self._watchdog.still_for(now).items():
             at = positions.get(rank)
             is_named = finding is not None and rank in (*finding.hung, *finding.suspected)
@@ -132,16 +129,16 @@ class HangWatch:
                 is_certain = at.waits_for_ranks or (finding is not None and rank in finding.hung)
                 waiting_in = at.waiting_in if at.waits_for_ranks else ""
                 self._emit(Stalled(rank, time.time(), at.place, waiting_in, for_s, is_certain))
-        if finding is not None:
-            lines = self._describe(positions, finding.busy)
-            text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
-            self._emit(Note.of_job(text, "hang"))
-            if finding.hung:
-                self._hung = positions, lines
+        if finding is None:
+            return None
+        lines = self._describe(positions, done, finding.busy)
+        text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
+        self._emit(Note.of_job(text, "hang"))
+        return (positions, lines) if finding.hung else None
 
-    def _describe(self, positions: Positions, busy: Sequence[int] = ()) -> list[str]:
+    def _describe(self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()) -> list[str]:
         steps = {reading.rank: reading.step for reading in self._board.read()}
-        lines = describe_hang(positions, steps, gone=sorted(self._done()), busy=busy)
+        lines = describe_hang(positions, steps, gone=sorted(done), busy=busy)
         if self._attempt.plan.start_method == "fork":
             lines += fork_safety.explain_hang(list(positions.values()))
         return lines

@@ -110,7 +110,7 @@ class Supervisor:
         self._killed_s: dict[int, float] = {}
         self._lingering_since: float | None = None
         self._started: set[int] = set()
-        self._hangs = HangWatch(running, requests, emit, self._active_pids, self._done)
+        self._hangs = HangWatch(running, requests, emit)
 
     @property
     def _alive(self) -> set[int]:
@@ -332,7 +332,7 @@ class Supervisor:
                 self._read_logs()
                 requests.answer(query, "")
             else:
-                self._hangs.ask(query)
+                self._hangs.ask(query, self._active_pids())
 
     def _interrupt(self) -> None:
         now = time.monotonic()
@@ -411,7 +411,7 @@ class Supervisor:
 
     def _follow_up(self) -> None:
         """Go on with collecting stacks, and with agreeing on a step to stop at."""
-        hang = self._hangs.poll()
+        hang = self._hangs.poll(self._active_pids(), self._done()) if self._hangs.is_asking else None
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
             positions, lines = hang
             # Where every function has returned there is a result, and states alone are late.
