@@ -234,6 +234,10 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             ValueError: ``device_placement`` is not as long as ``args``; or a module was prepared before, and it is its
                 prepared form that is to be passed.
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
+
+        Example::
+
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         self._check_state()
         placements = [None] * len(args) if device_placement is None else list(device_placement)
@@ -250,9 +254,12 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         """Prepare one model. It is moved in place.
 
         Args:
-            model: the user's own module. ValueError where it was prepared before.
+            model: the user's own module.
             device_placement: whether it goes to the device; None: as in the Accelerator.
             evaluation_mode: True: it is not trained, so the strategy leaves it alone.
+
+        Raises:
+            ValueError: its module was prepared before.
         """
         return self._preparer.prepare_model(model, device_placement, evaluation_mode)
 
@@ -283,7 +290,13 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int | None = None) -> DataLoader:
-        """Return a loader that starts its next epoch further on; see :func:`nblaunch.skip_first_batches`."""
+        """Return a loader that starts its next epoch behind the first batches, as after :meth:`load_state`.
+
+        Args:
+            dataloader: prepared or not.
+            num_batches: how many are left out, of this rank; None: all that was seen, on however many ranks, when the
+                checkpoint that was loaded last was saved in the middle of an epoch.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(
@@ -346,6 +359,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         Args:
             loss: a tensor of one element.
             **kwargs: for :meth:`torch.Tensor.backward`, as ``retain_graph=True``; or ``learning_rate``, for LOMO.
+
+        Raises:
+            RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
         """
         self._gradients.backward(loss, **kwargs)
 
@@ -425,13 +441,28 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync."""
+        """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync.
+
+        Args:
+            parameters: a parameter or an iterable of them.
+            clip_value: the largest absolute value of an element.
+        """
         self._preparer.strategy.clip_grad_value(self._gradients.bring_to_true_size(parameters), clip_value)
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors over ranks on dim 0, in rank order, on every rank: :func:`nblaunch.utils.gather`."""
+        """Concatenate tensors over ranks on dim 0, in rank order, on every rank.
+
+        Args:
+            tensor: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
+                dimensions counts as one row.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            DistributedOperationException: shapes or types differ from rank to rank; on every rank, naming all (on gloo,
+                and everywhere with ``ACCELERATE_DEBUG_MODE``).
+        """
         return self._operations.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -457,15 +488,38 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         return self._operations.gather_for_metrics(input_data, use_gather_object, window, num_ranks)
 
     def gather_object(self, items: Any) -> Any:
-        """Return the elements of every rank's ``items``, in rank order: :func:`nblaunch.utils.gather_object`."""
+        """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.
+
+        Args:
+            items: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
+        """
         return self._operations.gather_object(items)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors over ranks, elementwise, in new ones: :func:`nblaunch.utils.reduce`."""
+        """Combine tensors over ranks, elementwise. The argument is not changed.
+
+        Args:
+            tensor: tensor or nested structure of tensors, of equal shape on all ranks.
+            reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+            scale: the result is multiplied by it.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: the reduction is unknown.
+        """
         return self._operations.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite tensors with those of one rank, in place, and return them: :func:`nblaunch.utils.broadcast`."""
+        """Overwrite tensors with those of one rank, in place, and return them.
+
+        Args:
+            tensor: tensor or nested structure of tensors, of equal shape on all ranks.
+            from_process: the rank that sends.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: there is no rank ``from_process``.
+        """
         return self._operations.broadcast(tensor, from_process)
 
     def pad_across_processes(
@@ -473,7 +527,11 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
     ) -> Any:
         """Pad tensors to the largest size that any rank has in dimension ``dim``.
 
-        Arguments as for :func:`nblaunch.utils.pad_across_processes`.
+        Args:
+            tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
+            dim: the dimension, negative from the end; a tensor without it is returned as it is.
+            pad_index: value to pad with.
+            pad_first: pad in front instead of behind.
         """
         return self._operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -499,7 +557,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             self.flag_tensor = None
         return is_set
 
-    # --- checkpoints --------------------------------------------------------------------------------
+    # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_state(
         self,
@@ -542,7 +600,11 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         return self._saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last ``save_state(asynchronous=True)`` is on disk; CheckpointError where it can't be."""
+        """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once where nothing is under way.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         self._saver.wait()
 
     def load_state(
@@ -580,23 +642,33 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         """Have ``save_state`` and ``load_state`` include these objects.
 
         Args:
-            *objects: have ``state_dict()`` and ``load_state_dict(state)``. ValueError, which lists them, where some
-                have not; none is registered then.
+            *objects: have ``state_dict()`` and ``load_state_dict(state)``.
+
+        Raises:
+            ValueError: some have not; lists them. None is registered then.
         """
         self._checkpoints.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
 
-        The folder takes the place of the checkpoint's when that is complete. State dicts that the hook takes out of
-        ``weights`` are not written. The ``remove()`` of the handle that is returned takes the hook back.
+        Args:
+            hook: gets the prepared models, their state dicts, and the folder to write to, which takes its place when
+                the checkpoint is complete. State dicts that it takes out of ``weights`` are not written.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook back.
         """
         return add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
 
-        Models that it takes out of ``models`` are not loaded. The handle is as that of the other hook.
+        Args:
+            hook: gets the prepared models and the folder. Models that it takes out of ``models`` are not loaded.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook back.
         """
         return add_hook(self._checkpoints.load_hooks, hook)
 
@@ -701,8 +773,11 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         """Return the tracker called ``name``; one that does nothing on ranks where it does not run.
 
         Args:
-            name: as in ``log_with``. ValueError where there is none, or it is not started.
+            name: as in ``log_with``.
             unwrap: True: the library's own run object instead.
+
+        Raises:
+            ValueError: there is none, or it is not started.
         """
         return self._trackers.get(name, unwrap)
 
