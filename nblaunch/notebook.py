@@ -163,6 +163,7 @@ def notebook_launcher(
         JobHung: the job made no progress, with ``on_hang="stop"``; says where every rank was.
         WorkerDied: a worker ended without raising an exception; says how, and what to do.
         ResultError: the return value can't be pickled; its ``partial`` holds what could.
+        KeyboardInterrupt: the launch was interrupted.
         BaseException: whatever ``function`` raised first, with its original type.
     """
     __tracebackhide__ = True
@@ -287,7 +288,8 @@ def launch(
 def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
     """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
 
-    An interrupt before the workers run ends the job; KeyboardInterrupt is raised when it has ended.
+    An interrupt ends the job, with ``background`` only one that comes before its workers run. KeyboardInterrupt is
+    raised when it has ended.
 
     Raises:
         BaseException: as :func:`notebook_launcher` describes.

@@ -7,6 +7,7 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
       fork_safety.py     whether the kernel can be forked
     job_state.py         the state of a job, which its Job reads; what was logged, as a table
     runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
+      requests.py        SIGINT while a launch runs; stop, interrupt, kill, show stacks; the supervisor reads them
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
       supervisor.py      waits for everything that may happen until the workers have ended
@@ -19,7 +20,6 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
       outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
     job.py               Job: what the caller holds, a future
-      requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
     post_mortem.py       failures that are kept for the debugger, until they are released
       debug_client.py    the debugger's client: commands to the workers, prompts from them; variables over all ranks
 

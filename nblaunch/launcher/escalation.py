@@ -63,7 +63,11 @@ class Escalation:
 
     @classmethod
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
-        """Return that of a failed rank: collect the others' failures first; grace only where it can be of use."""
+        """Return that of a failed rank.
+
+        For ``COLLECT_S`` nothing is sent, so that others report failures of their own. Then comes SIGINT, with the
+        whole grace for ranks that notice it, and at most ``UNRESPONSIVE_GRACE_S`` for those blocked in C code.
+        """
         return cls(
             now_s,
             _from_interrupt(COLLECT_S, grace_s),

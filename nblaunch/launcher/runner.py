@@ -122,7 +122,9 @@ class JobRunner(JobState):
     # --- from the start to the end -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run the job to its end in this thread. What goes wrong is in :attr:`outcome`, and not raised.
+        """Run the job to its end in this thread.
+
+        Failures, and interrupts that end the job, are kept in :attr:`outcome`, for ``Job.result`` to raise.
 
         Raises:
             KeyboardInterrupt: the job was interrupted and is done all the same, since the function has handled that
@@ -155,8 +157,8 @@ class JobRunner(JobState):
     def _start(self) -> None:
         """Announce the job, prepare later starts, start the first workers.
 
-        With several machines, workers start when all have met: here only where commands are to be sent to them. A
-        function that runs in this process is yet to run.
+        With several machines, only the workers of a session start here, others in :meth:`_finish`. Where the function
+        runs in this process, nothing starts here: :meth:`_finish` calls it.
         """
         try:
             if self._node_attempts is None:

@@ -43,4 +43,7 @@ The way of objects through ``prepare``:
                                  the place of others; Accelerate's fsdp2_switch_optimizer_parameters)
                              ──> optimizer.py: steps only where ``accumulation`` ends a window
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
+
+The way of a loss through ``backward``: gradients.py ──> strategies/ (divided by the micro-steps of an optimizer step)
+──> precision.py (scaled, for fp16; ``loss.backward()``, in which hooks reduce gradients) ──> board_reports.py (shown)
 """

@@ -5,7 +5,8 @@ which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the 
 
     process_methods.py   ranks, barriers, only some ranks: what ``PartialState`` has, too
     properties.py        settings and labels to read
-    per_process.py       ``self._preparer`` and so on: each worker has its own, made at first use
+    per_process.py       ``self._preparer`` and so on: the constructor makes them; an Accelerator of a notebook cell
+                         gets others in each worker, when they are first used there
 """
 
 from __future__ import annotations

@@ -134,7 +134,10 @@ class Preparer:
 
     @contextmanager
     def _replacing(self, inner: torch.nn.Module) -> Iterator[None]:
-        """Let optimizers that were prepared before go on with parameters that take the place of others in the block."""
+        """Record which parameters of ``inner`` the block replaces; give the new ones to optimizers prepared before.
+
+        Those prepared later get them from :meth:`prepare_optimizer`.
+        """
         with self._replacements.noted(inner):
             yield
         for optimizer in self.optimizers:

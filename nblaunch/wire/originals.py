@@ -1,4 +1,4 @@
-"""What a worker's tensors held when it started, read from where that still lies, to find those that it has changed.
+"""What the launcher's tensors hold, of which a worker's are copies, to find those that the worker has changed.
 
     forked worker  ── the memory of the process it was forked from, at the same addresses
     fresh worker   ── the memory file it loaded the call from, which its tensors lie on (copied when written to)
@@ -45,7 +45,7 @@ class _Original:
 
 
 class Originals:
-    """The tensors of some modules as they were when the worker started.
+    """The tensors of some modules as the launcher has them.
 
     Args:
         fd: a file that holds them. It stays the caller's.
