@@ -8,7 +8,9 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import threading
+import types
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -446,6 +448,28 @@ def test_a_registered_object_of_a_library_makes_none_of_its_classes_trusted() ->
     trusted = files.trusted_types(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1))
     assert torch.optim.lr_scheduler.LambdaLR not in trusted
     assert Settings in files.trusted_types(Registered({}))
+
+
+def test_classes_are_looked_for_while_another_thread_defines_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, is_over = types.ModuleType("__main__"), threading.Event()
+    vars(main).update({f"name_{number}": number for number in range(20_000)})
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def define() -> None:
+        while not is_over.is_set():
+            vars(main)["name_of_a_thread"] = 0
+            del vars(main)["name_of_a_thread"]
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=define)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert Settings in files.trusted_types(Registered({}))
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 class _Executes:

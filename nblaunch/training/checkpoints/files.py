@@ -312,7 +312,8 @@ def trusted_types(owner: Any = None) -> list[Any]:
     file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
     if file and user_code.is_user_file(file):
         modules.add(type(owner).__module__)
-    values = [(name, value) for name in modules for value in vars(sys.modules[name]).values()]
+    # Copied at once: other threads may define names meanwhile.
+    values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]
     own = [value for name, value in values if issubclass(type(value), type) and value.__module__ == name]
     return [*_numpy_types(), *_PLAIN, *own]
 
