@@ -115,7 +115,7 @@ class _Rank:
 
 
 class Watchdog:
-    """Detector of ranks without progress for ``timeout_s`` seconds ; reports each hang of a rank once."""
+    """Detector of ranks without progress for ``timeout_s`` seconds; reports each hang of a rank once."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s

@@ -24,6 +24,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from time import monotonic
 from typing import ClassVar
@@ -407,7 +408,10 @@ class Board:
             slot.release()
         self._slots = []
         self._view.release()
-        self._map.close()  # it holds a descriptor of its own
+        # Where a traceback still refers to a slot, the memory is unmapped with it.
+        with suppress(BufferError):
+            self._map.close()
+        del self._map  # it holds a descriptor of its own
         os.close(self.fd)
         self.fd = -1
 

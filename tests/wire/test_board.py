@@ -73,3 +73,15 @@ def test_a_curve_that_does_not_change_is_read_once() -> None:
     assert slot.read(0).losses is slot.read(0).losses
     slot.set_losses(LossCurve(2, 1, (1.0, math.nan)))
     assert str(slot.read(0).losses.means) == "(1.0, nan)"
+
+
+def test_a_board_is_closed_while_a_traceback_refers_to_its_memory() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    board = Board.create(2)
+    board.slot(1)._words.state = 99  # a process has written over it
+    try:
+        board.read()
+    except ValueError:
+        board.close()
+    assert board.fd == -1
+    assert set(os.listdir("/proc/self/fd")) == before
