@@ -218,8 +218,9 @@ class TorchAgent(SimpleElasticAgent):
             self._workers_store.close()
             self._workers_store = None
         if topology.node_rank == 0:
+            port = self._host_store(topology.master_addr)  # first: where it fails, nothing was started
             num_starts = int(self._job_store.add(f"{self._config.rendezvous.run_id}/starts", 1))
-            store.set("nblaunch/start", f"{self._host_store(topology.master_addr)} {num_starts - 1}")
+            store.set("nblaunch/start", f"{port} {num_starts - 1}")
         port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
         self._heartbeats.reset_summary(restart_count)
         topology = replace(topology, master_port=port)
