@@ -5,7 +5,8 @@ While a job runs, the launcher has ``hang.Watchdog`` check the workers' progress
 
 hang.py         whether the job hangs, and which rank waits for which
 stacks.py       the ranks' Python stacks, collected when one makes no progress
-report.py       the facts of an attempt; the earliest failure that no other failure explains
+report.py       the facts of an attempt
+root_cause.py   the earliest failure that no other failure explains; what it means
 memory.py       memory of the workers; the evidence where it ran out
 failure.py      which exception the kernel raises, with its evidence
 exceptions.py   the worker's exception, made again in the kernel, and shown with the user's frames only

@@ -11,11 +11,9 @@ from typing import Protocol
 
 from nblaunch.diagnosis import memory, stacks
 from nblaunch.diagnosis.exceptions import annotate, rebuild
-from nblaunch.diagnosis.report import (
+from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
+from nblaunch.diagnosis.root_cause import (
     SAME_COLLECTIVES,
-    AttemptReport,
-    Hang,
-    RemoteFailures,
     RootCause,
     find_root_cause,
     others_in_one_line,

@@ -12,7 +12,8 @@ from typing import Any
 
 from nblaunch.diagnosis.exceptions import hide_launcher
 from nblaunch.diagnosis.failure import failure_of, memory_evidence
-from nblaunch.diagnosis.report import AttemptReport, RootCause, early_leavers, how_ended
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
 from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Note
 from nblaunch.launcher import weights

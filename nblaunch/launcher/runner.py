@@ -20,7 +20,8 @@ from typing import Protocol
 
 from nblaunch import formatting
 from nblaunch.diagnosis.failure import failure_of
-from nblaunch.diagnosis.report import AttemptReport, find_root_cause
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, Peers, start_attempt

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from nblaunch import env
-from nblaunch.diagnosis.report import AttemptReport, own_failures
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.events import Event, Note, ValueLocation
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.requests import JobRequests

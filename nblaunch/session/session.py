@@ -17,7 +17,8 @@ from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.diagnosis.failure import failure_of
-from nblaunch.diagnosis.report import AttemptReport, RemoteFailures, find_root_cause
+from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
+from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.events import Event, ExitStatus, Note, Returned, Started
 from nblaunch.launcher import post_mortem
 from nblaunch.launcher.attempt import Attempt

@@ -10,7 +10,8 @@ import pytest
 
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.memory import MemoryRecord
-from nblaunch.diagnosis.report import SAME_COLLECTIVES, AttemptReport, Hang
+from nblaunch.diagnosis.report import AttemptReport, Hang
+from nblaunch.diagnosis.root_cause import SAME_COLLECTIVES
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
 from nblaunch.launcher.joblog import JobLog

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.report import (
-    AttemptReport,
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import (
     RootCause,
     early_leavers,
     find_root_cause,

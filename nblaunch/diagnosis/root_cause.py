@@ -1,0 +1,203 @@
+"""The root cause of a failed attempt: pure functions over an :class:`AttemptReport`."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from nblaunch import formatting
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.events import ExitStatus, Failed
+
+# Signal -> what it means, and what to do next.
+_MEANINGS = {
+    "SIGKILL": (
+        "It was killed from outside, most often by the kernel's OOM killer, which dmesg shows.",
+        "Use less memory per rank (a smaller batch, fewer processes, the model passed as an argument), or a host with "
+        "more.",
+    ),
+    "SIGSEGV": (
+        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out.",
+        "Its Python stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
+    ),
+    "SIGBUS": (
+        "A mapped file ended early; in containers most often because /dev/shm is full.",
+        "Give the container more of it (docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
+    ),
+    "SIGABRT": (
+        "Native code aborted, and printed why.",
+        "The message is among its last lines or in its complete log; with NCCL_DEBUG=INFO in the environment, NCCL "
+        "prints more.",
+    ),
+    "SIGTERM": (
+        "Another process ended it: kill in a shell, or a batch system or container at its limit of time or memory.",
+        "Raise that limit, or save checkpoints (accelerator.save_state) and launch with max_restarts=1.",
+    ),
+    "SIGHUP": (
+        "The terminal or the connection that it belonged to was closed.",
+        "Launch from a notebook, or in a terminal that stays (tmux, nohup).",
+    ),
+    "SIGINT": (
+        "It was interrupted from outside before its function could handle that.",
+        "Launch again, and look for a script or a batch system that runs kill -INT.",
+    ),
+    "SIGXCPU": (
+        "It used up its limit of processor time.",
+        "Raise that limit: ulimit -t unlimited, or the one of the batch system.",
+    ),
+    "SIGFPE": (
+        "Native code divided by zero.",
+        "Its Python stack names the library: check what it was passed, empty batches above all, and update it.",
+    ),
+    "SIGILL": (
+        "Native code was built for another processor.",
+        "Its Python stack names the library: install a build of it for this processor.",
+    ),
+}
+
+SAME_COLLECTIVES = (
+    "Every rank must take part in the same collectives: look for a branch, a loop length or a return that depends on "
+    "the rank."
+)
+"""What to do if a rank returned while others still needed it."""
+
+
+@dataclass(frozen=True)
+class RootCause:
+    """The failure that explains the others.
+
+    Args:
+        rank: of the failure.
+        failed: the exception, if there was one.
+        status: exit status of the process, if it ended without an exception.
+        left_early: the rank had returned or called ``sys.exit(0)`` while others still needed it.
+        time_s: wall clock time.
+    """
+
+    rank: int
+    failed: Failed | None = None
+    status: ExitStatus | None = None
+    left_early: bool = False
+    time_s: float = 0.0
+
+
+def find_root_cause(report: AttemptReport) -> RootCause | None:
+    """Return the earliest failure that no other failure explains, else the earliest of all.
+
+    Returns:
+        None if every rank finished or was stopped by the launcher.
+    """
+    own = own_failures(report)
+    if own:
+        return min(own, key=lambda cause: cause.time_s)
+    errors = _errors(report)
+    if not errors:
+        return None
+    leavers = [event for event in report.returned.values() if event.time_s <= min(e.time_s for e in errors)]
+    if leavers:
+        leaver = min(leavers, key=lambda event: event.time_s)
+        return RootCause(leaver.rank, status=ExitStatus(0), left_early=True, time_s=leaver.time_s)
+    return min(errors, key=lambda cause: cause.time_s)
+
+
+def own_failures(report: AttemptReport) -> list[RootCause]:
+    """Return the failures that were not caused by another rank or by the launcher."""
+    deaths = [
+        RootCause(rank, status=status, time_s=time_s)
+        for rank, (status, time_s) in report.exits.items()
+        if rank not in report.returned
+        and rank not in report.failed
+        and not _was_stopped_by_launcher(report, rank)
+    ]
+    return deaths + [error for error in _errors(report) if not _is_consequence(report, error)]
+
+
+def _errors(report: AttemptReport) -> list[RootCause]:
+    return [RootCause(rank, failed=failed, time_s=failed.time_s) for rank, failed in report.failed.items()]
+
+
+def _was_stopped_by_launcher(report: AttemptReport, rank: int) -> bool:
+    """Return whether a rank ended without an exception after a signal of the launcher."""
+    return rank in report.signalled and report.signalled[rank] <= report.exits[rank][1]
+
+
+def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
+    """Return whether a failure is a collective error, or follows a signal of the launcher."""
+    signalled_s = report.signalled.get(cause.rank)
+    was_interrupted = signalled_s is not None and cause.time_s >= signalled_s
+    return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)
+
+
+def what_happened(cause: RootCause, report: AttemptReport) -> str:
+    """Return how a rank ended, as the end of a sentence: ``was killed by SIGSEGV``."""
+    if cause.left_early:
+        left = (
+            "left by sys.exit(0)"
+            if report.returned[cause.rank].left_by_exit
+            else "returned from the function"
+        )
+        waiting = formatting.ranks(report.failed)
+        return f"{left} while {waiting} still needed it in a collective operation"
+    status = cause.status or ExitStatus(0)
+    return how_ended(status) + (" before the function returned" if status.code >= 0 else "")
+
+
+def how_ended(status: ExitStatus) -> str:
+    """Return how a process ended: ``was killed by SIGSEGV``, ``ended with exit code 3``."""
+    return f"was killed by {status.signal_name}" if status.signal_name else f"ended with {status}"
+
+
+def early_leavers(report: AttemptReport) -> str:
+    """Return a sentence about ranks that called ``sys.exit(0)`` while others returned; empty if none or all did.
+
+    All ranks do in a script that ends with ``sys.exit(main())``.
+    """
+    leavers = [rank for rank, event in report.returned.items() if event.left_by_exit]
+    if len(leavers) in (0, len(report.returned)):
+        return ""
+    nothing = "its value is" if len(leavers) == 1 else "their values are"
+    return f"{formatting.ranks(leavers)} left by sys.exit(0) before the function returned; {nothing} None"
+
+
+def what_it_means(cause: RootCause) -> str:
+    """Return what the cause means, and what to do next."""
+    status = cause.status or ExitStatus(0)
+    if cause.left_early:
+        return SAME_COLLECTIVES
+    if status.signal_name:
+        return " ".join(_MEANINGS.get(status.signal_name) or _of_other_signal(status))
+    return (
+        f"Something called sys.exit({status.code}) or os._exit({status.code}). Raise an exception there instead: its "
+        "traceback is shown here."
+    )
+
+
+def _of_other_signal(status: ExitStatus) -> tuple[str, str]:
+    text = signal.strsignal(-status.code) or "an unknown signal"
+    return f"{text}.", "Look in its complete log for what came before, and for a process that runs kill."
+
+
+def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
+    """Return how the other ranks ended, in one line: ``ranks 0, 2: ...; rank 3: ...``; empty if there are none."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(report.exits):
+        if rank != root.rank:
+            groups.setdefault(_outcome(report, rank), []).append(rank)
+    return "; ".join(f"{formatting.ranks(ranks)}: {outcome}" for outcome, ranks in groups.items())
+
+
+def _outcome(report: AttemptReport, rank: int) -> str:
+    if rank in report.returned:
+        return "finished"
+    if rank in report.failed and not (
+        rank in report.signalled and report.failed[rank].time_s >= report.signalled[rank]
+    ):
+        if report.failed[rank].is_consequence:
+            return "lost the connection to it"
+        info = report.failed[rank].info
+        lines = info.message.strip().splitlines()
+        text = f"{info.type_name}: {lines[0]}" if lines else info.type_name
+        return text if len(text) <= 100 else text[:97] + "..."
+    if rank in report.signalled:
+        return "stopped by the launcher"
+    return str(report.exits[rank][0])
