@@ -16,7 +16,8 @@ charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
   widget_panel.py      the widgets: headline, buttons
-  widget_parts.py      rows of the ranks, charts, what they print
+  widget_rows.py       rows of the ranks, charts
+  widget_logs.py       what the ranks print
   widget_throttle.py   updates within a budget
 lines.py           what workers print
 

@@ -1,9 +1,9 @@
 """The live panel of a job: headline, buttons, rows, charts and logs, made of ipywidgets' core controls.
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
-    rank  state       progress      epoch  step  ...                         (these, charts, lines: widget_parts.py)
+    rank  state       progress      epoch  step  ...                         (widget_rows.py, with the charts)
     failures, notices, charts, epochs, metrics, memory
-    [All ranks] [rank 0] [rank 1] ...
+    [All ranks] [rank 0] [rank 1] ...                                        (widget_logs.py)
 
 The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
 it needs ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
@@ -29,14 +29,8 @@ from nblaunch.dashboard.base import Bundle, Controls
 from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.widget_parts import (
-    COLLAPSED_SHEET,
-    TAB_SHEET,
-    ChartRow,
-    LogPane,
-    RankRows,
-    in_style,
-)
+from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
+from nblaunch.dashboard.widget_rows import COLLAPSED_SHEET, ChartRow, RankRows, in_style
 from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0

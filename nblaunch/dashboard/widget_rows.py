@@ -1,12 +1,11 @@
-"""Parts of the panel: the rows of the ranks, charts, and the lines that ranks print.
+"""Rows of the panel: one for each rank, or one line for those in lockstep, and the charts side by side.
 
     rank  state       progress      epoch       step  steps/s ...
      all  ● training  ▆▆▆▆______      2/6  450/1,000     24.1
     ▸ ranks 0-7 training, 24.1 steps/s each                                  a click shows each of them
     charts
-    [All ranks] [rank 0] [rank 1] ...                                        a tab for all by time, one for each
 
-The front end opens the line and switches tabs by itself, also while a cell runs and the kernel receives no clicks.
+The front end opens the line by itself, also while a cell runs and the kernel receives no clicks.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from nblaunch.dashboard.charts import charts
-from nblaunch.dashboard.html import MONO, Markup, row_key, rows_html, tiles_html
-from nblaunch.dashboard.lines import LastLines
+from nblaunch.dashboard.html import Markup, row_key, rows_html, tiles_html
 from nblaunch.dashboard.rows import Row
 from nblaunch.dashboard.table import Table
 from nblaunch.dashboard.view import JobView
@@ -179,125 +177,3 @@ class ChartRow:
             blocks, [*self._drawn, *[""] * (len(blocks) - len(self._drawn))], strict=True
         ):
             self._throttle.update(block, every_s=every_s, value=in_style(chart) if chart else "")
-
-
-# --- lines ---------------------------------------------------------------------------------------------------------
-
-MAX_TABS = 16
-"""Largest number of ranks with tabs; with more ranks there is a list."""
-
-MAX_LISTED = 64
-"""Largest number of ranks in the list; with more ranks only the lines of all together are shown."""
-
-_NUM_AT_ONCE = 8  # panes that are made in a tick
-_LINE_LENGTH = 200
-_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab, which is sent as a whole for each new line
-_LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane is a whole number of lines high, so that none is cut
-_HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
-# Seconds between updates of the selected tab, and of the others times the number of ranks.
-_SEEN_S, _UNSEEN_S = 0.9, 1.0
-_PRE = (
-    "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
-    f"{MONO};line-height:{_LOG_LINE_PX}px"
-)
-
-_TABS = "nbl-tabs"
-TAB_SHEET = (
-    # Of Lumino, and of Phosphor in front ends with ipywidgets 7.
-    f'<style>.{_TABS} [class*="-TabBar-content"]{{flex-wrap:wrap}}'
-    f'.{_TABS} [class*="-TabBar-tab"]{{flex:0 0 auto!important;min-width:0!important}}</style>'
-)
-"""Style sheet of the tabs: a cell that is too narrow for all has several lines of them."""
-
-
-class LogPane:
-    """The last lines of all ranks by time, and those of each rank.
-
-    All tabs are kept up to date, since the front end switches them by itself. If there are too many ranks for tabs, a
-    list selects the rank; it is linked in the front end too.
-    """
-
-    def __init__(self, last_lines: LastLines, num_ranks: int, throttle: Throttle) -> None:
-        self._last_lines = last_lines
-        self._throttle = throttle
-        # A reversed column keeps the scroll bar at the newest line.
-        layout = widgets.Layout(
-            height=_HEIGHT, overflow="auto", display="flex", flex_flow="column-reverse", margin="0",
-            justify_content="flex-start",
-        )  # fmt: skip
-        self._num_ranks = num_ranks
-        self.links: list[Any] = []
-        self.widget: Any
-        self._pages: Any = None
-        self._next = -1
-        self._width = len(str(num_ranks - 1))
-        num_panes = 1 if num_ranks == 1 or num_ranks > MAX_LISTED else num_ranks + 1
-        self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_panes)]
-        if num_ranks == 1:
-            self.widget = self._panes[0]
-        elif num_ranks <= MAX_TABS:
-            self.widget = self._pages = self._tabs()
-        else:
-            self.widget = self._list()
-
-    def show(self) -> None:
-        """Update the tabs; sent at the throttle's next flushes."""
-        lines = [
-            f'<span style="opacity:.7">[{rank:{self._width}}]</span> {escape(_cut(line))}'
-            if self._num_ranks > 1
-            else escape(_cut(line))
-            for rank, line in self._last_lines.of_all()
-        ]
-        self._throttle.update(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
-        # The kernel learns of a selected tab only when no cell runs, so this is a guess; all tabs are kept up to date.
-        seen = getattr(self._pages, "selected_index", None)
-        for _ in range(min(_NUM_AT_ONCE, len(self._panes) - 1)):
-            self._next = (self._next + 1) % (len(self._panes) - 1)
-            self._show_rank(self._next, is_seen=seen == self._next + 1)
-
-    def _show_rank(self, rank: int, *, is_seen: bool) -> None:
-        pane = self._panes[rank + 1]
-        every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
-        if self._throttle.is_due(pane, every_s):
-            own = [escape(_cut(line)) for line in self._last_lines.of_rank(rank)]
-            num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
-            self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
-
-    def _titles(self) -> list[str]:
-        return ["All ranks", *(f"rank {rank}" for rank in range(self._num_ranks))]
-
-    def _tabs(self) -> Any:
-        layout = widgets.Layout(margin="4px 0 0 0", width="100%")
-        tab = widgets.Tab(children=self._panes, layout=layout, _dom_classes=(_TABS,))
-        for index, title in enumerate(self._titles()):
-            tab.set_title(index, title)
-        tab.selected_index = 0
-        return tab
-
-    def _list(self) -> Any:
-        stack = getattr(widgets, "Stack", None)  # new in ipywidgets 8
-        if stack is None or self._num_ranks > MAX_LISTED:
-            hint = widgets.HTML('<span style="opacity:.7">one rank alone: job.logs(rank)</span>')
-            self._panes = self._panes[:1]
-            return widgets.VBox([hint, *self._panes])
-        chooser = widgets.Dropdown(options=self._titles(), index=0, layout=widgets.Layout(width="14em"))
-        self._pages = pages = stack(children=self._panes, selected_index=0)
-        self.links = [widgets.jslink((chooser, "index"), (pages, "selected_index"))]
-        return widgets.VBox([chooser, pages])
-
-
-_NOTHING = f'<pre style="{_PRE};opacity:.7">nothing printed yet</pre>'
-
-
-def _pane(lines: list[str], num_bytes: int) -> str:
-    """Return the last of ``lines`` that fit into ``num_bytes`` as HTML."""
-    if not lines:
-        return _NOTHING
-    size, first = 0, len(lines)
-    while first > 0 and (size := size + len(lines[first - 1]) + 1) <= num_bytes:
-        first -= 1
-    return f'<pre style="{_PRE}">' + "\n".join(lines[min(first, len(lines) - 1) :]) + "</pre>"
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _LINE_LENGTH else line[: _LINE_LENGTH - 1] + "…"
