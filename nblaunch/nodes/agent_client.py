@@ -75,6 +75,7 @@ class AgentClient:
         self.ended: AgentEnded | None = None
         self.is_closed = False
         self._world: WorldFormed | None = None
+        self._pid = 0
         self._open(spec.max_restarts)
 
     def _open(self, max_restarts: int) -> None:
@@ -145,6 +146,8 @@ class AgentClient:
 
     def _end_process(self, patience_s: float) -> None:
         """Wait at most ``patience_s`` seconds until the agent exits, then kill it."""
+        if not self._pid:  # it was ended by a restart, which could not start another
+            return
         deadline = time.monotonic() + patience_s
         while (status := reap_with_group(self._pid)) is None and time.monotonic() < deadline:
             if self._pidfd is None:
@@ -156,6 +159,7 @@ class AgentClient:
         if self._pidfd is not None:
             descriptors.close(self._pidfd)
         descriptors.close(self._writing, self._reading)
+        self._pid = 0
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the agent has sent a message or has ended."""

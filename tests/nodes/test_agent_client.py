@@ -1,0 +1,33 @@
+"""The launcher's side of the agent of its node."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch.errors import LaunchError
+from nblaunch.nodes import network
+from nblaunch.nodes.agent_client import AgentClient
+from nblaunch.spec import LaunchSpec
+
+
+def test_after_a_restart_that_fails_no_descriptor_of_others_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = LaunchSpec(function=print, num_nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=29500)
+    client = AgentClient(spec, 1, str(tmp_path / "agent.log"))
+    client.end("lost the rendezvous", can_retry=True)
+
+    def refuse(*args: Any) -> Any:
+        raise LaunchError("no such address any more")
+
+    monkeypatch.setattr(network, "resolve", refuse)
+    with pytest.raises(LaunchError, match="no such address"):
+        client.restart(0)
+    opened = [fd for _ in range(4) for fd in os.pipe()]  # under the numbers that the agent's had
+    client.close()
+    for fd in opened:
+        os.close(fd)
