@@ -245,7 +245,7 @@ class LaunchSpec:
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_nodes", parse_num_nodes(self.num_nodes))
+        _normalize(self)
         _check_call(self.function, self.args)
         _check_choices(self)
         _check_counts(self)
@@ -343,10 +343,20 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be True or False, but is a {type(value).__name__}")
 
 
-def _check_choices(spec: LaunchSpec) -> None:
+def _normalize(spec: LaunchSpec) -> None:
+    """Convert values with several forms to one: ``"BF16"``, NumPy's integers."""
     precision = str(spec.mixed_precision).lower()
     if precision in MIXED_PRECISIONS:
         object.__setattr__(spec, "mixed_precision", precision)
+    for name in _LEAST:
+        value = getattr(spec, name)
+        if not isinstance(value, int):
+            with suppress(TypeError):
+                object.__setattr__(spec, name, operator.index(value))
+    object.__setattr__(spec, "num_nodes", parse_num_nodes(spec.num_nodes))
+
+
+def _check_choices(spec: LaunchSpec) -> None:
     if not isinstance(spec.master_addr, str) or not spec.master_addr:
         raise TypeError(
             f"master_addr={spec.master_addr!r} must be a host name or address, such as '127.0.0.1'"
@@ -392,10 +402,6 @@ def _check_counts(spec: LaunchSpec) -> None:
         value = getattr(spec, name)
         if value is None and name in _MOST:
             continue
-        if not isinstance(value, int):
-            with suppress(TypeError):  # such as numpy's
-                value = operator.index(value)
-                object.__setattr__(spec, name, value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}={value!r} must be a whole number, but is a {type(value).__name__}")
         if value < least:
