@@ -22,9 +22,8 @@ class XpuBackend(GpuBackend):
     runtime = first_use.LEVEL_ZERO
 
     def affinity(self) -> int:
-        return min(
-            super().affinity(), 9
-        )  # beside one of NVIDIA or AMD it is the processor's own, most likely
+        # Beside a GPU of NVIDIA or AMD it is the processor's own, most likely.
+        return min(super().affinity(), 9)
 
     def build_refusal(self) -> str | None:
         import torch

@@ -201,9 +201,8 @@ def _loader() -> Any:
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            pairs = (
-                node.value if isinstance(node, yaml.MappingNode) else []
-            )  # PyYAML refuses other nodes below
+            # PyYAML refuses other nodes below.
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
             keys = [self.construct_object(key, deep=True) for key, _ in pairs]
             twice = [key for i, key in enumerate(keys) if key in keys[:i]]
             if twice:

@@ -127,9 +127,8 @@ def headline(view: JobView) -> str:
 
 def _setting(view: JobView) -> str:
     facts = dict(view.facts)
-    precision = facts.pop(
-        "precision", view.mixed_precision
-    )  # reported by workers, where it differs from the setting
+    # Workers report it where it differs from the setting.
+    precision = facts.pop("precision", view.mixed_precision)
     spanning = "spmd" if view.is_spmd else ""
     parts = (view.backend, view.start_method, spanning, precision, *facts.values())
     how = ", ".join(part for part in parts if part)

@@ -169,9 +169,8 @@ class Watchdog:
                 continue
             is_alone = moved_s - known.moved_s >= self.timeout_s
             if now_s - moved_s < self.timeout_s and (not is_alone or known.position.waits_for_ranks):
-                known.restart_checks(
-                    moved_s, self._num_messages.get(rank, 0)
-                )  # other ranks make progress, or did until a moment ago
+                # Other ranks make progress, or did until a moment ago.
+                known.restart_checks(moved_s, self._num_messages.get(rank, 0))
                 continue
             is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, known)
             (hung if is_hung else suspected).append(rank)

@@ -71,9 +71,8 @@ class NotebookPickler(cloudpickle.CloudPickler):
             # cloudpickle refuses modules with a class of their own, as torch.backends.cudnn.
             return importlib.import_module, (obj.__name__,)
         if _is_ddp(obj):
-            return _same, (
-                obj.module,
-            )  # the wrapper belongs to a process group, and can't be rebuilt without it
+            # The wrapper belongs to a process group, and can't be rebuilt without it.
+            return _same, (obj.module,)
         of_state = accelerate_states.reduction(obj)
         if of_state is not None:
             return of_state

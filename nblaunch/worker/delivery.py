@@ -115,9 +115,8 @@ class Delivery:
         return (
             any(is_sharded(parameter) for group in groups for parameter in group["params"])
             or any(map(is_sharded_model, modules))
-            or any(
-                is_fsdp_module(part) for module in modules for part in module.modules()
-            )  # gathered, perhaps
+            # Its parameters may be gathered just now.
+            or any(is_fsdp_module(part) for module in modules for part in module.modules())
         )
 
     def _collect_dtensors(self, module: Any) -> Mapping[str, Any]:

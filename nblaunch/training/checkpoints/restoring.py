@@ -97,9 +97,8 @@ def _find(state: CheckpointSources, input_dir: Any) -> Path:
     if not folder.is_dir():
         raise ValueError(f"checkpoint {folder.absolute()} does not exist")
     if state.rank == 0:
-        safe_save.finish_commit(
-            folder
-        )  # of a process that was killed while it overwrote this very checkpoint
+        # Of a process that was killed while it overwrote this very checkpoint.
+        safe_save.finish_commit(folder)
     return folder
 
 
@@ -234,9 +233,8 @@ def _read_others(
     for index, obj in enumerate(state.custom):
         saved = files.read_object(folder / files.custom(index), owner=obj, **on_cpu)
         yield partial(obj.load_state_dict, saved)
-    yield _read_random_states(
-        state, folder, manifest, on_cpu
-    )  # last, because loading may draw random numbers
+    # Last, because loading may draw random numbers.
+    yield _read_random_states(state, folder, manifest, on_cpu)
 
 
 def _read_loader(

@@ -117,9 +117,8 @@ class Snapshot:
     weights: list[Mapping[str, Any]]  # of every model that no hook took over
     objects: dict[str, Any]  # state dicts, or their bytes, by file name
     safe_serialization: bool
-    shards: (
-        ShardWriter | None
-    )  # copies of this rank's that are not written yet; None: they are, or models are whole
+    # Copies of this rank's that are not written yet; None: they are, or models are whole.
+    shards: ShardWriter | None
     checksums: dict[str, str] = field(default_factory=dict)  # of files that other ranks have written
 
     def detach(self, copies: CpuCopies) -> None:

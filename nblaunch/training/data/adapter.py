@@ -223,7 +223,6 @@ def index_sampler_options(loader: DataLoader, index_sampler: Any) -> dict[str, A
 
 def is_stateful(loader: DataLoader) -> bool:
     """Return whether ``loader`` is torchdata's ``StatefulDataLoader``."""
-    torchdata = sys.modules.get(
-        "torchdata.stateful_dataloader"
-    )  # where it was not imported, nothing can be one
+    # Where it was not imported, nothing can be one.
+    torchdata = sys.modules.get("torchdata.stateful_dataloader")
     return torchdata is not None and isinstance(loader, torchdata.StatefulDataLoader)
