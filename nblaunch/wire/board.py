@@ -18,16 +18,13 @@ Bins end at fixed steps, whenever they are read: two runs with equal losses have
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from time import monotonic
-from typing import ClassVar
 
 from nblaunch.events import WorkerState
 
@@ -105,27 +102,19 @@ def _merged(one: _Bin, other: _Bin) -> _Bin:
     return _Bin(one.total + other.total, one.count + other.count)
 
 
-_INTEGERS = (
-    "state", "step", "total", "epoch", "samples", "steps_done", "loop", "num_epochs",
-    "trained_step", "trained_total", "trained_epoch",
-    "interrupts", "built_bytes", "num_updates", "num_progress_signs",
-    "num_checks", "stop_reply", "stop_proposal", "stop_decision",  # see wire/stop_agreement.py
-    "device_bytes", "device_peak_bytes", "device_limit_bytes",
-    "busy_steps", "has_loss", "curve_version", "curve_steps", "steps_per_bin", "num_bins",
-)  # fmt: skip
+_FIRST_MEAN = 32
+_WORDS = _FIRST_MEAN + MAX_BINS
+_SLOT_BYTES = 8 * _WORDS
 
-
-class _Words(ctypes.Structure):
-    """The memory of a slot, in words of 8 bytes."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        *((name, ctypes.c_double) for name in ("loss", "step_time_s", "busy_time_s")),
-        ("means", ctypes.c_double * MAX_BINS),
-    ]
-
-
-_SLOT_BYTES = ctypes.sizeof(_Words)
+# Words of a slot. Integers unless marked; a double is stored in the same 8 bytes through another view.
+_STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
+_HAS_LOSS, _STEPS_DONE = 7, 15
+_CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
+_DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
+_LOSS, _STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
+_BUSY_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
+_CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
+_NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
 
 _MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
 
@@ -185,42 +174,35 @@ class SlotReading:
     steps_done: int = 0
 
 
-_UNCHANGED_WORDS = [
-    field.name for field in fields(SlotReading) if field.name in _INTEGERS and field.name != "state"
-]
-"""Those that a reading holds as they are."""
-
-
 class _Word:
     """An integer of a slot, as an attribute of it."""
 
-    def __set_name__(self, owner: object, name: str) -> None:
-        self._name = name
+    def __init__(self, index: int) -> None:
+        self._index = index
 
     def __get__(self, slot: Slot, owner: object = None) -> int:
-        value: int = getattr(slot._words, self._name)
-        return value
+        return slot._ints[self._index]
 
     def __set__(self, slot: Slot, value: int) -> None:
-        setattr(slot._words, self._name, value)
+        slot._ints[self._index] = value
 
 
 class Slot:
     """The writer's side: a rank's own slot. Methods are cheap enough to be called at every step."""
 
-    epoch = _Word()
+    epoch = _Word(_EPOCH)
     """Number of the current or last epoch, from 1; 0 before the first."""
-    num_updates = _Word()
+    num_updates = _Word(_UPDATES)
     """Steps of any optimizer."""
-    built_bytes = _Word()
+    built_bytes = _Word(_BUILT_BYTES)
     """Bytes of parameters that were built in this process."""
-    num_checks = _Word()
+    num_checks = _Word(_CHECKS)
     """How often the rank has looked at ``accelerator.should_stop``; set in a copy of another machine's slot."""
-    stop_reply = _Word()
+    stop_reply = _Word(_STOP_REPLY)
     """Reply of the worker to a proposal to stop: its number, negated to refuse; 0 before the first."""
-    stop_proposal = _Word()
+    stop_proposal = _Word(_STOP_PROPOSAL)
     """The check at which the launcher proposes to stop; 0 without a request. Written by the launcher."""
-    stop_decision = _Word()
+    stop_decision = _Word(_STOP_DECISION)
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -231,31 +213,39 @@ class Slot:
         self._write_to(memoryview(bytearray(_SLOT_BYTES)))
 
     def _write_to(self, memory: memoryview) -> None:
-        self._words = _Words.from_buffer(memory)
-        self._words.total = -1
+        self._ints = memory.cast("q")
+        self._doubles = memory.cast("d")
+        self._ints[_TOTAL] = -1
         self._read_curve = (0, NO_LOSSES)
 
     @property
     def state(self) -> WorkerState:
         """Return what the rank does."""
-        return WorkerState(self._words.state)
+        return WorkerState(self._ints[_STATE])
 
     def set_state(self, state: WorkerState) -> None:
         """Set what the rank does."""
-        self._words.state = state
+        self._ints[_STATE] = state
 
     @property
     def loop(self) -> tuple[int, int, WorkerState, int, int, int]:
         """Return the loop that is shown, as :meth:`start_loop` takes it."""
-        words = self._words
-        return words.total, words.epoch, self.state, words.step, words.loop, words.num_epochs
+        ints = self._ints
+        return (
+            ints[_TOTAL],
+            ints[_EPOCH],
+            WorkerState(ints[_STATE]),
+            ints[_STEP],
+            ints[_LOOP],
+            ints[_NUM_EPOCHS],
+        )
 
     def clear_progress(self) -> None:
         """Forget loops and losses, for another command of a session. What is compared with before goes on."""
         self.start_loop(-1, 0, self.state)
         self.end_training(0, 0, 0)
         self.set_losses(NO_LOSSES)
-        self._words.has_loss, self._words.step_time_s = 0, 0.0
+        self._ints[_HAS_LOSS], self._doubles[_STEP_TIME] = 0, 0.0
 
     def start_loop(
         self, total: int, epoch: int, state: WorkerState, step: int = 0, number: int = 0, num_epochs: int = 0
@@ -270,101 +260,120 @@ class Slot:
             number: of the loop.
             num_epochs: as in :class:`SlotReading`.
         """
-        words = self._words
-        words.loop = number
-        words.num_epochs = num_epochs
-        words.step = step
-        words.total = total
-        words.epoch = epoch
-        words.state = state
-        words.step_time_s = monotonic()
+        ints = self._ints
+        ints[_LOOP] = number
+        ints[_NUM_EPOCHS] = num_epochs
+        ints[_STEP] = step
+        ints[_TOTAL] = total
+        ints[_EPOCH] = epoch
+        ints[_STATE] = state
+        self._doubles[_STEP_TIME] = monotonic()
 
     def end_training(self, step: int, total: int, epoch: int) -> None:
         """Record where a loop over a training loader has ended."""
-        words = self._words
-        words.trained_step, words.trained_total, words.trained_epoch = step, total, epoch
+        ints = self._ints
+        ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH] = step, total, epoch
 
     def advance_to(self, step: int, samples: int) -> None:
         """Set the batches of this loop that were handed to the user, and the samples since the start."""
-        words = self._words
-        words.steps_done += step - words.step
-        words.step = step
-        words.samples = samples
-        words.step_time_s = monotonic()
+        ints = self._ints
+        ints[_STEPS_DONE] += step - ints[_STEP]
+        ints[_STEP] = step
+        ints[_SAMPLES] = samples
+        self._doubles[_STEP_TIME] = monotonic()
 
     def count_step(self) -> None:
         """Count the step with which an outer loop was resumed."""
-        self._words.steps_done += 1
+        self._ints[_STEPS_DONE] += 1
 
     def set_loss(self, loss: float) -> None:
         """Set the last loss, perhaps not finite."""
-        self._words.loss = loss
-        self._words.has_loss = 1
+        self._doubles[_LOSS] = loss
+        self._ints[_HAS_LOSS] = 1
 
     def set_losses(self, curve: LossCurve) -> None:
         """Set the losses so far."""
-        words = self._words
-        words.curve_version += 1  # odd while it is written
-        words.curve_steps = curve.num_steps
-        words.steps_per_bin = curve.steps_per_bin
-        words.num_bins = len(curve.means)
-        words.means[: len(curve.means)] = curve.means
-        words.curve_version += 1
+        ints = self._ints
+        ints[_CURVE_VERSION] += 1  # odd while it is written
+        ints[_CURVE_STEPS] = curve.num_steps
+        ints[_CURVE_STEPS_PER_BIN] = curve.steps_per_bin
+        ints[_CURVE_LENGTH] = len(curve.means)
+        for index, mean in enumerate(curve.means, _FIRST_MEAN):
+            self._doubles[index] = mean
+        ints[_CURVE_VERSION] += 1
 
     def note_interrupt(self) -> None:
         """Count a SIGINT."""
-        self._words.interrupts += 1
+        self._ints[_INTERRUPTS] += 1
 
     def add_busy_time(self, seconds: float) -> None:
         """Add the time from one backward to the next, without waiting for other ranks."""
-        self._words.busy_time_s += seconds
-        self._words.busy_steps += 1
+        self._doubles[_BUSY_TIME] += seconds
+        self._ints[_BUSY_STEPS] += 1
 
     def note_progress(self) -> None:
         """Count a sign of progress that is no step: a collective has ended, a bar has advanced."""
-        self._words.num_progress_signs += 1
+        self._ints[_PROGRESS_SIGNS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
         """Set bytes of the device: taken now, peak, total (0 where that is not known)."""
-        words = self._words
-        words.device_bytes, words.device_peak_bytes, words.device_limit_bytes = taken, peak, limit
+        ints = self._ints
+        ints[_DEVICE_BYTES] = taken
+        ints[_DEVICE_PEAK_BYTES] = peak
+        ints[_DEVICE_LIMIT_BYTES] = limit
 
     def count_check(self) -> int:
         """Count a check of ``accelerator.should_stop``; return the number of checks."""
-        words = self._words
-        words.num_checks += 1
-        return int(words.num_checks)
+        self._ints[_CHECKS] += 1
+        return self._ints[_CHECKS]
 
     def read(self, rank: int) -> SlotReading:
         """Read all of it as one reading; numbers may be of different moments."""
-        words = self._words
+        ints = self._ints
         return SlotReading(
             rank=rank,
-            state=self.state,
-            loss=words.loss if words.has_loss else None,
+            state=WorkerState(ints[_STATE]),
+            step=ints[_STEP],
+            total=ints[_TOTAL],
+            epoch=ints[_EPOCH],
+            samples=ints[_SAMPLES],
+            loss=self._doubles[_LOSS] if ints[_HAS_LOSS] else None,
             losses=self._losses(),
-            step_time_s=words.step_time_s,
-            busy_time_s=words.busy_time_s,
-            trained=(words.trained_step, words.trained_total, words.trained_epoch),
-            **{name: getattr(words, name) for name in _UNCHANGED_WORDS},
+            step_time_s=self._doubles[_STEP_TIME],
+            interrupts=ints[_INTERRUPTS],
+            built_bytes=ints[_BUILT_BYTES],
+            device_bytes=ints[_DEVICE_BYTES],
+            device_peak_bytes=ints[_DEVICE_PEAK_BYTES],
+            device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
+            busy_time_s=self._doubles[_BUSY_TIME],
+            busy_steps=ints[_BUSY_STEPS],
+            num_updates=ints[_UPDATES],
+            num_progress_signs=ints[_PROGRESS_SIGNS],
+            num_checks=ints[_CHECKS],
+            num_epochs=ints[_NUM_EPOCHS],
+            loop=ints[_LOOP],
+            trained=(ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH]),
+            steps_done=ints[_STEPS_DONE],
         )
 
     def _losses(self) -> LossCurve:
         """Read the curve, unless it is the one that was read last; the same object stands for the same curve."""
-        words = self._words
+        ints = self._ints
         for _ in range(_MAX_READS):
-            version = words.curve_version
+            version = ints[_CURVE_VERSION]
             if version == self._read_curve[0]:
                 break
-            curve = LossCurve(words.curve_steps, words.steps_per_bin, tuple(words.means[: words.num_bins]))
+            means = tuple(self._doubles[_FIRST_MEAN : _FIRST_MEAN + ints[_CURVE_LENGTH]])
+            curve = LossCurve(ints[_CURVE_STEPS], ints[_CURVE_STEPS_PER_BIN], means)
             self._read_curve = (version, curve)
-            if version % 2 == 0 and version == words.curve_version:
+            if version % 2 == 0 and version == ints[_CURVE_VERSION]:
                 break
         return self._read_curve[1]
 
     def release(self) -> None:
         """Let go of the memory; the slot can't be used any more."""
-        del self._words
+        self._ints.release()
+        self._doubles.release()
 
 
 def private_slot() -> Slot:
@@ -408,10 +417,7 @@ class Board:
             slot.release()
         self._slots = []
         self._view.release()
-        # Where a traceback still refers to a slot, the memory is unmapped with it.
-        with suppress(BufferError):
-            self._map.close()
-        del self._map  # it holds a descriptor of its own
+        self._map.close()  # it holds a descriptor of its own
         os.close(self.fd)
         self.fd = -1
 

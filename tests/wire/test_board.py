@@ -78,7 +78,7 @@ def test_a_curve_that_does_not_change_is_read_once() -> None:
 def test_a_board_is_closed_while_a_traceback_refers_to_its_memory() -> None:
     before = set(os.listdir("/proc/self/fd"))
     board = Board.create(2)
-    board.slot(1)._words.state = 99  # a process has written over it
+    board.slot(1)._ints[0] = 99  # a process has written over it
     try:
         board.read()
     except ValueError:
