@@ -192,6 +192,7 @@ class XlaBackend(Backend):
             if xla_runtime.kind() == "TPU":
                 xla_runtime.join_at_first_use(topology)
             else:
+                xla_runtime.separate_stores(topology)
                 xla_runtime.watch_collectives(
                     lambda name: self._report_lone_worlds(topology, f"xm.{name} exchanges nothing")
                 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -285,6 +285,30 @@ def watch_collectives(report: Callable[[str], None]) -> None:
             setattr(model, name, watched(name))
 
     packages.when_imported("torch_xla.core.xla_model", watch)
+
+
+def separate_stores(topology: Topology) -> None:
+    """Give this worker keys of its own in the store that ``init_method="xla://"`` connects to.
+
+    For worlds of one process: torch waits in the store until as many ranks are there as the world has, and with the
+    keys of several worlds it may count one too many, and then waits until its time is over.
+    """
+
+    def separate(module: object) -> None:
+        import torch.distributed as dist
+
+        # torch has no public way to replace a handler.
+        handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+        rendezvous = handlers["xla"]
+
+        @functools.wraps(rendezvous)
+        def own_keys(*arguments: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
+            for store, rank, world_size in rendezvous(*arguments, **options):
+                yield dist.PrefixStore(f"worker {topology.rank}", store), rank, world_size
+
+        handlers["xla"] = own_keys
+
+    packages.when_imported("torch_xla.distributed.xla_backend", separate)
 
 
 def has_exchanged_copies() -> bool:

@@ -94,6 +94,22 @@ def test_worlds_of_one_process_are_reported(shared: Kernel, used: str) -> None:
     assert cell.stdout.count("to torch_xla 2 workers are as many worlds of one process") == (used in ALONE)
 
 
+def test_worlds_of_one_process_have_stores_of_their_own(shared: Kernel) -> None:
+    """In a common one torch's barrier counts the others' ranks, and may wait for ever for the number that it wants."""
+    shared.run(
+        f"""
+def work():{IMPORTS}
+    import torch_xla.distributed.xla_backend
+    store, rank, world_size = next(dist.rendezvous("xla://"))
+    store.add("present", 1)
+    Accelerator().wait_for_everyone()
+    return rank, world_size, store.add("present", 0)
+"""
+    )
+    cell = shared.run("notebook_launcher(work, (), 2, return_all=True)", timeout_s=100)
+    assert cell.value == [(0, 1, 1), (0, 1, 1)]
+
+
 @pytest.mark.parametrize("end", ["", "; dist.destroy_process_group()"])
 def test_tensors_that_a_group_of_gloo_leaves_as_they_are_are_reported(shared: Kernel, end: str) -> None:
     """Without an error, torch reduces copies of them on the host."""
