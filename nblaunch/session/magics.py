@@ -16,7 +16,7 @@ from IPython.core import completer
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import debugging, formatting
-from nblaunch.session.session import Session, displays_of, names_on_ranks
+from nblaunch.session.session import Session, execute_and_display, names_on_ranks
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute
 
@@ -39,13 +39,13 @@ class RankMagics(Magics):
         __tracebackhide__ = True
         if cell is None:
             return self._control(line.split())
-        session = self._running()
+        session = self._running_or_new()
         chosen = _parsed_ranks(line, session.local_ranks)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(_shell_of(self).user_ns)
         restore_sources({filename: source})  # IPython has that of a call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
-        self._show(displays_of(session, command, chosen))
+        self._show(execute_and_display(session, command, chosen))
         return None
 
     def _control(self, words: Sequence[str]) -> Any:
@@ -62,9 +62,9 @@ class RankMagics(Magics):
             return None if self.session is None else self.session.status()
         if words[:1] == ["debug"] and len(words) <= 2:
             rank = _parsed_number("debug", words[1]) if words[1:] else None
-            return debugging.debug(rank, job=self._running())
+            return debugging.debug(rank, job=self._started("debug"))
         if words == ["restart"]:
-            self._running().restart()
+            self._started("restart").restart()
             return self.session
         if words == ["stop"]:
             return self._stop()
@@ -76,10 +76,21 @@ class RankMagics(Magics):
             raise ValueError(f"%ranks use {name}: there is no session of this name")
         return session
 
-    def _running(self) -> Session:
+    def _running_or_new(self) -> Session:
+        """Return the session, after the start of a new one where none runs."""
         if self.session is None or not self.session.is_running:
             RankMagics.session = Session()
         assert self.session is not None
+        return self.session
+
+    def _started(self, command: str) -> Session:
+        """Return the session that was started last, which may have ended.
+
+        Raises:
+            ValueError: there was none, or it was stopped.
+        """
+        if self.session is None:
+            raise ValueError(f"%ranks {command}: no session was started; %%ranks and %ranks start do that")
         return self.session
 
     def _stop(self) -> None:

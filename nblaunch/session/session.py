@@ -538,7 +538,7 @@ def names_on_ranks(session: Session) -> set[str]:
     return session._client.names
 
 
-def displays_of(
+def execute_and_display(
     session: Session, command: Execute, ranks: Sequence[int] | None = None
 ) -> dict[int, dict[str, Any]]:
     """Execute a command as :meth:`Session.execute` does; return rank -> the display of a last value, by MIME type."""

@@ -92,6 +92,22 @@ def test_the_first_use_starts_a_session(kernel: Kernel) -> None:
     assert kernel.processes() == []
 
 
+def test_debug_and_restart_start_no_session_of_their_own(kernel: Kernel) -> None:
+    kernel.run("%load_ext nblaunch")
+    for command in ("debug", "restart"):
+        assert kernel.run(f"%ranks {command}", raises="ValueError").error is not None
+        assert kernel.processes() == []
+
+
+def test_a_session_that_has_ended_is_restarted_as_it_was(kernel: Kernel) -> None:
+    kernel.run("import os\n%load_ext nblaunch\n%ranks start 3")
+    kernel.run("%%ranks 1\nos._exit(3)", raises="WorkerDied")
+    kernel.run("%ranks restart")
+    assert kernel.run("%%ranks\nimport os\nint(os.environ['WORLD_SIZE'])").stdout == "[0-2] 3\n"
+    kernel.run("%ranks stop")
+    assert kernel.processes() == []
+
+
 def test_the_magics_use_a_session_of_a_cell(kernel: Kernel) -> None:
     kernel.run("from nblaunch import Session\nmine = Session(2)\n%load_ext nblaunch\n%ranks use mine")
     kernel.run("mine.execute('x = 8')")
