@@ -24,12 +24,12 @@ def _discard(event: Event) -> None:
     """Drop an event: there is no launcher."""
 
 
-def _show_nothing() -> None:
+def _flush_nothing() -> None:
     """Leave the board as it is: nothing is held back."""
 
 
 @dataclass
-class WorkerContext:
+class ProcessContext:
     """The context of a process: of a worker in its job, or of one without a launcher (``is_launched`` False).
 
     Args:
@@ -54,8 +54,8 @@ class WorkerContext:
             object itself (``training/per_process.py``).
         collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
             among them; set by strategies whose shards are no DTensors. None = weights are full, or DTensors.
-        show_pending: shows on the board what is held back because reading it waits for the device, as the last losses;
-            set by training, called when the function has returned.
+        flush_losses: writes the last losses to the board, which are held back because reading them waits for the
+            device; set by training, called when the function has returned.
     """
 
     topology: Topology
@@ -77,24 +77,24 @@ class WorkerContext:
         default_factory=dict, compare=False, repr=False
     )
     collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
-    show_pending: Callable[[], None] = field(default=_show_nothing, compare=False, repr=False)
+    flush_losses: Callable[[], None] = field(default=_flush_nothing, compare=False, repr=False)
 
 
-_current: WorkerContext | None = None
+_current: ProcessContext | None = None
 
 
-def current() -> WorkerContext:
+def current() -> ProcessContext:
     """Return the context of this process; made from the environment at the first call if none is installed."""
     global _current
     if _current is None:
-        _current = WorkerContext(
+        _current = ProcessContext(
             topology=Topology.from_env(env.snapshot()),
             backend=backends.choose("cpu" if env.read("ACCELERATE_USE_CPU") else "auto"),
         )
     return _current
 
 
-def install(context: WorkerContext | None) -> None:
+def install(context: ProcessContext | None) -> None:
     """Set the context of this process; None removes it.
 
     Called by the worker's bootstrap and by the inline engine.
@@ -103,7 +103,7 @@ def install(context: WorkerContext | None) -> None:
     _current = context
 
 
-def take() -> WorkerContext | None:
+def take() -> ProcessContext | None:
     """Remove and return the context of this process; None if there was none."""
     global _current
     taken, _current = _current, None

@@ -1,8 +1,9 @@
 """Events of a job, as plain data.
 
 Workers send the first group to the launcher through a channel (``wire/channel.py``). The launcher adds the second group
-and passes all events to its listeners: dashboards, the recorder of a detached job, those of commands. Steps are not
-events: each rank writes them to its slot of the shared board (``wire/board.py``), which the launcher samples.
+and passes all events to its listeners: dashboards, the recorder of a detached job, those of commands. Steps are
+not events: each rank writes them to its slot of the shared board (``wire/board.py``), which the launcher samples. A
+step is a batch taken from a prepared loader; steps of optimizers are counted beside them.
 
 ``time_s`` is the wall clock of the worker (``time.time()``).
 """
@@ -18,7 +19,11 @@ from typing import Any
 
 
 class WorkerState(enum.IntEnum):
-    """State of a worker, as shown to users. Values are stored in the board."""
+    """State of a worker, as shown to users. Values are stored in the board.
+
+    Dashboards derive ``DONE`` and ``STOPPED`` from events. On the board, ``DONE`` is a rank of a session that waits for
+    a command.
+    """
 
     STARTING = 0
     RUNNING = 1

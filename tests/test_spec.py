@@ -17,7 +17,7 @@ import pytest
 from nblaunch import LaunchError, backends, context, debug_launcher, notebook_launcher
 from nblaunch.backends import discover
 from nblaunch.backends.cpu import CpuBackend
-from nblaunch.context import WorkerContext
+from nblaunch.context import ProcessContext
 from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.topology import Topology
 from nblaunch.worker.script import Script
@@ -213,7 +213,7 @@ def test_an_address_of_another_machine() -> None:
 def test_a_launch_inside_a_worker(engine: str) -> None:
     before = context.take()
     topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
-    context.install(WorkerContext(topology=topology, backend=CpuBackend(), is_launched=True))
+    context.install(ProcessContext(topology=topology, backend=CpuBackend(), is_launched=True))
     try:
         with pytest.raises(RuntimeError, match=r"inside a worker \(rank 1\)"):
             notebook_launcher(train, (1,), engine=engine)

@@ -354,7 +354,7 @@ class Backend(ABC):
     def end_step(self) -> None:
         """Handle the end of the step that began last. Called where :attr:`is_lazy`, before the next one begins."""
 
-    def mark_step(self, kind: Hashable) -> None:
+    def note_step_kind(self, kind: Hashable) -> None:
         """Handle that the current step is of another kind than those without ``kind``: lazy devices compile it anew."""
 
     def end_loop(self) -> None:

@@ -126,7 +126,7 @@ def unites(own_backend: str) -> bool:
 
 
 def keep_groups() -> None:
-    """Keep the groups that this process is in until :func:`release_groups`, though the user's code destroys them.
+    """Keep this process's groups until :func:`drop_destroyed_groups`, though the user's code destroys them.
 
     A group's threads may still hold tensors of the last collective, and need the interpreter's lock to let go of them.
     A ``DistributedDataParallel`` that dies after ``destroy_process_group()``, as at the return of most functions, would
@@ -138,7 +138,7 @@ def keep_groups() -> None:
         _kept.update(groups)
 
 
-def release_groups() -> None:
+def drop_destroyed_groups() -> None:
     """Let groups end that the user's code has destroyed; called when it has returned."""
     if not _kept <= _groups():
         time.sleep(_SETTLE_S)  # gives the lock to a group's threads: before torch 2.8, no end of a group does
@@ -154,7 +154,7 @@ def _groups() -> Set[Any]:
 def leave() -> None:
     """Destroy the default group if there is one."""
     if is_joined():
-        time.sleep(_SETTLE_S)  # as in release_groups
+        time.sleep(_SETTLE_S)  # as in drop_destroyed_groups
         sys.modules["torch.distributed"].destroy_process_group()
         _kept.clear()
 

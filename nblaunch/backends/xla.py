@@ -331,7 +331,7 @@ class XlaBackend(Backend):
         import torch.distributed as dist
 
         num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        self.mark_step(OptimizerStep(id(optimizer), num_parameters, len(optimizer.state)))
+        self.note_step_kind(OptimizerStep(id(optimizer), num_parameters, len(optimizer.state)))
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if xla_runtime.kind() == "TPU":
@@ -339,7 +339,7 @@ class XlaBackend(Backend):
             xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.mark_step(COLLECTIVE)
+        self.note_step_kind(COLLECTIVE)
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
         process_group.average(parameters)
 
@@ -359,7 +359,7 @@ class XlaBackend(Backend):
         if self._watch is not None:
             self._watch.end_step()
 
-    def mark_step(self, kind: Hashable) -> None:
+    def note_step_kind(self, kind: Hashable) -> None:
         if self._watch is not None:
             self._watch.mark(kind)
 

@@ -32,7 +32,7 @@ def set_up_attach(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch attach``."""
     parser.description = (
         "Show all output of a job that was launched with detach=True, from the first line, and its progress, to its "
-        "end. Ctrl-C leaves; the job goes on. The exit code is that of the rank that failed first."
+        "end. Ctrl-C leaves; the job goes on. The exit code is that of the job."
     )
     _add_job_argument(parser)
     parser.set_defaults(run=_attach)

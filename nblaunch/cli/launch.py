@@ -1,7 +1,7 @@
 """``nblaunch launch script.py``: run a script on every device, supervised as a launch from a notebook.
 
     options ──┐
-    file    ──┼──> settings ──> LaunchSpec ──> Job ──> exit code of the rank that failed first
+    file    ──┼──> settings ──> LaunchSpec ──> JobRunner ──> exit code
     defaults ─┘
 
 Options are made from the table of settings. ``nblaunch.config`` merges them with the file and the defaults, and
@@ -155,8 +155,8 @@ def explain_unknown(options: Iterable[str]) -> str:
 _DESCRIPTION = """\
 Run a Python script on every device of this machine, one process each, or on several machines. Options can be written
 with underscores or hyphens. Other settings come from the configuration file that `nblaunch config` writes, or are
-chosen automatically. Each line of output begins with the rank of its process; the exit code is that of the rank that
-failed first."""
+chosen automatically. Each line of output begins with the rank of its process. The exit code is 1 if the script raised,
+else that of the rank whose end is the root cause."""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:

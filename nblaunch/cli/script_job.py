@@ -2,7 +2,8 @@
 
     SIGINT             interrupt: ``finally`` blocks run; the second one kills
     SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
-    exit code          0; that of the rank that failed first; 128 + N after signal N; 2 if nothing was started
+    exit code          0; 1 if the script raised; that of the rank which ended by itself; 128 + N after signal N; 2 if
+                       nothing was started
 
 ``--print_plan`` shows every setting with its source, and the plan of the launch on this machine.
 """
@@ -90,7 +91,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     """
     spec = spec_of_script(resolved, script, arguments, is_module=is_module)
     plan = _plan_of(spec, checks_port=True)
-    store = _StorePreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
+    store = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
     try:
         runner = make_runner(
@@ -229,7 +230,7 @@ def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
 
 
 @final
-class _StorePreloader(Dashboard):
+class _TorchPreloader(Dashboard):
     """Imports torch in a thread while the workers start, because the store that this process hosts needs it."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Job: a launch as a future, which reads what the job's runner keeps.
 
-Every launch makes one. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
-``background=True`` it returns the Job while the workers run.
+Every call of ``notebook_launcher``, ``launch`` and ``attach`` makes one. ``notebook_launcher`` runs the job to its end
+in the calling thread and returns its result; with ``background=True`` it returns the Job while the workers run.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class _Server:
                 self._is_interruptible = False
             if is_code:
                 self._debugger.end_command(None)
-                process_group.release_groups()
+                process_group.drop_destroyed_groups()
         except BaseException as error:
             self._is_interruptible = False
             failed = describe_failure(self._topology.rank, error)

@@ -12,7 +12,7 @@ from typing import Any
 from nblaunch import context, env
 from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
-from nblaunch.context import WorkerContext
+from nblaunch.context import ProcessContext
 from nblaunch.events import Event
 from nblaunch.topology import Topology
 from nblaunch.wire import payload
@@ -34,7 +34,7 @@ def run_inline(
         call: the function and its arguments.
         topology: of the lone rank.
         backend: the device family that it computes on.
-        accelerator_defaults: as in :class:`nblaunch.context.WorkerContext`.
+        accelerator_defaults: as in :class:`nblaunch.context.ProcessContext`.
         emit: gets the events of the function, as metrics, in the thread that emits them.
         environment: further variables to set meanwhile.
         is_spmd: let this process drive all devices, which it then does until it ends.
@@ -51,7 +51,7 @@ def run_inline(
         if is_spmd:
             backend.enable_spmd()
         context.install(
-            WorkerContext(
+            ProcessContext(
                 topology=topology,
                 backend=backend,
                 emit=emit,

@@ -3,7 +3,7 @@
 It meets the launcher only in ``nblaunch.context``, so that the same function runs in a notebook, under ``torchrun``
 and in plain ``python``. One process, from the outside in:
 
-    context.WorkerContext        what the launcher gave the process: ranks, backend, board; there without training, too
+    context.ProcessContext        what the launcher gave the process: ranks, backend, board; there without training, too
       .training: SharedState     shared_state.py    what Accelerators, loaders and optimizers of the process share
         .process: JoinedProcess  joining.py          its rank and device, once it has joined the process group;
                                                      barriers and waiting for other ranks
@@ -46,4 +46,7 @@ The way of objects through ``prepare``:
 
 The way of a loss through ``backward``: gradients.py ──> strategies/ (divided by the micro-steps of an optimizer step)
 ──> precision.py (scaled, for fp16; ``loss.backward()``, in which hooks reduce gradients) ──> board_reports.py (shown)
+
+What dashboards show as a step is a batch that data/loader.py has handed out. Steps of optimizers, any optimizer's, are
+counted by a hook that the worker has set on torch (``nblaunch.worker.libraries``).
 """

@@ -69,7 +69,7 @@ class Gradients:
         if accumulation.num_steps > 1:
             is_first = accumulation.step % accumulation.num_steps == 1
             window = (is_first, accumulation.sync_gradients, accumulation.rescale)
-            self._shared.process.backend.mark_step(window)
+            self._shared.process.backend.note_step_kind(window)
         if accumulation.rescale != 1.0:
             for model in models or self._preparer.models:
                 self._strategy.multiply_gradients(model, accumulation.rescale)

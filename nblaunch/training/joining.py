@@ -1,4 +1,6 @@
-"""The process group of a job: :func:`join` it, as a :class:`JoinedProcess`, and wait for its other ranks.
+"""``init_process_group`` for a job: :func:`join` its group, as a :class:`JoinedProcess`, and wait for its other ranks.
+
+Uneven inputs, which torch's ``Join`` is for, are in ``gradients.py``.
 
 Processes that ``multiprocessing`` starts in a rank have its numbers, and stay out of the group.
 """

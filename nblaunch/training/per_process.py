@@ -6,7 +6,7 @@
         accelerator.process_index                         # in a worker: built once more, with the same arguments
 
 A worker inherits the object by fork or receives it pickled. The parts that depend on the process are kept per process
-(:class:`WorkerContext`) and are built at their first use there, so that an object that is not used costs nothing. The
+(:class:`ProcessContext`) and are built at their first use there, so that an object that is not used costs nothing. The
 notebook's own parts stay as they were; with ``engine="inline"`` both exist in one process.
 """
 
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from nblaunch import context
-from nblaunch.context import WorkerContext
+from nblaunch.context import ProcessContext
 from nblaunch.training.collectives import operations
 
 _HAS_PREPARED = (
@@ -57,7 +57,7 @@ class PerProcessParts:
     _saver: Any = _PerProcess()
     _trackers: Any = _PerProcess()
 
-    _home: WorkerContext | None
+    _home: ProcessContext | None
     _own_parts: dict[str, Any]
     _arguments: Mapping[str, Any]
 
@@ -93,14 +93,14 @@ class PerProcessParts:
         known = here.object_parts.get(id(self))
         return self._build_here(here) if known is None else known[1]
 
-    def _make_own(self, here: WorkerContext) -> dict[str, Any]:
+    def _make_own(self, here: ProcessContext) -> dict[str, Any]:
         """Make this process the object's own: it has no launcher, and the object was unpickled in it."""
         self._home = here
         if not self._own_parts:
             self._call_constructor(self._arguments)
         return self._own_parts
 
-    def _build_here(self, here: WorkerContext) -> dict[str, Any]:
+    def _build_here(self, here: ProcessContext) -> dict[str, Any]:
         """Build and return the parts of this worker.
 
         Raises:

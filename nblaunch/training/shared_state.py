@@ -138,7 +138,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     if worker.training is None:
         process = joining.join(cpu, init)
         losses = LossReport(process.slot, DeviceMemoryReport(process.slot, process.backend))
-        worker.show_pending = losses.flush
+        worker.flush_losses = losses.flush
         loaders = LoaderStack()
         worker.training = SharedState(
             process,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nblaunch import context
-from nblaunch.context import WorkerContext
+from nblaunch.context import ProcessContext
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -78,7 +78,7 @@ class View:
     """
 
     _shared_state = _ViewAttributes()
-    _home: WorkerContext | None = None
+    _home: ProcessContext | None = None
 
     def __init_subclass__(cls) -> None:
         """Let users assign to everything that they may read, as to plain attributes: what they assign is shown."""

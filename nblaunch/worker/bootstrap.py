@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch import backends, context, env
 from nblaunch.backends import process_group
-from nblaunch.context import WorkerContext
+from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.wire import payload
@@ -131,11 +131,11 @@ class _Worker:
             value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
-        process_group.release_groups()
+        process_group.drop_destroyed_groups()
         if exit_code != 0:
             return value, exit_code
         output.show_pending_figures()
-        context.current().show_pending()
+        context.current().flush_losses()
         self.slot.set_state(WorkerState.FINISHING)
         delivery.deliver(value, left_by_exit=value is _EXITED)
         return value, 0
@@ -179,7 +179,7 @@ class _Worker:
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
         output.connect_displays(assignment.rank, self.sender.send)
         context.install(
-            WorkerContext(
+            ProcessContext(
                 topology=assignment.topology,
                 backend=backend,
                 slot=self.slot,

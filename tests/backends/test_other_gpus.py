@@ -140,7 +140,7 @@ def test_metal_in_use_is_a_hazard(mac: simulated.FakeModule, monkeypatch: pytest
 def test_mps_is_available_only_where_it_is_computed_on(mac: simulated.FakeModule) -> None:
     assert environment.is_mps_available()
     context.take()
-    context.install(context.WorkerContext(topology=Topology(), backend=backends.choose("cpu")))
+    context.install(context.ProcessContext(topology=Topology(), backend=backends.choose("cpu")))
     assert not environment.is_mps_available()
 
 

@@ -141,7 +141,7 @@ class Job:
 
 def _loaded(kind: str, folder: Path, is_automatic: bool = False) -> set[float]:
     """The values in a checkpoint, loaded by this process alone."""
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # random states and the order of data are those of two ranks
@@ -297,7 +297,7 @@ def _fill_disk(kind: str, folder: Path, culprit: int, write: str, asynchronous: 
 
 
 def flip_round(draw: random.Random, folder: Path) -> str:
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
     try:
         job = Job(draw.choice(("ddp", "fsdp2")), folder)
         job.fill(1)

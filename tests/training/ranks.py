@@ -154,7 +154,7 @@ def _rank_main(
     env.apply({**environment, **ALL_JOIN_BEFORE_ANY_GOES_ON})
     warnings.simplefilter("error")  # as in the tests' own process
     torch.set_num_threads(1)
-    context.install(context.WorkerContext(Topology.from_env(environment), backends.choose(backend)))
+    context.install(context.ProcessContext(Topology.from_env(environment), backends.choose(backend)))
     try:
         function, args = cloudpickle.loads(call)
         answer = (False, function(*args))

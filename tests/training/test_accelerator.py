@@ -202,7 +202,7 @@ def test_state_views() -> None:
 
 
 def test_a_rank_without_a_meeting_point_is_an_error() -> None:
-    context.install(context.WorkerContext(context.Topology(rank=1, local_rank=1, world_size=2, local_world_size=2),
+    context.install(context.ProcessContext(context.Topology(rank=1, local_rank=1, world_size=2, local_world_size=2),
                                           context.current().backend))  # fmt: skip
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*MASTER_PORT"):
         Accelerator()

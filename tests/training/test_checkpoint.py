@@ -926,7 +926,7 @@ def test_an_asynchronous_failure_is_reported_to_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emitted: list[Any] = []
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu"), emit=emitted.append))
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), emit=emitted.append))
     accelerator, _, _ = _prepared()
     monkeypatch.setattr(model_files, "write_weights", _raise)
     accelerator.save_state(tmp_path / "state", asynchronous=True)

@@ -657,7 +657,7 @@ def _join_before() -> tuple[int, int, str]:
     """A script that made its process group itself, and sets no environment variables."""
     topology = context.current().topology
     dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size)
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
     accelerator = Accelerator()
     return (
         accelerator.process_index,
@@ -685,7 +685,7 @@ def _use_without_an_accelerator(folder: str) -> tuple[int, list[int], bool, str 
     """As before, in a script that uses parts of the library by themselves."""
     rank = context.current().topology.rank
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
     path = Path(folder, f"by_rank_{rank}")
     save({}, path)
     shard = prepare_data_loader(DataLoader(range(4)))

@@ -26,7 +26,7 @@ _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir
 
 
 def _accelerator(folder: Path, is_automatic: bool) -> tuple[Accelerator, nn.Linear]:
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=is_automatic, total_limit=1)
     accelerator = Accelerator(project_config=project)
     model = nn.Linear(3, 2)

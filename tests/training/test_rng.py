@@ -41,7 +41,7 @@ def test_all_generators_are_seeded() -> None:
 def test_ranks_can_have_seeds_of_their_own() -> None:
     backend = context.current().backend
     context.install(
-        context.WorkerContext(
+        context.ProcessContext(
             context.Topology(rank=2, local_rank=2, world_size=3, local_world_size=3), backend
         )
     )

@@ -59,7 +59,7 @@ class Notebook(GeneralTracker):
 def emitted() -> list[Event]:
     """What this process sends its launcher."""
     events: list[Event] = []
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu"), emit=events.append))
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), emit=events.append))
     return events
 
 

@@ -184,7 +184,7 @@ def gather_for_metrics(
         return gathered
     if is_object:
         return gathered[:remainder] if isinstance(gathered, Sequence) else gathered
-    context.current().backend.mark_step(("real rows", remainder))
+    context.current().backend.note_step_kind(("real rows", remainder))
     return nested.map_leaves(lambda leaf: leaf[:remainder] if leaf.ndim else leaf, gathered)
 
 
@@ -230,7 +230,7 @@ def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    context.current().backend.mark_step(COLLECTIVE)
+    context.current().backend.note_step_kind(COLLECTIVE)
     if world_size() > 1 and (compares_shapes() or _travels_by_cpu(data)):
         _check_alike(operation, data)
 

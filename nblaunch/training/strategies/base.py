@@ -203,7 +203,7 @@ class Strategy(ABC):
 
         It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
         device here. A strategy whose shards are no DTensors also sets ``collect_sharded_weights`` of the current
-        :class:`~nblaunch.context.WorkerContext`: how a rank's shards are read, for the way back to the notebook.
+        :class:`~nblaunch.context.ProcessContext`: how a rank's shards are read, for the way back to the notebook.
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:

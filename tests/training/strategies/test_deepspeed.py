@@ -107,7 +107,7 @@ def _same(ours: SimpleNamespace, alone: SimpleNamespace, tolerance: float = TOLE
 @pytest.fixture(scope="module")
 def alone() -> SimpleNamespace:
     """What one process, without DeepSpeed, makes of the same data."""
-    context.install(context.WorkerContext(Topology(), backends.choose("cpu")))
+    context.install(context.ProcessContext(Topology(), backends.choose("cpu")))
     return _train(None)
 
 
@@ -150,7 +150,7 @@ def test_offloading_to_the_host_changes_nothing(plugin: DeepSpeedPlugin, alone: 
 
 def test_a_process_without_a_job_trains_with_an_engine_too(alone: SimpleNamespace) -> None:
     def lone() -> SimpleNamespace:
-        context.install(context.WorkerContext(Topology(), backends.choose("cpu")))
+        context.install(context.ProcessContext(Topology(), backends.choose("cpu")))
         return _train(DeepSpeedPlugin(zero_stage=3))
 
     _same(ranks.run(lone, 1)[0], alone)
@@ -287,7 +287,7 @@ def test_a_configuration_file_describes_optimizer_schedule_clipping_and_accumula
     # first of the four steps of its way.
     assert results["rates"] == pytest.approx([0.02 * part / 4 for part in (0, 0, 0, 1, 1, 2, 3)])
     # Clipping is the configuration's: the loop does not ask for it.
-    context.install(context.WorkerContext(Topology(), backends.choose("cpu")))
+    context.install(context.ProcessContext(Topology(), backends.choose("cpu")))
     assert results["losses"][:STEPS] == pytest.approx(_train(None, epochs=1).losses[:STEPS], abs=TOLERANCE)
 
 

@@ -43,6 +43,6 @@ def test_a_field_that_the_compiler_can_not_follow_is_refused(field: dict[str, An
     class Spanning(type(backends.choose("cpu"))):  # type: ignore[misc]
         num_spmd_devices = 4
 
-    context.install(context.WorkerContext(context.Topology(), Spanning()))
+    context.install(context.ProcessContext(context.Topology(), Spanning()))
     with pytest.raises(ValueError, match=f"{next(iter(field))}=.* can't be used with strategy='spmd'"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**field))

@@ -301,7 +301,7 @@ def test_a_device_without_sharding_is_refused() -> None:
         name = "lazy"
         reduces_gradients_at_step = True
 
-    context.install(context.WorkerContext(context.Topology(), Unsharded()))
+    context.install(context.ProcessContext(context.Topology(), Unsharded()))
     with pytest.raises(ValueError, match="fsdp_plugin can't be used on lazy"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
 
