@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import socket
-import sys
 from collections.abc import Iterator
-from typing import ClassVar
+
+import psutil
 
 from nblaunch.backends.base import LOOPBACK
 from nblaunch.errors import LaunchError
@@ -92,45 +91,10 @@ def listen(address: str, port: int, *, is_optional: bool) -> StoreHost | None:
         raise
 
 
-class _Interface(ctypes.Structure):
-    """Source: getifaddrs(3), ``struct ifaddrs`` up to ``ifa_addr``."""
-
-    _fields_: ClassVar = [
-        ("next", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("flags", ctypes.c_uint),
-        ("address", ctypes.c_void_p),
-    ]
-
-
 def interface_addresses() -> Iterator[tuple[str, str]]:
     """Yield ``(interface, address)`` of this machine."""
-    library = ctypes.CDLL(None)
-    first = ctypes.c_void_p()
-    if library.getifaddrs(ctypes.byref(first)) != 0:
-        return
-    library.freeifaddrs.argtypes = [ctypes.c_void_p]
-    try:
-        at = first.value
-        while at:
-            interface = _Interface.from_address(at)
-            address = _address_at(interface.address)
-            if address is not None:
-                yield interface.name.decode(), address
-            at = interface.next
-    finally:
-        library.freeifaddrs(first)
-
-
-def _address_at(at: int | None) -> str | None:
-    """Return the IP address in a ``struct sockaddr``; None for other families."""
-    if not at:
-        return None
-    # Linux: two bytes of family; BSD and macOS: a byte of length, then one of family.
-    header = ctypes.string_at(at, 2)
-    family = int.from_bytes(header, sys.byteorder) if sys.platform == "linux" else header[1]
-    if family == socket.AF_INET:
-        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(at + 4, 4))  # after the port
-    if family == socket.AF_INET6:
-        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(at + 8, 16))  # after port and flow label
-    return None
+    for interface, addresses in psutil.net_if_addrs().items():
+        for own in addresses:
+            if own.family in (socket.AF_INET, socket.AF_INET6):
+                # An address of the link only ends with its interface: ``fe80::1%eth0``.
+                yield interface, own.address.partition("%")[0]

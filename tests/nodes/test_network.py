@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,17 +20,22 @@ def taken() -> Iterator[int]:
 
 
 def test_addresses_are_those_of_the_interfaces() -> None:
-    families = {socket.AF_INET, socket.AF_INET6}
-    known = {
-        (name, address.address.partition("%")[0])
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family in families
-    }
-    assert set(network.interface_addresses()) == known
+    known = list(network.interface_addresses())
+    assert {name for name, _ in known} <= {name for _, name in socket.if_nameindex()}
+    assert "127.0.0.1" in [address for _, address in known]
     for name, address in known:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Neither a link-layer address nor the suffix with the name of the interface.
+        socket.inet_pton(family, address)
         if not address.startswith(("127.", "::1", "fe80")):
             assert network.interface_of(address) == name
+
+
+def test_an_address_of_the_link_is_found_with_its_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(family=socket.AF_INET6, address="fe80::7%eth1")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth1": [own]})
+    assert network.interface_of("fe80::7%eth1") == "eth1"
+    assert network.interface_of("fe80::7") == "eth1"
 
 
 def test_the_loopback_is_an_interface_for_all_of_its_addresses() -> None:
