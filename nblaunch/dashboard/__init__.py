@@ -10,7 +10,7 @@ rows.py            rows of ranks: which are shown, which are collapsed
 notices.py         slow and stalled ranks, rates that fall to 0, losses that are not finite
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals
-  live_table.py        a table that is redrawn in place, with rich
+  live_table.py        a table that is redrawn in place
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
@@ -113,13 +113,13 @@ def lines_printer(**options: Any) -> Dashboard:
 
 
 def open_live(stream: TextIO | None = None) -> LiveDisplay | None:
-    """Return a table where rich is installed and the cursor can be moved, else a line; None where there is no terminal.
+    """Return a table where the cursor can be moved, a line in a dumb terminal; None where there is no terminal.
 
     Args:
         stream: default: ``sys.stderr``.
     """
     where = sys.stderr if stream is None else stream
-    if is_installed("rich") and moves_cursor(where):
+    if moves_cursor(where):
         from nblaunch.dashboard.live_table import LiveTable
 
         return LiveTable(stream)

@@ -1,4 +1,4 @@
-"""The table of a job at the bottom of a terminal, drawn by rich. Imported only where rich is installed (13 or later).
+"""The table of a job at the bottom of a terminal, drawn by rich. Imported only where there is such a terminal.
 
 train running for 12 s on 2 processes (cpu, fork)
 rank  state       progress          epoch         step  steps/s    loss

@@ -1,10 +1,9 @@
 """The dashboard for scripts and terminals: progress that is redrawn in place, and a table at the end.
 
-    LiveTable (``live_table.py``)   a row per rank, where the package rich is installed
-    LiveLine                        one line, elsewhere
+    LiveTable (``live_table.py``)   a row per rank
+    LiveLine                        one line, in a dumb terminal, whose cursor can't be moved up
 
-rich is no dependency, since notebooks have a display of their own. Where the output is no terminal, a line is written
-from time to time. Colours are for terminals.
+Where the output is no terminal, a line is written from time to time. Colours are for terminals.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def is_terminal(stream: Any) -> bool:
 
 
 def moves_cursor(stream: Any) -> bool:
-    """Return whether a stream is a terminal that understands escape sequences."""
-    return is_terminal(stream) and env.read("TERM") != "dumb"
+    """Return whether a stream is a terminal that understands escape sequences, by the words of rich."""
+    return is_terminal(stream) and env.read("TERM").lower() not in ("dumb", "unknown")
 
 
 def has_colour(stream: Any) -> bool:
@@ -179,8 +178,8 @@ def _painted(text: str) -> str:
 class TextDashboard(ViewingDashboard):
     """A progress line, and a table at the end.
 
-    On a terminal a table or a line is redrawn in place, as rich and tqdm do. Elsewhere (a file, a pipe, the log of a
-    batch job) a new line is written every few seconds.
+    On a terminal a table or a line is redrawn in place. Elsewhere (a file, a pipe, the log of a batch job) a new line
+    is written every few seconds.
 
     Args:
         stream: default: ``sys.stderr``, looked up at each write.

@@ -148,6 +148,7 @@ def test_extras_add_to_the_dependencies_and_the_dependencies_are_few(built: Buil
         "nvidia-ml-py",
         "psutil",
         "pyyaml",
+        "rich",
         "safetensors",
         "torch",
     }

@@ -38,6 +38,7 @@ PACKAGES = (
     "pytest-timeout",
     "pytorch-lightning",
     "pyzmq",
+    "rich",
     "safetensors",
     "scikit-learn",
     "tornado",
