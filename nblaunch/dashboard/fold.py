@@ -216,7 +216,6 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
     return replace(
         view,
         function_name=single_line(event.function_name),
-        num_processes=event.num_processes,
         backend=event.backend,
         start_method=event.start_method,
         reason=event.reason,
@@ -292,9 +291,11 @@ def _note(view: JobView, event: events.Note) -> JobView:
     if event.kind == "hang":
         return replace(view, hang=tuple(single_line(line) for line in event.text.splitlines()))
     note = (event.rank, single_line(event.text))
-    if event.kind == "warning" and note not in view.warnings:
-        view = replace(view, warnings=(*view.warnings, note)[-_NUM_NOTES:])
-    return replace(view, notes=(*view.notes, note)[-_NUM_NOTES:])
+    if event.kind != "warning":
+        return replace(view, notes=(*view.notes, note)[-_NUM_NOTES:])
+    if note in view.warnings:
+        return view
+    return replace(view, warnings=(*view.warnings, note)[-_NUM_NOTES:])
 
 
 def _fact(view: JobView, event: events.Fact) -> JobView:
@@ -332,7 +333,7 @@ def _displayed(view: JobView, event: events.Displayed) -> JobView:
 
 
 def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
-    return replace(rank, pid=event.pid, state=max(rank.state, WorkerState.RUNNING))
+    return replace(rank, state=max(rank.state, WorkerState.RUNNING))
 
 
 def _metric(view: JobView, event: events.Metric) -> JobView:

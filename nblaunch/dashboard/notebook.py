@@ -155,7 +155,7 @@ class NotebookDashboard(ViewingDashboard):
         self._open_panel = open_panel or _open_panel
         self._panel: Panel | None = None
         self._last_lines = LastLines()
-        self._drawn: tuple[JobView, int] | None = None
+        self._drawn: tuple[object, ...] = ()
         if background:
             self._draw()
 
@@ -207,11 +207,10 @@ class NotebookDashboard(ViewingDashboard):
 
     def _may_differ(self) -> bool:
         """Return whether the table may have changed: after an event, or in another second."""
-        second = int(self._view.elapsed_s)
-        last, self._drawn = self._drawn, (self._view, second)
-        if last is None or last[1] != second or last[0].ranks is not self._view.ranks:
-            return True
-        return last[0].notes is not self._view.notes or last[0].tail is not self._view.tail
+        view = self._view
+        last = self._drawn
+        self._drawn = (int(view.elapsed_s), view.ranks, view.notes, view.warnings, view.tail)
+        return self._drawn != last
 
     def _show_table(self) -> None:
         table = self._table(self._view)

@@ -84,7 +84,6 @@ def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
     found = notices(view)
     view = as_of_now(view)
-    notes = [note for note in view.notes if note not in view.warnings]
     return Table(
         **vars(rows_of(view, found)),
         name=view.function_name or "job",
@@ -97,7 +96,7 @@ def tabulate(view: JobView) -> Table:
         metrics=_metrics(view),
         memory=_memory(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),
-        notes=tuple(_note(rank, text) for rank, text in notes[-_NUM_NOTES:]),
+        notes=tuple(_note(rank, text) for rank, text in view.notes[-_NUM_NOTES:]),
         log_dir=view.log_dir,
     )
 
@@ -132,7 +131,7 @@ def _setting(view: JobView) -> str:
     spanning = "spmd" if view.is_spmd else ""
     parts = (view.backend, view.start_method, spanning, precision, *facts.values())
     how = ", ".join(part for part in parts if part)
-    text = formatting.count(view.num_processes, "process") + (f" ({how})" if how else "")
+    text = formatting.count(len(view.ranks), "process") + (f" ({how})" if how else "")
     if view.attempt:
         text += f", attempt {view.attempt + 1}"
     return text

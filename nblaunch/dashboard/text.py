@@ -85,7 +85,7 @@ def _bar(fraction: float, width: int, *, has_blocks: bool) -> str:
 def progress_line(view: JobView) -> str:
     """Return the progress of the rank that is furthest behind, in one line."""
     behind = furthest_behind(view)
-    table = tabulate(replace(view, num_processes=1, ranks=(behind,)))
+    table = tabulate(replace(view, ranks=(behind,)))
     row = table.rows[0]
     parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
     about = f"rank {behind.rank} " if len(view.ranks) > 1 else ""

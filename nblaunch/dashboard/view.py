@@ -36,7 +36,7 @@ else:
 
 # With a total, in full or abbreviated numbers (1.20k/4.00k); and without one: "25it [00:03, 8.1it/s]".
 _COUNT = r"\d+(?:\.\d+)?[kMGTPEZY]?"
-_UNIT = r"(?P<unit> ?[^\s\d\[:/%|]*)"
+_UNIT = r" ?[^\s\d\[:/%|]*"
 _METER = r"\[(?P<meter>\d+:\d[^\]]*)\]?"
 _BAR = re.compile(
     rf"^(?:(?P<description>.*?):\s+)?\s*(?P<percent>\d+)%\|.*?\|\s*(?P<count>{_COUNT})/(?P<total>{_COUNT})"
@@ -50,25 +50,12 @@ class Bar:
     """A progress bar that a worker draws.
 
     Args:
-        description: may be empty.
-        count: done iterations, as printed: ``"450"``, ``"1.20k"``.
-        total: all iterations, as printed; empty if unknown.
+        text: without the drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``.
         fraction: progress, 0 to 1; None without a total.
-        meter: text in the brackets: time, rate and postfix.
     """
 
-    description: str
-    count: str
-    total: str
+    text: str
     fraction: float | None
-    meter: str = ""
-
-    @property
-    def text(self) -> str:
-        """Return the bar without the drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``."""
-        counted = f"{self.count}/{self.total}" if self.total else self.count
-        meter = f"[{self.meter}]" if self.meter else ""
-        return " ".join(part for part in (self.description, counted, meter) if part)
 
 
 def read_bar(line: str) -> Bar | None:
@@ -76,20 +63,13 @@ def read_bar(line: str) -> Bar | None:
     if "[" not in line:
         return None
     if found := _BAR.match(line):
-        return Bar(
-            description=_name(found["description"]),
-            count=found["count"],
-            total=found["total"],
-            fraction=min(int(found["percent"]) / 100, 1.0),
-            meter=found["meter"].strip(),
-        )
-    if found := _COUNTER.match(line):
-        return Bar(_name(found["description"]), found["count"], "", None, found["meter"].strip())
-    return None
-
-
-def _name(description: str | None) -> str:
-    return (description or "").strip()
+        counted, fraction = f"{found['count']}/{found['total']}", min(int(found["percent"]) / 100, 1.0)
+    elif found := _COUNTER.match(line):
+        counted, fraction = found["count"], None
+    else:
+        return None
+    description = (found["description"] or "").strip()
+    return Bar(f"{description} {counted} [{found['meter'].strip()}]".lstrip(), fraction)
 
 
 @dataclass(frozen=True)
@@ -214,7 +194,6 @@ class RankView:
     Args:
         rank: of the worker.
         state: of the worker.
-        pid: process id; 0 before the start.
         step: batches of the current loop that are done.
         total: batches of the current loop; -1 if unknown.
         epoch: number of the current or last epoch, from 1; 0 before the first.
@@ -258,7 +237,6 @@ class RankView:
 
     rank: int
     state: WorkerState = WorkerState.STARTING
-    pid: int = 0
     step: int = 0
     total: int = -1
     epoch: int = 0
@@ -351,7 +329,6 @@ class JobView:
 
     Args:
         function_name: of the function that runs.
-        num_processes: number of workers.
         backend: device family.
         start_method: of the workers.
         reason: for the start method.
@@ -369,8 +346,8 @@ class JobView:
         has_hung: the job failed because a hang was stopped.
         failed_rank: the rank with the root cause of a failure.
         message: one line about the failure.
-        notes: ``(rank, text)`` of the last notes; rank -1 is the launcher.
-        warnings: ``(rank, text)`` of the notes that are warnings.
+        notes: ``(rank, text)`` of the last notes that are no warnings; rank -1 is the launcher.
+        warnings: ``(rank, text)`` of the last warnings, each once.
         hang: the last report about ranks without progress, a line each; empty otherwise.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by number.
@@ -378,11 +355,10 @@ class JobView:
         host_peak_bytes: largest value so far.
         is_host_proportional: pages shared by workers count once.
         tail: ``(rank, line)`` of the last lines of output.
-        ranks: one view per worker, by rank.
+        ranks: one view per worker, by rank; empty before the start.
     """
 
     function_name: str = ""
-    num_processes: int = 0
     backend: str = ""
     start_method: str = ""
     reason: str = ""
@@ -414,7 +390,7 @@ class JobView:
     @property
     def is_started(self) -> bool:
         """Return whether the job has started."""
-        return self.num_processes > 0
+        return bool(self.ranks)
 
     @property
     def is_over(self) -> bool:

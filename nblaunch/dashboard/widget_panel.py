@@ -286,7 +286,7 @@ class Panel:
         self._new_s = None
         self._has_figures = self._has_figures or adds_figures
         if adds_logs:
-            self._logs = LogPane(self._last_lines, view.num_processes, self._throttle)
+            self._logs = LogPane(self._last_lines, len(view.ranks), self._throttle)
         return True
 
     def close(self, lasting: str) -> None:

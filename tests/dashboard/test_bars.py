@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -28,22 +29,23 @@ def last_line(num_done: int, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "counted", "fraction"),
     [
-        ({"total": 100, "desc": "train epoch 2"}, ("train epoch 2", "21", "100", 0.21)),
-        ({"total": 100}, ("", "21", "100", 0.21)),
-        ({"total": 100, "ascii": True, "unit": " samples", "ncols": 70}, ("", "21", "100", 0.21)),
-        ({"total": 84_000, "unit": "B", "unit_scale": True, "desc": "data"}, ("data", "21.0", "84.0k", 0.0)),
-        ({"desc": "fold: 3"}, ("fold: 3", "21", "", None)),
-        ({"desc": "s", "unit": " samples"}, ("s", "21", "", None)),
-        ({"total": 10, "desc": "too far"}, ("too far", "21", "", None)),
+        ({"total": 100, "desc": "train epoch 2"}, "train epoch 2 21/100 [", 0.21),
+        ({"total": 100}, "21/100 [", 0.21),
+        ({"total": 100, "ascii": True, "unit": " samples", "ncols": 70}, "21/100 [", 0.21),
+        ({"total": 84_000, "unit": "B", "unit_scale": True, "desc": "data"}, "data 21.0/84.0k [", 0.0),
+        ({"desc": "fold: 3"}, "fold: 3 21 [", None),
+        ({"desc": "s", "unit": " samples"}, "s 21 [", None),
+        ({"total": 10, "desc": "too far"}, "too far 21 [", None),
     ],
 )
-def test_bars_of_tqdm_are_read(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_bars_of_tqdm_are_read(options: dict[str, Any], counted: str, fraction: float | None) -> None:
     bar = read_bar(last_line(21, **options))
     assert bar is not None
-    assert (bar.description, bar.count, bar.total, bar.fraction) == expected
-    assert "loss=0.25" in bar.meter
+    assert bar.text.startswith(counted)
+    assert re.fullmatch(r"00:00[<,] ?[^]]*, loss=0\.25\]", bar.text.removeprefix(counted))
+    assert bar.fraction == fraction
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,6 @@ def test_other_lines_are_no_bars(line: str) -> None:
 
 
 def test_a_bar_in_words() -> None:
-    assert Bar("train", "45", "100", 0.45).text == "train 45/100"
-    assert (
-        Bar("train", "45", "100", 0.45, "00:45<00:55, 1.00it/s").text
-        == "train 45/100 [00:45<00:55, 1.00it/s]"
-    )
-    assert Bar("", "45", "", None).text == "45"
+    drawn = "train:  45%|████      | 45/100 [00:45<00:55, 1.00it/s]"
+    assert read_bar(drawn) == Bar("train 45/100 [00:45<00:55, 1.00it/s]", 0.45)
+    assert read_bar("45it [00:45,  1.00it/s]") == Bar("45 [00:45,  1.00it/s]", None)
