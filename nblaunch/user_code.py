@@ -49,9 +49,10 @@ def cell_name(filename: str) -> str:
 
 
 def ipython_shell() -> Any:
-    """Return IPython's shell; None outside of IPython."""
-    ipython: Any = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
+    """Return IPython's shell; None outside of IPython, which is never imported for this."""
+    # Another thread may be importing it.
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython() if get_ipython is not None else None
 
 
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:

@@ -40,6 +40,7 @@ from nblaunch.dashboard.terminal import LiveDisplay, LiveLine, TextDashboard, is
 from nblaunch.events import JobEnded
 from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
+from nblaunch.user_code import ipython_shell
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 
@@ -167,7 +168,5 @@ def _is_on_colab() -> bool:
 
 def kernel_shell() -> Any | None:
     """Return the IPython shell if this process is a Jupyter kernel, else None. Never imports IPython."""
-    ipython = sys.modules.get("IPython")
-    get_ipython = getattr(ipython, "get_ipython", None)
-    shell = get_ipython() if get_ipython is not None else None
+    shell = ipython_shell()
     return shell if getattr(shell, "kernel", None) is not None else None

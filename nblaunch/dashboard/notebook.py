@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from time import monotonic
@@ -21,6 +20,7 @@ from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import Event
+from nblaunch.user_code import ipython_shell
 
 if TYPE_CHECKING:
     from nblaunch.dashboard.widget_panel import Panel
@@ -111,9 +111,7 @@ def running_cell() -> str | None:
 
 def running_request() -> Mapping[str, Any]:
     """Return the request that the current cell executes, as sent by the front end; empty outside of a kernel."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = get_ipython() if get_ipython is not None else None
-    return getattr(shell, "parent_header", None) or {}
+    return getattr(ipython_shell(), "parent_header", None) or {}
 
 
 @final
