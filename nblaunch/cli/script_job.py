@@ -80,9 +80,6 @@ def _text(value: object) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_UNLIMITED = sys.maxsize
-
-
 def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool) -> int:
     """Run a script in all processes and return the exit code for the shell.
 
@@ -121,10 +118,12 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
 def text_dashboards(has_table: bool = True) -> list[Dashboard]:
     """Return dashboards that print all lines of all ranks, since programs may read them."""
     if not has_table:
-        return [GuardedDashboard(LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED))]
+        return [GuardedDashboard(LinesPrinter(shortens=False))]
     live = open_live()
-    lines = LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED, live=live)
-    return [GuardedDashboard(lines), GuardedDashboard(TextDashboard(live=live))]
+    return [
+        GuardedDashboard(LinesPrinter(shortens=False, live=live)),
+        GuardedDashboard(TextDashboard(live=live)),
+    ]
 
 
 def spec_of_script(

@@ -325,11 +325,16 @@ def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView
     return replace(view, ranks=tuple(ranks), tail=(*view.tail, *tail)[-TAIL_LENGTH:])
 
 
-def _displayed(view: JobView, event: events.Displayed) -> JobView:
+def display_line(event: events.Displayed) -> str:
+    """Return a display in one line: its text, or else the types of its data."""
     text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
+    return f"displayed: {text}"
+
+
+def _displayed(view: JobView, event: events.Displayed) -> JobView:
     if event.update:
         return view
-    return replace(view, tail=(*view.tail, (event.rank, f"displayed: {text}"))[-TAIL_LENGTH:])
+    return replace(view, tail=(*view.tail, (event.rank, display_line(event)))[-TAIL_LENGTH:])
 
 
 def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:

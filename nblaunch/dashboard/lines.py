@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,7 @@ from typing import Any, TextIO, final
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.fold import display_line
 from nblaunch.dashboard.rows import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveDisplay, write
 from nblaunch.dashboard.view import TAIL_LENGTH
@@ -39,7 +40,6 @@ class LastLines:
     """The last lines of each rank and of all ranks."""
 
     def __init__(self) -> None:
-        self.num_seen: dict[int, int] = {}
         self._by_rank: dict[int, deque[str]] = {}
         self._all: deque[tuple[float, int, int, str]] = deque(maxlen=NUM_LINES)
         self._count = 0
@@ -49,10 +49,8 @@ class LastLines:
         if isinstance(event, LogLines):
             for line in event.lines[-NUM_LINES:]:
                 self._add_line(event, single_line(line))
-            self.num_seen[event.rank] = self.num_seen.get(event.rank, 0) + len(event.lines)
         elif isinstance(event, Displayed) and not event.update:
-            text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
-            self._add_line(event, f"displayed: {text}")
+            self._add_line(event, display_line(event))
         elif isinstance(event, Note) and event.rank >= 0:
             self._add_line(event, single_line(event.text))
 
@@ -120,6 +118,7 @@ class MergedLines:
         return joined
 
 
+_HEAD_LINES_OF_ALL = 2 * HEAD_LINES  # about so many of all ranks together
 _LINE_LENGTH = 4000  # characters
 _NUM_DISPLAYS = 100  # of a rank, such as figures
 # Of all ranks; each may have its share even if others have used it up. VS Code shows the first 500 outputs of a cell
@@ -134,16 +133,13 @@ Publish = Callable[[Displayed], None]
 class LinesPrinter(Dashboard):
     """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
 
-    After ``num_head`` lines of a rank, further lines are only counted; the last ones are printed at the end, of the
-    first 16 such ranks. If many ranks print a lot, the limit of each is its share of ``num_head_of_all``.
+    After 500 lines of a rank, further lines are only counted; the last ones are printed at the end, of the first 16
+    such ranks. If many ranks print a lot, the limit of each is its share of 1,000 lines.
 
     Args:
         stream: default: ``sys.stdout``, looked up at each write.
         publish: shows a display of a worker; default: print its text.
-        num_head: lines of a rank that are printed at once.
-        num_head_of_all: approximate limit for all ranks together; None = twice ``num_head``.
-        num_tail: last lines of a rank over the limit, printed at the end.
-        line_length: characters after which a line is cut.
+        shortens: leave out lines of ranks that print a lot, and cut those of more than 4,000 characters.
         first_s: seconds before the first write, so that the table of the job appears above its output.
         defers_lines: print all lines at the end, because widgets show them meanwhile; displays are shown at once.
         omits_hangs: leave out reports of hangs, because a table shows them.
@@ -159,10 +155,7 @@ class LinesPrinter(Dashboard):
         stream: TextIO | None = None,
         publish: Publish | None = None,
         live: LiveDisplay | None = None,
-        num_head: int = HEAD_LINES,
-        num_head_of_all: int | None = None,
-        num_tail: int = TAIL_LENGTH,
-        line_length: int = _LINE_LENGTH,
+        shortens: bool = True,
         first_s: float = 0.0,
         defers_lines: bool = False,
         omits_hangs: bool = False,
@@ -173,20 +166,18 @@ class LinesPrinter(Dashboard):
         self._stream = stream
         self._publish = publish
         self._live = live
-        self._num_head = num_head
-        self._num_head_of_all = 2 * num_head if num_head_of_all is None else num_head_of_all
-        self._num_shown: dict[int, int] = {}
-        self._num_tail = num_tail
-        self._line_length = line_length
+        self._shortens = shortens
         self._pace = Pace(first_s=first_s, clock=clock)
         self._defers_lines = defers_lines
         self._omits_hangs = omits_hangs
         self._merges_equal = merges_equal
         self._pending: list[str | MergedLines | Displayed] = []
-        self._num_lines: dict[int, int] = {}
+        self._num_lines: Counter[int] = Counter()
+        self._num_shown: Counter[int] = Counter()
         self._tails: dict[int, deque[str]] = {}
-        self._num_hidden: dict[int, int] = {}
-        self._num_displays: dict[int, int] = {}
+        # Lines left out of ranks without a tail.
+        self._num_hidden: Counter[int] = Counter()
+        self._num_displays: Counter[int] = Counter()
         self._ranks_without_displays: set[int] = set()
         self._display_ids = set() if display_ids is None else display_ids
         self._num_processes = 1
@@ -226,7 +217,7 @@ class LinesPrinter(Dashboard):
             self._pending.append(
                 f"[{formatting.spans(sorted(self._num_hidden))}] ... {hidden} not shown{logs}\n"
             )
-        self._tails, self._num_hidden = {}, {}
+        self._tails, self._num_hidden = {}, Counter()
         if self._pending:
             self._flush()
 
@@ -239,10 +230,9 @@ class LinesPrinter(Dashboard):
 
     def _add_lines(self, event: LogLines) -> None:
         rank, lines = event.rank, event.lines
-        self._num_lines[rank] = self._num_lines.get(rank, 0) + len(lines)
-        label = self._label(rank)
-        num_shown = min(self._room(rank), len(lines))
-        self._num_shown[rank] = self._num_shown.get(rank, 0) + num_shown
+        self._num_lines[rank] += len(lines)
+        num_shown = min(self._room(rank), len(lines)) if self._shortens else len(lines)
+        self._num_shown[rank] += num_shown
         if num_shown:
             self._add_shown(event, num_shown)
         hidden = lines[num_shown:]
@@ -250,14 +240,15 @@ class LinesPrinter(Dashboard):
             return
         if rank not in self._tails:
             if len(self._tails) == _MAX_TAILS:
-                self._num_hidden[rank] = self._num_hidden.get(rank, 0) + len(hidden)
+                self._num_hidden[rank] += len(hidden)
                 return
-            self._tails[rank] = deque(maxlen=self._num_tail)
-            self._pending.append(f"{label}... prints a lot; its last lines follow at the end\n")
-        self._tails[rank].extend(hidden[-self._num_tail :])
+            self._tails[rank] = deque(maxlen=TAIL_LENGTH)
+            self._pending.append(f"{self._label(rank)}... prints a lot; its last lines follow at the end\n")
+        self._tails[rank].extend(hidden[-TAIL_LENGTH:])
 
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
-        shown = [_shorten(line, self._line_length) for line in event.lines[:num_shown]]
+        lines = event.lines[:num_shown]
+        shown = [_encodable(_shorten(line) if self._shortens else line) for line in lines]
         if not self._merges_equal:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
@@ -278,10 +269,10 @@ class LinesPrinter(Dashboard):
         """Return how many more lines of ``rank`` may be printed: 0 once lines have been left out."""
         if rank in self._tails or rank in self._num_hidden:
             return 0
-        shown = self._num_shown.get(rank, 0)
-        share = self._num_head_of_all // self._num_processes
-        room = max(self._num_head_of_all - sum(self._num_shown.values()), share - shown)
-        return max(min(self._num_head - shown, room), 0)
+        shown = self._num_shown[rank]
+        share = _HEAD_LINES_OF_ALL // self._num_processes
+        room = max(_HEAD_LINES_OF_ALL - self._num_shown.total(), share - shown)
+        return max(min(HEAD_LINES - shown, room), 0)
 
     def _end(self, rank: int) -> None:
         label, tail = self._label(rank), self._tails[rank]
@@ -290,7 +281,7 @@ class LinesPrinter(Dashboard):
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
             text = f"{label}... {formatting.count(num_hidden, 'line')} not shown{log}\n"
-        self._pending.append(text + "".join(f"{label}{_shorten(line, self._line_length)}\n" for line in tail))
+        self._pending.append(text + "".join(f"{label}{_encodable(_shorten(line))}\n" for line in tail))
 
     def _add_display(self, event: Displayed) -> None:
         event = self._with_own_display_id(event)
@@ -304,16 +295,16 @@ class LinesPrinter(Dashboard):
         if event.rank in self._ranks_without_displays:
             return
         if self._may_display(event.rank):
-            self._num_displays[event.rank] = self._num_displays.get(event.rank, 0) + 1
+            self._num_displays[event.rank] += 1
             self._pending.append(event)
         else:
             self._ranks_without_displays.add(event.rank)
             self._pending.append(f"{self._label(event.rank)}... displays a lot; no more of it is shown\n")
 
     def _may_display(self, rank: int) -> bool:
-        num_shown = self._num_displays.get(rank, 0)
+        num_shown = self._num_displays[rank]
         share = _NUM_DISPLAYS_OF_ALL // self._num_processes
-        is_room = num_shown < share or sum(self._num_displays.values()) < _NUM_DISPLAYS_OF_ALL
+        is_room = num_shown < share or self._num_displays.total() < _NUM_DISPLAYS_OF_ALL
         return is_room and num_shown < _NUM_DISPLAYS
 
     def _with_own_display_id(self, event: Displayed) -> Displayed:
@@ -381,15 +372,19 @@ def publish_in_shell(shell: Any) -> Publish:
     return publish
 
 
-def _shorten(line: str, length: int = _LINE_LENGTH) -> str:
-    if len(line) > length:
-        line = f"{line[:length]} ... ({formatting.count(len(line) - length, 'character')} more)"
-    # Lone surrogates can't be sent to a front end.
+def _shorten(line: str) -> str:
+    if len(line) <= _LINE_LENGTH:
+        return line
+    return f"{line[:_LINE_LENGTH]} ... ({formatting.count(len(line) - _LINE_LENGTH, 'character')} more)"
+
+
+def _encodable(line: str) -> str:
+    """Return a line without lone surrogates, which can't be sent to a front end."""
     return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
 
 
 def _as_text(data: Mapping[str, Any]) -> str:
-    return _shorten(str(data.get("text/plain", "displayed: " + ", ".join(data))))
+    return _encodable(_shorten(str(data.get("text/plain", "displayed: " + ", ".join(data)))))
 
 
 def _is_same(one: Displayed, other: Displayed) -> bool:

@@ -26,6 +26,7 @@ from nblaunch.dashboard.text import live_line, progress_line, render_text
 from nblaunch.dashboard.view import JobView
 
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first drawing, and between two
+_FIRST_LINE_S = 2.0  # where lines are written; a short job writes its last table only
 
 _DEFAULT_SIZE = (80, 24)
 
@@ -184,7 +185,6 @@ class TextDashboard(ViewingDashboard):
     Args:
         stream: default: ``sys.stderr``, looked up at each write.
         live: what is redrawn on the terminal, shared with other writers; None where the stream is none.
-        first_s: seconds before the first progress line; a short job prints its final table only.
         clock: monotonic seconds.
     """
 
@@ -193,7 +193,6 @@ class TextDashboard(ViewingDashboard):
         *,
         stream: TextIO | None = None,
         live: LiveDisplay | None = None,
-        first_s: float = 2.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
@@ -201,7 +200,7 @@ class TextDashboard(ViewingDashboard):
         if live is not None:
             pace = Pace(first_s=_FIRST_LIVE_S, interval_s=_LIVE_S, slow_s=_LIVE_S, clock=clock)
         else:
-            pace = Pace(first_s=first_s, interval_s=5.0, slow_s=25.0, slow_after_s=60.0, clock=clock)
+            pace = Pace(first_s=_FIRST_LINE_S, interval_s=5.0, slow_s=25.0, slow_after_s=60.0, clock=clock)
         super().__init__(pace)
         self._last_line = ""
 

@@ -310,15 +310,15 @@ def test_joined_lines_lose_nothing_and_keep_the_order_of_each_rank(
 
 def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
     stream = Writes()
-    printer = LinesPrinter(stream=stream, clock=Clock(), num_head=500, num_tail=5, num_head_of_all=800)
+    printer = LinesPrinter(stream=stream, clock=Clock())
     feed(printer, started(8))
     feed(printer, [lines_of(3, 0, 2000)])
     feed(printer, [lines_of(rank, first, first + 50) for first in range(0, 1000, 50) for rank in (0, 1, 2)])
     printer.close()
     lines = stream.getvalue().splitlines()
     per_rank = [sum(line.startswith(f"[{rank}] line") for line in lines) for rank in range(4)]
-    assert per_rank[3] == 500 + 5  # alone at first
-    assert all(100 + 5 <= number <= 200 + 5 for number in per_rank[:3])
+    assert per_rank[3] == 500 + 20  # alone at first
+    assert all(125 + 20 <= number <= 200 + 20 for number in per_rank[:3])
     for rank in range(4):
         shown = next(line for line in lines if line.startswith(f"[{rank}] ...") and "not shown" in line)
         total = 2000 if rank == 3 else 1000
@@ -360,7 +360,7 @@ def test_writes_are_paced() -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 500, 501, 10_000])
 def test_endless_output_is_shortened(chunk: int) -> None:
     stream = Writes()
-    printer = LinesPrinter(stream=stream, num_head=500, num_tail=20)
+    printer = LinesPrinter(stream=stream)
     feed(printer, started(2))
     for first in range(0, 10_000, chunk):
         printer.on_event(lines_of(1, first, min(first + chunk, 10_000)))
@@ -391,6 +391,14 @@ def test_a_very_long_line_is_cut() -> None:
     feed(printer := LinesPrinter(stream=stream), [*started(2), LogLines(0, START_S, lines=("x" * 5000,))])
     printer.close()
     assert stream.getvalue() == f"[0] {'x' * 4000} ... (1,000 characters more)\n"
+
+
+def test_programs_get_every_line_whole() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream, shortens=False, clock=Clock())
+    feed(printer, [*started(1), lines_of(0, 0, 2_000), LogLines(0, START_S, lines=("x" * 5000,))])
+    printer.close()
+    assert stream.getvalue() == "".join(f"line {number}\n" for number in range(2_000)) + "x" * 5000 + "\n"
 
 
 def test_a_stream_that_lacks_characters_gets_question_marks() -> None:

@@ -366,7 +366,7 @@ def test_colours_are_for_terminals_unless_the_environment_decides(
         monkeypatch.setenv(name, value)
     with terminal() as (user, stream):
         for kind in (LiveLine, LiveTable):
-            board = TextDashboard(stream=stream, live=kind(stream), first_s=0.0)
+            board = TextDashboard(stream=stream, live=kind(stream))
             for event in [*started(2), *ended(2)]:
                 board.on_event(event)
             board.close()
