@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 
 from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.palette import BAD, CAUTION, COLOURS, MUTED, STATE_LOOKS, ink, outcome_look, shape_of
-from nblaunch.dashboard.rows import Row, Tile, full_length, in_lines, runs
+from nblaunch.dashboard.rows import Row, Tile, full_length, in_lines
 from nblaunch.dashboard.table import EpochTable, Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
@@ -109,15 +110,13 @@ def render_html(view: JobView, *, with_output: bool = False, table: Table | None
     parts += [rows_html(table, table.rows)] if table.rows else []
     parts += [_collapsed(view, table)] if table.collapsed else []
     parts.append(remarks(table))
-    parts += [line(table.metrics)] if table.metrics else []
+    parts.append(line(table.metrics))
     parts += [f"<div>{''.join(charts(view, has_values=True))}</div>"] if view.is_over else []
     parts.append(epochs(table.epochs))
     if with_output:
         parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(view.tail, is_live=not view.is_over)] if view.tail else []
-    parts += [line(table.memory)] if table.memory else []
-    if table.log_dir:
-        parts.append(line(f"logs: {table.log_dir}"))
+    parts += [line(table.memory), line(f"logs: {table.log_dir}" if table.log_dir else "")]
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
         f'font-variant-numeric:tabular-nums;color:inherit;padding:2px 0">{"".join(parts)}</div>'
@@ -127,12 +126,11 @@ def render_html(view: JobView, *, with_output: bool = False, table: Table | None
 def title(view: JobView, table: Table) -> str:
     """Return name, state and setting of the job, and a second line if its start method is not the usual one."""
     look = outcome_look(view.outcome)
-    shape = _shape(look.shape, look.colour)
+    shape = _glyph(look.shape, look.colour)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
     setting = f' <span style="{MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
-    fallback = line(table.fallback) if table.fallback else ""
-    return f"<div>{shape}{name}{escape(table.headline)}{setting}</div>{fallback}"
+    return f"<div>{shape} {name}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
 
 
 def remarks(table: Table) -> str:
@@ -143,19 +141,20 @@ def remarks(table: Table) -> str:
 
 
 def _collapsed(view: JobView, table: Table) -> str:
-    """Return the ranks in lockstep. While the job runs, each update closes what a user has opened, so it is open."""
-    if view.is_over:
-        return collapsed_html(table)
-    return f"<div>{escape(table.collapsed)}</div>{tiles_html(table.tiles)}"
+    """Return the ranks in lockstep in one line that opens on a click.
 
-
-def _shape(shape: str, colour: str) -> str:
-    return f'<span aria-hidden="true" style="{ink(colour)}">{shape}</span> '
+    While the job runs, each update would close what a user has opened, so it is open.
+    """
+    if not view.is_over:
+        return f"<div>{escape(table.collapsed)}</div>{tiles_html(table.tiles)}"
+    is_open = "" if table.expanded else " open"
+    summary = f'<summary style="cursor:pointer">{escape(table.collapsed)}</summary>'
+    return f"<details{is_open}>{summary}{all_ranks_html(table)}</details>"
 
 
 def _labelled(label: str, text: str, shape: str, colour: str) -> str:
     return (
-        f'<div style="margin:2px 0">{_shape(shape, colour)}<b>{escape(label)}</b> '
+        f'<div style="margin:2px 0">{_glyph(shape, colour)} <b>{escape(label)}</b> '
         f'<span style="{MONO};overflow-wrap:anywhere">{escape(text)}</span></div>'
     )
 
@@ -163,7 +162,7 @@ def _labelled(label: str, text: str, shape: str, colour: str) -> str:
 def _notice(notice: Notice) -> str:
     shape, colour = ("▲", CAUTION) if notice.kind in ("slow", "memory") else ("✗", BAD)
     lines = "".join(f'<div style="{MONO};padding-left:2em">{escape(line)}</div>' for line in notice.lines)
-    return f'<div style="margin:2px 0">{_shape(shape, colour)}{escape(notice.text)}{lines}</div>'
+    return f'<div style="margin:2px 0">{_glyph(shape, colour)} {escape(notice.text)}{lines}</div>'
 
 
 _FREE_ROW = (
@@ -178,25 +177,26 @@ def epochs(table: EpochTable) -> str:
     if not table.columns:
         return ""
     right = INLINE.of("right")
-    heads = "".join(
-        f'<td role="columnheader" {right}><span style="{MUTED}">{escape(name)}</span></td>'
-        for name in table.columns
-    )
+    heads = "".join(_head(name) for name in table.columns)
     rows = "".join(
         f"<tr {INLINE.of('row')}>{''.join(f'<td {right}>{escape(text)}</td>' for text in row)}</tr>"
         for row in table.rows
     )
     rows += _FREE_ROW * table.num_free
-    note = line(table.note) if table.note else ""
     return (
         f'<table aria-label="epochs" {INLINE.of("table")}>'
-        f"<tr {INLINE.of('row')}>{heads}</tr>{rows}</table>{note}"
+        f"<tr {INLINE.of('row')}>{heads}</tr>{rows}</table>{line(table.note)}"
     )
 
 
+def _head(name: str, style: str = "right", more: str = "", markup: Markup = INLINE) -> str:
+    """Return the head of a column."""
+    return f'<td role="columnheader" {markup.of(style, more)}><span {markup.of("muted")}>{escape(name)}</span></td>'
+
+
 def line(text: str) -> str:
-    """Return a line of muted text."""
-    return f'<div style="{MUTED};font-size:12px">{escape(text)}</div>'
+    """Return a line of muted text; nothing for an empty one."""
+    return f'<div style="{MUTED};font-size:12px">{escape(text)}</div>' if text else ""
 
 
 def _tail(tail: Sequence[tuple[int, str]], *, is_live: bool) -> str:
@@ -227,11 +227,7 @@ def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str
     if trains:
         at = table.columns.index("step")
         widths["step"] = f"min-width:{max(full_length(row.cells[at]) for row in rows)}ch"
-    head = "".join(
-        f'<td role="columnheader" {markup.of(style, widths.get(name, ""))}>'
-        f"<span {markup.of('muted')}>{name}</span></td>"
-        for name, style in heads
-    )
+    head = "".join(_head(name, style, widths.get(name, ""), markup) for name, style in heads)
     names = [name for name, _ in heads]
     body = "".join(_row(row, names, markup) for row in rows)
     return (
@@ -269,7 +265,7 @@ def _state(row: Row, markup: Markup) -> str:
     return f"<div {markup.of('wrapped')}>{shown}</div>"
 
 
-def _glyph(shape: str, colour: str, markup: Markup) -> str:
+def _glyph(shape: str, colour: str, markup: Markup = INLINE) -> str:
     return f'<span aria-hidden="true" {markup.of(f"ink{COLOURS.index(colour)}")}>{shape}</span>'
 
 
@@ -307,12 +303,9 @@ def _percent(fraction: float) -> str:
 _TILES_IN_LINE, _TILE_GROUP = 32, 8
 
 
-def collapsed_html(table: Table) -> str:
-    """Return the ranks in lockstep in one line that opens on a click."""
-    is_open = "" if table.expanded else " open"
-    inside = rows_html(table, table.expanded) if table.expanded else tiles_html(table.tiles)
-    summary = f'<summary style="cursor:pointer">{escape(table.collapsed)}</summary>'
-    return f"<details{is_open}>{summary}{inside}</details>"
+def all_ranks_html(table: Table, markup: Markup = INLINE) -> str:
+    """Return what is behind the line of the ranks in lockstep: a row for each rank, or a tile."""
+    return rows_html(table, table.expanded, markup) if table.expanded else tiles_html(table.tiles, markup)
 
 
 def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
@@ -331,14 +324,10 @@ def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
 
 def _shapes(line: Sequence[Tile], markup: Markup) -> str:
     """Return the shapes of a line in groups; neighbours with the same look are one element."""
-    parts, index = [], 0
-    for same in runs(line, _look):
-        shape, colour = _look(same[0])
-        gaps = [
-            " " if place and place % _TILE_GROUP == 0 else "" for place in range(index, index + len(same))
-        ]
+    parts = []
+    for (shape, colour), same in groupby(enumerate(line), lambda placed: _look(placed[1])):
+        gaps = [" " if place and place % _TILE_GROUP == 0 else "" for place, _ in same]
         parts.append(_glyph("".join(gap + shape for gap in gaps), colour, markup))
-        index += len(same)
     return "".join(parts)
 
 

@@ -12,7 +12,7 @@ their rows, or a tile for each rank. Ranks always stand in the order of their nu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -398,14 +398,3 @@ def in_lines(tiles: Sequence[Tile], width: int) -> list[tuple[str, list[Tile]]]:
     """Return the tiles in lines of ``width`` with the ranks as labels: ``0-31``."""
     lines = [list(tiles[start : start + width]) for start in range(0, len(tiles), width)]
     return [(formatting.spans(tile.rank for tile in line), line) for line in lines]
-
-
-def runs(line: Sequence[Tile], key: Callable[[Tile], object]) -> list[list[Tile]]:
-    """Return neighbours with equal ``key`` together."""
-    found: list[list[Tile]] = []
-    for tile in line:
-        if found and key(found[-1][-1]) == key(tile):
-            found[-1].append(tile)
-        else:
-            found.append([tile])
-    return found

@@ -369,4 +369,4 @@ def _footer(table: Table) -> str:
         table.memory or "\N{NO-BREAK SPACE}",
         f"logs: {table.log_dir}" if table.log_dir else "",
     ]
-    return "".join(html.line(line) for line in lines if line)
+    return "".join(map(html.line, lines))

@@ -17,7 +17,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from nblaunch.dashboard.charts import charts
-from nblaunch.dashboard.html import Markup, row_key, rows_html, tiles_html
+from nblaunch.dashboard.html import Markup, all_ranks_html, row_key, rows_html
 from nblaunch.dashboard.rows import Row
 from nblaunch.dashboard.table import Table
 from nblaunch.dashboard.view import JobView
@@ -113,12 +113,8 @@ class RankRows:
         self._throttle.update(self._collapsed, every_s=ROWS_S, is_urgent=is_urgent, value=text)
         every_s = _EXPANDED_S if table.expanded else _TILES_S
         if self._throttle.is_due(self._expanded, every_s):
-            self._throttle.update(self._expanded, every_s=every_s, value=in_style(_all_ranks(table)))
-
-
-def _all_ranks(table: Table) -> str:
-    markup = Markup(is_inline=False)
-    return rows_html(table, table.expanded, markup) if table.expanded else tiles_html(table.tiles, markup)
+            ranks = in_style(all_ranks_html(table, Markup(is_inline=False)))
+            self._throttle.update(self._expanded, every_s=every_s, value=ranks)
 
 
 def _fractions(rows: Sequence[Row]) -> Mapping[int, float]:
