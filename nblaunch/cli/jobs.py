@@ -8,6 +8,7 @@ import time
 
 from nblaunch import formatting
 from nblaunch.cli import INTERRUPTED_EXIT_CODE, UsageError
+from nblaunch.dashboard import text_dashboards
 from nblaunch.detached import jobs
 from nblaunch.detached.folder import JobFolder, find
 from nblaunch.detached.follower import JobFollower
@@ -100,10 +101,10 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _attach(arguments: argparse.Namespace) -> int:
-    from nblaunch.cli.script_job import exit_code, text_dashboards
+    from nblaunch.cli.script_job import exit_code
 
     try:
-        follower = JobFollower(_chosen_job(arguments), text_dashboards())
+        follower = JobFollower(_chosen_job(arguments), text_dashboards(shortens=False))
     except LookupError as error:
         raise UsageError(str(error)) from None
     interrupts: list[float] = []

@@ -24,10 +24,9 @@ from nblaunch.cli import UsageError
 from nblaunch.config.launching import spec_of, with_setting_names
 from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
 from nblaunch.config.settings import SETTINGS
-from nblaunch.dashboard import open_live
+from nblaunch.dashboard import text_dashboards
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.terminal import TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import AttemptStarted, Event, Failed, JobEnded, Started
 from nblaunch.launcher import store
@@ -90,12 +89,13 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     plan = _plan_of(spec, checks_port=True)
     store = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
+    # All lines of all ranks: programs may read them.
+    if resolved["dashboard"] == "none":
+        shown: list[Dashboard] = [GuardedDashboard(LinesPrinter(shortens=False))]
+    else:
+        shown = text_dashboards(shortens=False)
     try:
-        runner = make_runner(
-            spec,
-            plan,
-            [*text_dashboards(resolved["dashboard"] != "none"), failures, *([store] if store else [])],
-        )
+        runner = make_runner(spec, plan, [*shown, failures, *([store] if store else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
     # An interrupt that came when all was done, or that the script has handled on every rank, changes nothing.
@@ -113,17 +113,6 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
         sys.stderr.flush()
         os._exit(code)  # without waiting for an import that is still running in a thread
     return code
-
-
-def text_dashboards(has_table: bool = True) -> list[Dashboard]:
-    """Return dashboards that print all lines of all ranks, since programs may read them."""
-    if not has_table:
-        return [GuardedDashboard(LinesPrinter(shortens=False))]
-    live = open_live()
-    return [
-        GuardedDashboard(LinesPrinter(shortens=False, live=live)),
-        GuardedDashboard(TextDashboard(live=live)),
-    ]
 
 
 def spec_of_script(

@@ -53,6 +53,7 @@ __all__ = [
     "lines_printer",
     "open_live",
     "show_again",
+    "text_dashboards",
 ]
 
 # The table is published at the first tick after 0.25 s. Lines follow a little later, so that they appear below it.
@@ -86,9 +87,8 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         return []
     shell = kernel_shell()
     if shell is None:
-        # Other output would break a line that is redrawn in place, and the caller of a background job may print.
-        live = None if background else open_live()
-        return [GuardedDashboard(LinesPrinter(live=live)), GuardedDashboard(TextDashboard(live=live))]
+        # Other output would break what is redrawn in place, and the caller of a background job may print.
+        return text_dashboards(is_live=not background)
     is_watched = is_interactive()
     has_widgets = is_watched and (kind == "widgets" or (kind == "auto" and is_installed("ipywidgets")))
     table = NotebookDashboard(
@@ -99,6 +99,20 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     return [
         GuardedDashboard(table),
         lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_watched, omits_hangs=True),
+    ]
+
+
+def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dashboard]:
+    """Return dashboards for a terminal or a file: progress and a final table on stderr, lines of workers on stdout.
+
+    Args:
+        is_live: redraw the progress in place, on a terminal; only if nothing else writes to it.
+        shortens: leave out lines of ranks that print a lot; False where programs may read them.
+    """
+    live = open_live() if is_live else None
+    return [
+        GuardedDashboard(LinesPrinter(live=live, shortens=shortens)),
+        GuardedDashboard(TextDashboard(live=live)),
     ]
 
 
