@@ -542,6 +542,36 @@ def test_what_goes_together_need_not_be_the_same(operation: str, by_rank: Sequen
     assert ranks.run(_differ, 2, operation, by_rank) == ["nothing was raised"] * 2
 
 
+def _gather_where_devices_have_a_group_of_their_own(by_rank: Sequence[Any]) -> str:
+    topology = context.current().topology
+    store = dist.TCPStore(topology.master_addr, topology.master_port, is_master=False)
+    kinds = "cpu:gloo,cuda:gloo"  # as "cpu:gloo,cuda:nccl" without NCCL
+    dist.init_process_group(kinds, rank=topology.rank, world_size=topology.world_size, store=store)
+    try:
+        gather(by_rank[topology.rank])
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+ON_A_DEVICE = torch.zeros(2, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize("other", [{}, {"x": "word"}, {"x": WHOLE, "y": WHOLE}])
+def test_ranks_without_tensors_or_with_others_know_of_those_on_devices(other: Any) -> None:
+    for by_rank in ([{"x": ON_A_DEVICE}, other], [other, {"x": ON_A_DEVICE}]):
+        for message in ranks.run(_gather_where_devices_have_a_group_of_their_own, 2, by_rank):
+            assert message.startswith(f"gather {WORDS}\n  rank 0: {{")
+
+
+@pytest.mark.parametrize("nothing", [[], {}])
+def test_texts_for_metrics_on_some_ranks_and_nothing_on_others_is_an_error(nothing: Any) -> None:
+    for by_rank in (["a"], nothing), (nothing, ["a"]):
+        for message in ranks.run(_differ, 2, "gather_for_metrics", by_rank):
+            assert message.startswith(f"gather {WORDS}\n  rank 0: ")
+            assert "needs use_gather_object=True on all" in message
+
+
 def test_tensors_that_can_not_be_padded_alike_are_an_error_on_every_rank() -> None:
     for message in ranks.run(_differ, 2, "pad_across_processes", (torch.zeros(1, 2), torch.zeros(1))):
         assert message == (

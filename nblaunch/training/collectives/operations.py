@@ -7,7 +7,9 @@ Tensors travel as bytes where values are only copied: process groups differ in t
 bytes they all know, and the result is exact.
 
 Where tensors differ from rank to rank, gloo ends the process from its C++ side, with no exception. So digests of all
-shapes are compared first where that is cheap, which is on gloo; on a GPU every comparison would wait for the device.
+shapes are compared first where that is cheap, which is over gloo; on a GPU every comparison would wait for the device.
+Whether they are depends on the process group alone, never on a rank's data: a rank that has no tensor, or has it on
+another device, must take part in what the others do.
 
 Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ranks of several machines, or under
 ``torchrun``, have no secret in common: there, as with torch's own collectives of objects, the network must be trusted.
@@ -35,6 +37,7 @@ from nblaunch.wire import signing
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
 _DIGEST_BYTES = 8  # of a structure that is compared
+_OBJECTS = "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all"
 _HINT = "\nUse pad_across_processes before, or even_batches=True for loaders."
 _RELEASE_TIMEOUT_S = 1.0  # far more than it takes
 
@@ -128,6 +131,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         dim: the dimension, negative from the end; a tensor without it is returned as it is.
         pad_index: value to pad with.
         pad_first: pad in front instead of behind.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        DistributedOperationException: the type or the number of dimensions of a tensor differs from rank to rank; on
+            every rank, naming all (on gloo, and everywhere with ``ACCELERATE_DEBUG_MODE``).
     """
     if world_size() == 1:
         return tensor
@@ -166,6 +174,8 @@ def gather_for_metrics(
     is_object = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nested.leaves(data))
     num_alike = world_size() // (num_data_ranks or world_size())
     if is_object:
+        if not use_gather_object and _compares_first():
+            _check_alike("gather", _OBJECTS)
         gathered = gather_object(data) if num_alike == 1 else _gather_unlike(data, num_alike)
     else:
         gathered = gather(data)
@@ -231,8 +241,8 @@ def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     context.current().backend.note_step_kind(COLLECTIVE)
-    if world_size() > 1 and (compares_shapes() or _travels_by_cpu(data)):
-        _check_alike(operation, data)
+    if _compares_first():
+        _check_alike(operation, _describe(operation, data))
 
     def checked(leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
@@ -245,18 +255,18 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
     return nested.map_leaves(checked, data)
 
 
-def _travels_by_cpu(data: Any) -> bool:
-    """Return whether some tensor does; of data without any, whether those would that other ranks may have."""
-    devices = {leaf.device for leaf in nested.leaves(data) if isinstance(leaf, torch.Tensor)}
-    return any(_transport_device(device).type == "cpu" for device in devices or {torch.device("cpu")})
+def _compares_first() -> bool:
+    """Return whether ranks compare what they have before they exchange it: the same on all, whatever each of them has.
 
-
-def _check_alike(operation: str, data: Any) -> None:
-    """Raise on every rank where ``data`` as a whole has not the same structure, shapes and types on all of them.
-
-    For padding, sizes may differ, but neither types nor the number of dimensions.
+    They do wherever gloo exchanges what lies on the CPU, even if there is another group for the tensors of devices.
     """
-    described = _describe(operation, data)
+    if world_size() == 1:
+        return False
+    return compares_shapes() or _transport_device(torch.device("cpu")).type == "cpu"
+
+
+def _check_alike(operation: str, described: str) -> None:
+    """Raise on every rank where what is ``described`` is not the same on all of them."""
     mine = hashlib.blake2b(described.encode(), digest_size=_DIGEST_BYTES).digest()
     found = _all_gather_bytes(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     if bytes(found.cpu().numpy()) == mine * world_size():
@@ -269,7 +279,10 @@ def _check_alike(operation: str, data: Any) -> None:
 
 
 def _describe(operation: str, data: Any) -> str:
-    """Return a structure as text in which ranks must agree. Lists and tuples are alike."""
+    """Return a structure as text in which ranks must agree. Lists and tuples are alike.
+
+    For padding, sizes may differ, but neither types nor the number of dimensions.
+    """
     if isinstance(data, torch.Tensor):
         if operation == "pad_across_processes":
             return f"{data.ndim} dimensions {data.dtype}"
