@@ -542,6 +542,24 @@ def test_what_goes_together_need_not_be_the_same(operation: str, by_rank: Sequen
     assert ranks.run(_differ, 2, operation, by_rank) == ["nothing was raised"] * 2
 
 
+class _Key:
+    """Its repr has its address, which no two ranks have in common."""
+
+
+def _gather_under_objects() -> list[Any]:
+    rank = operations.rank()
+    others = [
+        _Key() for _ in range(rank)
+    ]  # so that addresses differ also where ranks are forked from one process
+    keys = [_Key(), (_Key(), "x")]
+    gathered = gather({key: torch.tensor([len(others)]) for key in keys})
+    return [gathered[key].tolist() for key in keys]
+
+
+def test_names_may_be_objects_that_have_other_addresses_on_every_rank() -> None:
+    assert ranks.run(_gather_under_objects, 2) == [[[0, 1]] * 2] * 2
+
+
 def _gather_where_devices_have_a_group_of_their_own(by_rank: Sequence[Any]) -> str:
     topology = context.current().topology
     store = dist.TCPStore(topology.master_addr, topology.master_port, is_master=False)

@@ -18,6 +18,7 @@ Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ra
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from nblaunch.wire import signing
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
 _DIGEST_BYTES = 8  # of a structure that is compared
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object: another one in every process
 _OBJECTS = "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all"
 _HINT = "\nUse pad_across_processes before, or even_batches=True for loaders."
 _RELEASE_TIMEOUT_S = 1.0  # far more than it takes
@@ -291,7 +293,10 @@ def _describe(operation: str, data: Any) -> str:
     if isinstance(data, (list, tuple)):
         return f"[{', '.join(_describe(operation, item) for item in data)}]"
     if isinstance(data, Mapping):
-        return f"{{{', '.join(f'{key}: {_describe(operation, value)}' for key, value in data.items())}}}"
+        items = [
+            f"{_ADDRESS.sub('', str(key))}: {_describe(operation, value)}" for key, value in data.items()
+        ]
+        return f"{{{', '.join(items)}}}"
     return type(data).__name__
 
 
