@@ -636,8 +636,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
-        self._saver.wait()
-        restoring.load_state(self._checkpoints, input_dir, load_kwargs, any_world_size, **model_options)
+        restoring.load_state(
+            self._checkpoints, self._saver, input_dir, load_kwargs, any_world_size, **model_options
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` and ``load_state`` include these objects.

@@ -871,6 +871,8 @@ def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(
     drawn = torch.rand(3)
     for _ in range(3):
         _step(accelerator, model, optimizer)
+    with pytest.raises(TypeError, match="map location"):  # no need to wait for that
+        accelerator.load_state(tmp_path / "state", map_location="gpu")
     assert not (tmp_path / "state").exists()
     may_write.set()
     accelerator.load_state(tmp_path / "state")

@@ -20,6 +20,7 @@ from nblaunch.training.arguments import argument_of
 from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.loading import check_weights, load_weights
+from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointSources, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
@@ -30,18 +31,20 @@ _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 def load_state(
     state: CheckpointSources,
+    saver: Saver,
     input_dir: Any,
     load_kwargs: Mapping[str, Any] | None,
     any_world_size: bool,
     map_location: str | None = None,
     strict: bool = True,
 ) -> None:
-    """Load a checkpoint; see ``Accelerator.load_state``."""
+    """Load a checkpoint, once ``saver`` has written the last one; see ``Accelerator.load_state``."""
     if map_location not in _MAP_LOCATIONS:
         raise TypeError(
             f"Unsupported optimizer map location passed: map_location={map_location!r}; valid are None, 'cpu' and "
             "'on_device'"
         )
+    saver.wait()
     device = state.shared.process.device if map_location == "on_device" else "cpu"
     reading = {"map_location": device, **(load_kwargs or {})}
     folder = _common(_on_all_ranks(lambda: _find(state, input_dir)))
