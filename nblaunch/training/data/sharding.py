@@ -23,7 +23,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, pass_epoch
 
@@ -374,7 +374,7 @@ def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
         shard.batch_sampler = rest_of_index_sampler(index_sampler.batch_sampler, position)
         return shard
     if type(index_sampler) is BatchSampler:
-        rest = _SkippingSampler(index_sampler.sampler, position.samples)
+        rest: Any = _WithoutFirst(index_sampler.sampler, position.samples)
         return BatchSampler(rest, index_sampler.batch_size, index_sampler.drop_last)
     return SkipBatchSampler(index_sampler, position.batches)
 
@@ -385,39 +385,24 @@ def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> 
         shard = copy.copy(dataset)
         shard.dataset = rest_of_stream(dataset.dataset, has_batches, position)
         return shard
-    return _SkippingStream(dataset, position.samples if has_batches else position.batches)
+    return _WithoutFirst(dataset, position.samples if has_batches else position.batches)
 
 
-class _SkippingSampler(Sampler[Any]):
-    """A sampler without its first indices, once: later iterations are whole."""
+class _WithoutFirst(IterableDataset):
+    """What a sampler or a stream yields, without the first items, once; it has the attributes of these."""
 
-    def __init__(self, sampler: Any, num_skipped: int) -> None:
-        self.sampler = sampler
+    def __init__(self, source: Any, num_skipped: int) -> None:
+        self.source = source
         self.num_skipped = num_skipped
 
     def __len__(self) -> int:
-        return max(0, len(self.sampler) - self.num_skipped)
+        return max(0, len(self.source) - self.num_skipped)
 
     def __iter__(self) -> Iterator[Any]:
         skipped, self.num_skipped = self.num_skipped, 0
-        return islice(iter(self.sampler), skipped, None)
-
-
-class _SkippingStream(IterableDataset):
-    """A stream without its first items, once; it has the attributes of the stream."""
-
-    def __init__(self, dataset: Any, num_skipped: int) -> None:
-        self.dataset = dataset
-        self.num_skipped = num_skipped
-
-    def __len__(self) -> int:
-        return max(0, len(self.dataset) - self.num_skipped)
-
-    def __iter__(self) -> Iterator[Any]:
-        skipped, self.num_skipped = self.num_skipped, 0
-        return islice(iter(self.dataset), skipped, None)
+        return islice(iter(self.source), skipped, None)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # while it is unpickled
+        if name == "source" or name.startswith("__"):  # while it is unpickled
             raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return getattr(self.source, name)
