@@ -24,22 +24,19 @@ class Gradients:
     """Computes and accumulates the gradients of this process."""
 
     def __init__(self, preparer: Preparer) -> None:
-        self._shared = preparer.shared
-        self._precision = preparer.precision
-        self._strategy = preparer.strategy
         self._preparer = preparer
-        self._accumulation = preparer.accumulation
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
-        shared = self._shared
+        preparer, shared = self._preparer, self._preparer.shared
+        divisor = preparer.accumulation.divisor
         if not shared.has_checked_models:
             shared.check_models()
         shared.busy_time.begin_backward()
         if kwargs and "learning_rate" in kwargs and self._lomo_optimizers():
-            self.lomo_backward(loss / self._accumulation.divisor, kwargs["learning_rate"])
+            self.lomo_backward(loss / divisor, kwargs["learning_rate"])
         else:
-            self._strategy.backward(loss, self._accumulation.divisor, self._precision, **kwargs)
+            preparer.strategy.backward(loss, divisor, preparer.precision, **kwargs)
         shared.busy_time.end_backward()
         shared.losses.note(loss, not shared.process.backend.is_lazy)
 
@@ -64,36 +61,37 @@ class Gradients:
     @contextmanager
     def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Run the block as one micro-step; see ``Accelerator.accumulate``."""
-        accumulation = self._shared.accumulation = self._accumulation
+        strategy, shared = self._preparer.strategy, self._preparer.shared
+        accumulation = shared.accumulation = self._preparer.accumulation
         accumulation.advance()
         if accumulation.num_steps > 1:
             is_first = accumulation.step % accumulation.num_steps == 1
             window = (is_first, accumulation.sync_gradients, accumulation.rescale)
-            self._shared.process.backend.note_step_kind(window)
+            shared.process.backend.note_step_kind(window)
         if accumulation.rescale != 1.0:
             for model in models or self._preparer.models:
-                self._strategy.multiply_gradients(model, accumulation.rescale)
+                strategy.multiply_gradients(model, accumulation.rescale)
         if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
             yield
             return
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(self._strategy.no_sync(model))
+                stack.enter_context(strategy.no_sync(model))
             yield
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
         """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
         with ExitStack() as stack:
-            if even_batches is not None and self._shared.process.topology.world_size > 1:
+            if even_batches is not None and self._preparer.shared.process.topology.world_size > 1:
                 stack.enter_context(_even_batches(self._preparer.loaders, even_batches))
-            stack.enter_context(self._strategy.join_uneven_inputs(list(joinables)))
+            stack.enter_context(self._preparer.strategy.join_uneven_inputs(list(joinables)))
             yield
 
     def unscale(self, optimizer: Any) -> None:
         """Bring fp16 gradients to their true size; see ``Accelerator.unscale_gradients``."""
         for one in self._preparer.optimizers if optimizer is None else nested.leaves(optimizer):
-            self._precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+            self._preparer.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def bring_to_true_size(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Bring gradients of ``parameters`` to their true size, and return these as a list.
@@ -103,7 +101,7 @@ class Gradients:
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in listed}
-        if self._accumulation.sync_gradients:
+        if self._preparer.accumulation.sync_gradients:
             for optimizer in self._preparer.optimizers:
                 optimizer.reduce_gradients(wanted)
         owners = [optimizer for optimizer in self._preparer.optimizers if optimizer.has_any(wanted)]

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, GradientState, context
 from nblaunch.config.converters import COMPILERS
-from nblaunch.training.gradients import Gradients
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -379,7 +378,6 @@ def test_clipping_sees_the_gradient_of_all_ranks(precision: str) -> None:
 def test_clipping_takes_one_parameter_and_sees_unscaled_gradients() -> None:
     accelerator = Accelerator()
     accelerator._preparer.precision = Fp16Precision(context.current().backend, {})
-    accelerator._gradients = Gradients(accelerator._preparer)
     weight = nn.Parameter(torch.ones(2))
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
     accelerator.backward((weight * torch.tensor([3.0, 4.0])).sum())
