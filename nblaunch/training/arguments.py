@@ -53,21 +53,16 @@ PLUGINS: Mapping[str, type[StrategyPlugin]] = {
 }
 """Arguments of the Accelerator that take plugins of one class; ``strategy`` takes those of any."""
 
-_STRATEGIES = f"models are trained with DistributedDataParallel, or by one of {', '.join(PLUGINS)}, strategy"
-# Arguments of Hugging Face Accelerate's Accelerator that are not supported yet, with what to do instead.
-REFUSED_ARGUMENTS = {
-    "megatron_lm_plugin": _STRATEGIES,
-}
-
 
 def refuse_unsupported(unsupported: dict[str, Any]) -> None:
-    """Raise for unknown arguments, and for those that are not supported."""
+    """Raise for unknown arguments, and for the one of Hugging Face Accelerate's that is not supported."""
     for name, value in unsupported.items():
-        if name not in REFUSED_ARGUMENTS:
+        if name != "megatron_lm_plugin":
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:  # None is the default there, passed on by many trainers
             raise NotImplementedError(
-                f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; {REFUSED_ARGUMENTS[name]}"
+                f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; models are trained with "
+                f"DistributedDataParallel, or by one of {', '.join(PLUGINS)}, strategy"
             )
 
 
