@@ -22,11 +22,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from nblaunch import context
-from nblaunch.events import WorkerState
 from nblaunch.training import arguments, gradients, joining
 from nblaunch.training.accumulation import AccumulationState
-from nblaunch.training.board_reports import length_of
 from nblaunch.training.checkpoints import model_files, restoring
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.safe_save import make_folder
@@ -241,12 +238,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         self._check_state()
-        placements = [None] * len(args) if device_placement is None else list(device_placement)
-        if len(placements) != len(args):
-            raise ValueError(
-                f"device_placement has {len(placements)} items, but prepare was given {len(args)} objects"
-            )
-        prepared = self._preparer.prepare(args, placements)
+        prepared = self._preparer.prepare(args, device_placement)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -533,6 +525,11 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             dim: the dimension, negative from the end; a tensor without it is returned as it is.
             pad_index: value to pad with.
             pad_first: pad in front instead of behind.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            DistributedOperationException: the type or the number of dimensions of a tensor differs from rank to rank;
+                on every rank, naming all (on gloo, and everywhere with ``ACCELERATE_DEBUG_MODE``).
         """
         return self._operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -802,24 +799,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
                 tokens.append(tokenize(text))
         """
         if isinstance(iterable, PreparedLoader):
-            yield from iterable
-            return
-        is_over_epochs = "epoch" in (desc or "").lower()
-        status = desc if context.current().is_launched and not is_over_epochs else None
-        if status:
-            print(status, end="\r", flush=True)
-        length = total if total is not None else length_of(iterable)
-        loops = self._shared.loops
-        loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
-        try:
-            for item in iterable:
-                yield item
-                loops.advance(loop)
-        finally:
-            self._shared.losses.flush()
-            loops.end(loop)
-            if status:
-                print(" " * len(status), end="\r", flush=True)  # what is left is kept as a line
+            return iter(iterable)
+        return self._shared.show_progress(iterable, total, desc)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:

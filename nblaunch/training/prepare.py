@@ -73,8 +73,13 @@ class Preparer:
         """Whether there are prepared objects that :meth:`clear` has not dropped."""
         return any((self.models, self.optimizers, self.schedulers, self.loaders))
 
-    def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """Return prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
+    def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None] | None) -> list[Any]:
+        """Return prepared objects in the order of ``objects``; see ``Accelerator.prepare``."""
+        placements = [None] * len(objects) if placements is None else list(placements)
+        if len(placements) != len(objects):
+            raise ValueError(
+                f"device_placement has {len(placements)} items, but prepare was given {len(objects)} objects"
+            )
         # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.
         stages: tuple[dict[Any, Callable[[Any, bool | None], Any]], ...] = (
             {DataLoader: self.prepare_loader, torch.nn.Module: self.prepare_model},

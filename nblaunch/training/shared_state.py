@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from nblaunch import context
 from nblaunch.errors import warn
-from nblaunch.events import EpochEnded
+from nblaunch.events import EpochEnded, WorkerState
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
-from nblaunch.training.board_reports import BusyTime, DeviceMemoryReport, Loop, LoopStack, LossReport
+from nblaunch.training.board_reports import (
+    BusyTime,
+    DeviceMemoryReport,
+    Loop,
+    LoopStack,
+    LossReport,
+    length_of,
+)
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.parallelism import ParallelismConfig
@@ -23,6 +31,8 @@ from nblaunch.training.precision import Precision
 if TYPE_CHECKING:
     from nblaunch.training.strategies import Strategy, StrategyPlugin
     from nblaunch.training.strategies.base import TrainingSetup
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -82,6 +92,24 @@ class SharedState:
         """Which of them this is; ranks with the same data lie side by side."""
         topology = self.process.topology
         return topology.rank * self.num_data_ranks // topology.world_size
+
+    def show_progress(self, iterable: Iterable[T], total: int | None, desc: str | None) -> Iterator[T]:
+        """Iterate over ``iterable`` and show its steps; see ``Accelerator.progress``."""
+        is_over_epochs = "epoch" in (desc or "").lower()
+        status = desc if context.current().is_launched and not is_over_epochs else None
+        if status:
+            print(status, end="\r", flush=True)
+        length = total if total is not None else length_of(iterable)
+        loop = self.loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
+        try:
+            for item in iterable:
+                yield item
+                self.loops.advance(loop)
+        finally:
+            self.losses.flush()
+            self.loops.end(loop)
+            if status:
+                print(" " * len(status), end="\r", flush=True)  # what is left is kept as a line
 
     def report_epoch(self, loop: Loop) -> None:
         """Report the end of a loop over a training loader, whose losses were flushed."""
