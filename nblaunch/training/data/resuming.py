@@ -74,34 +74,30 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
     Raises:
         ValueError: ``num_batches`` is negative.
     """
+    prepared = dataloader if isinstance(dataloader, PreparedLoader) else None
     if num_batches is None:
-        if isinstance(dataloader, PreparedLoader) and dataloader.saved_position is not None:
-            return dataloader.beginning_at(dataloader.saved_position)
+        if prepared is not None and prepared.saved_position is not None:
+            return prepared.beginning_at(prepared.saved_position)
         num_batches = 0
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches} is negative")
-    options = inherited_options(dataloader)
-    kind: Any = type(dataloader)
-    per_batch = 1
-    if isinstance(dataloader, PreparedLoader):
-        options.update(dataloader.own_options(), skip_batches=num_batches)
-        per_batch = dataloader.batches_per_round
-    if isinstance(dataloader.dataset, IterableDataset):
-        if not isinstance(dataloader, PreparedLoader):
-            kind = SkipDataLoader
-            options.update(use_stateful_dataloader=is_stateful(dataloader))
-        options.update(
-            batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, skip_batches=num_batches
-        )
+    dataset, options = dataloader.dataset, inherited_options(dataloader)
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream:
+        options.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
     else:
-        if not isinstance(dataloader, PreparedLoader):
-            kind = stateful_loader if is_stateful(dataloader) else DataLoader
-        index_sampler = SkipBatchSampler(index_sampler_of(dataloader), num_batches * per_batch)
+        num_skipped = num_batches * (1 if prepared is None else prepared.batches_per_round)
+        index_sampler = SkipBatchSampler(index_sampler_of(dataloader), num_skipped)
         options.update(index_sampler_options(dataloader, index_sampler))
-    skipping: DataLoader = kind(dataloader.dataset, **options)
-    if isinstance(skipping, PreparedLoader):
-        skipping.follow(dataloader)
-    return skipping
+    if prepared is not None:
+        options.update(prepared.own_options(), skip_batches=num_batches)
+        skipping = type(prepared)(dataset, **options)
+        skipping.follow(prepared)
+        return skipping
+    if is_stream:
+        return SkipDataLoader(dataset, num_batches, is_stateful(dataloader), **options)
+    made: DataLoader = (stateful_loader if is_stateful(dataloader) else DataLoader)(dataset, **options)
+    return made
 
 
 # --- for checkpoints --------------------------------------------------------------------------------------------------
