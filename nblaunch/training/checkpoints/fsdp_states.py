@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from nblaunch.errors import CheckpointError
+from nblaunch.training.checkpoints.files import OPTIMIZER_NAME, numbered
 from nblaunch.training.checkpoints.model_files import save_sharded
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies import dtensor_strategy
 from nblaunch.training.strategies.dtensor_strategy import inner_optimizer
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
-_OPTIMIZER = "optimizer"
 
 
 def save_fsdp_model(
@@ -86,7 +86,7 @@ def save_fsdp_optimizer(
 
     module, inner = bare_module(model), inner_optimizer(optimizer)
     state = get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
-    _save(fsdp_plugin, accelerator, {"optimizer": state}, Path(output_dir), _OPTIMIZER, optimizer_index)
+    _save(fsdp_plugin, accelerator, {"optimizer": state}, Path(output_dir), OPTIMIZER_NAME, optimizer_index)
 
 
 def load_fsdp_optimizer(
@@ -107,7 +107,7 @@ def load_fsdp_optimizer(
 
     module, inner = bare_module(model), inner_optimizer(optimizer)
     current = states.get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
-    path = _place(fsdp_plugin, Path(input_dir), _OPTIMIZER, optimizer_index)
+    path = _place(fsdp_plugin, Path(input_dir), OPTIMIZER_NAME, optimizer_index)
     loaded = _read(fsdp_plugin, accelerator, {"optimizer": current}, path)
     with dtensor_strategy.loading(path):
         states.set_optimizer_state_dict(module, inner, loaded["optimizer"], options=_options(fsdp_plugin))
@@ -175,7 +175,7 @@ def _save(
     if _is_full(plugin):
         (full,) = state.values()
         if accelerator.is_main_process:
-            torch.save(full, _file(output_dir, name, index))
+            torch.save(full, output_dir / numbered(f"{name}.bin", index))
         accelerator.wait_for_everyone()
     else:
         dtensor_strategy.write(state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1)
@@ -184,7 +184,7 @@ def _save(
 def _place(plugin: Any, input_dir: Path, name: str, index: int) -> Path:
     """Return the file of full tensors, or the folder of shards, which may be ``input_dir`` itself."""
     if _is_full(plugin):
-        return _file(input_dir, name, index)
+        return input_dir / numbered(f"{name}.bin", index)
     folder = input_dir / f"{name}_{index}"
     return folder if folder.is_dir() else input_dir
 
@@ -198,7 +198,3 @@ def _read(plugin: Any, accelerator: Any, state: dict[str, Any], path: Path) -> d
     (kind,) = state
     with dtensor_strategy.loading(path):
         return {kind: torch.load(path, map_location="cpu", weights_only=True)}
-
-
-def _file(folder: Path, name: str, index: int) -> Path:
-    return folder / (f"{name}.bin" if index == 0 else f"{name}_{index}.bin")
