@@ -54,6 +54,12 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}es" if noun.endswith("s") else f"{number:,} {noun}s"
 
 
+def first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """Return at most ``limit`` texts, and how many more there are: ``a, b and 3 more``."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return separator.join(texts[:limit]) + more
+
+
 def ranks(numbers: Iterable[int]) -> str:
     """Return ranks as ``rank 3`` or ``ranks 0, 2, 5-63``."""
     numbers = sorted(numbers)

@@ -57,6 +57,11 @@ def test_counts() -> None:
     assert formatting.count(3, "more rank") == "3 more ranks"
 
 
+def test_of_many_the_first_ones_are_named() -> None:
+    assert formatting.first(["a", "b"], 2) == "a, b"
+    assert formatting.first(["a", "b", "c", "d"], 2, "; ") == "a; b and 2 more"
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [

@@ -164,8 +164,7 @@ class Supervisor:
         self._running.close()
         found = self._running.left_running
         if found:
-            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-            named = ", ".join(found[:_MAX_NAMED]) + more
+            named = formatting.first(found, _MAX_NAMED)
             self._note(f"ended with the job, though out of the workers' POSIX process groups: {named}")
 
     def _do_deferred(self) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch import context
+from nblaunch import context, formatting
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath
@@ -158,5 +158,4 @@ def _describe_bare(names: Sequence[str]) -> str:
     """Describe tensors that have no values: those of layers that are offloaded, or were never materialised."""
     if not names:
         return ""
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{more} (on the meta device, which holds no values)"
+    return f"{formatting.first(names, _MAX_NAMED)} (on the meta device, which holds no values)"

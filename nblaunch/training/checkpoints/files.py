@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from nblaunch import user_code
+from nblaunch import formatting, user_code
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import safe_save
 
@@ -222,9 +222,8 @@ def check_bytes(folder: Path, manifest: Manifest, rank: int, world_size: int) ->
 
 def _raise_damaged(folder: Path, wrong: list[str]) -> None:
     if wrong:
-        more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         raise CheckpointError(
-            f"checkpoint {folder} is damaged: {'; '.join(wrong[:_MAX_NAMED])}{more}. {_other_than(folder)}"
+            f"checkpoint {folder} is damaged: {formatting.first(wrong, _MAX_NAMED, '; ')}. {_other_than(folder)}"
         )
 
 

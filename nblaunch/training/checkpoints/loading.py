@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from nblaunch import formatting
 from nblaunch.compat.finder import from_accelerate
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import model_files
@@ -182,8 +183,7 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
         wrong += [f"{name} is not in the model" for name in saved if name not in own]
     wrong = [text for text in wrong if not text.removeprefix("size mismatch for ").startswith(special)]
     if wrong:
-        more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-        raise CheckpointError(f"{path} does not fit the model. {'; '.join(wrong[:_MAX_NAMED])}{more}")
+        raise CheckpointError(f"{path} does not fit the model. {formatting.first(wrong, _MAX_NAMED, '; ')}")
 
 
 def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:

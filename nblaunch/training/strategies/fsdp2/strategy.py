@@ -263,9 +263,8 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Warn of weights that will differ between ranks, because their gradients are not averaged."""
     names = [name for name, weight in model.named_parameters() if weight in ignored and weight.requires_grad]
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn(
-            f"ignored_modules leaves {', '.join(names[:3])}{more} to each rank alone: their gradients are not "
+            f"ignored_modules leaves {formatting.first(names, 3)} to each rank alone: their gradients are not "
             "averaged, so that ranks come to differ, and checkpoints have those of rank 0. Freeze them with "
             "requires_grad_(False), or average their gradients before each step"
         )
