@@ -175,7 +175,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         self._checkpoints = CheckpointSources(shared, self._preparer, project)
         self._saver = Saver(self._checkpoints)
         self._trackers = TrackerHub(log_with, project, shared.process)
-        self.flag_tensor: torch.Tensor | None = None
+        self.flag_tensor = None
 
     def _choose_strategy(
         self,

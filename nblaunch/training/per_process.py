@@ -56,6 +56,7 @@ class PerProcessParts:
     _checkpoints: Any = _PerProcess()
     _saver: Any = _PerProcess()
     _trackers: Any = _PerProcess()
+    flag_tensor: Any = _PerProcess()
 
     _home: ProcessContext | None
     _own_parts: dict[str, Any]

@@ -184,6 +184,13 @@ def test_an_accelerator_is_pickled_with_what_it_prepared() -> None:
     assert torch.equal(before, model.weight), "it still knows the window of its process"
 
 
+def test_a_trigger_may_be_what_an_unpickled_accelerator_is_used_for_first() -> None:
+    accelerator = pickle.loads(pickle.dumps(Accelerator()))
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert [accelerator.check_trigger() for _ in range(2)] == [True, False]
+
+
 def test_nothing_keeps_what_the_user_drops() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
