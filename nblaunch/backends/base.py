@@ -172,7 +172,7 @@ class Backend(ABC):
         return ()
 
     def open_meter(self) -> DeviceMeter:
-        """Open what reads memory and utilisation of the devices from outside."""
+        """Open what reads the utilisation of the devices from outside."""
         return DeviceMeter()
 
     def prepare_launcher(self) -> None:

@@ -2,7 +2,7 @@
 
 Reading them starts neither ROCm nor Level Zero, so that a process which does can still be forked.
 
-Source: Linux kernel documentation, gpu/amdgpu (``mem_info_vram_*``, ``gpu_busy_percent``), gpu/xe; for
+Source: Linux kernel documentation, gpu/amdgpu (``gpu_busy_percent``), gpu/xe; for
 ``/sys/class/kfd``, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nblaunch import env
 from nblaunch.host import proc
-from nblaunch.host.gpus import DeviceMeter, DeviceReading, Gpu, visible_devices
+from nblaunch.host.gpus import DeviceMeter, Gpu, visible_devices
 
 _CLASSES = Path("/sys/class")
 _INTEL = "0x8086"
@@ -54,26 +54,18 @@ def visible_amd_gpus() -> list[Gpu]:
 
 
 class AmdMeter(DeviceMeter):
-    """Reads memory and load of AMD's GPUs from files of their driver.
+    """Reads AMD's GPUs from files of their driver.
 
     Args:
         gpus: in the order of local ranks.
     """
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
-        self._folders = [_CLASSES / "drm" / gpu.name / "device" for gpu in gpus]
-        self.num_devices = len(self._folders)
+        self._files = [_CLASSES / "drm" / gpu.name / "device/gpu_busy_percent" for gpu in gpus]
 
-    def read(self) -> tuple[DeviceReading, ...]:
-        readings = []
-        for index, folder in enumerate(self._folders):
-            used, total = _number(folder / "mem_info_vram_used"), _number(folder / "mem_info_vram_total")
-            if used is None or total is None:
-                continue
-            busy = _number(folder / "gpu_busy_percent")
-            utilisation = None if busy is None else busy / 100
-            readings.append(DeviceReading(f"GPU {index}", used, total, utilisation, position=index))
-        return tuple(readings)
+    def read(self) -> list[float | None]:
+        texts = [proc.read(file) for file in self._files]
+        return [int(text) / 100 if text.isdigit() else None for text in texts]
 
 
 def num_intel_gpus() -> int:
@@ -114,8 +106,3 @@ def _selected(selector: str, count: int) -> set[int]:
             elif device.isdigit():
                 chosen |= {int(device)} & set(range(count))
     return chosen
-
-
-def _number(file: Path) -> int | None:
-    text = proc.read(file)
-    return int(text) if text.isdigit() else None

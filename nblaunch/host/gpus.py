@@ -1,4 +1,4 @@
-"""GPUs of this host: NVIDIA's without a CUDA context, which of them workers may use, and readings of devices.
+"""GPUs of this host: NVIDIA's without a CUDA context, which of them workers may use, and how busy devices are.
 
 All that is known of NVIDIA's comes from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``). NVML
 makes no CUDA context and does not open ``/dev/nvidia-uvm``, so that a process which asks it can still be forked. No
@@ -30,41 +30,22 @@ _without_driver: tuple[Any, str] = (None, "")
 """``pynvml`` and its error, once it has found no driver: none is installed under a running kernel."""
 
 
-# --- readings of devices, of any family ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DeviceReading:
-    """One device at one moment.
-
-    Args:
-        name: as users count them: ``"GPU 0"``. In the order of local ranks.
-        used_bytes: of its memory, by all processes of the host.
-        total_bytes: of its memory.
-        utilisation: share of the last moments in which it computed, 0 to 1; None where it is not known.
-        position: its number among all devices of the meter, where others may be missing; None: none is.
-    """
-
-    name: str
-    used_bytes: int
-    total_bytes: int
-    utilisation: float | None = None
-    position: int | None = field(default=None, compare=False)
+# --- utilisation of devices, of any family ---------------------------------------------------------------------------
 
 
 class DeviceMeter:
-    """Reads the devices of a backend from outside of the workers, until it is closed. This one knows of none.
+    """Reads how busy the devices of a backend are, from outside of the workers, until it is closed. This one: of none.
 
-    The launcher does so while workers run, so it must not create a device context. What a worker knows of its own
-    memory it reports by itself (``Backend.device_memory``).
+    The launcher does so while workers run, so it must not create a device context. Memory is reported by the workers
+    themselves (``Backend.device_memory``).
     """
 
-    num_devices = 0
-    """How many it would read if all could be read; 0: those that it reads."""
+    def read(self) -> list[float | None]:
+        """Return the utilisation of each device, in the order of local ranks. Never raises.
 
-    def read(self) -> tuple[DeviceReading, ...]:
-        """Read the devices in the order of local ranks, without those that can't be read. Never raises."""
-        return ()
+        It is the share of the last moments in which the device computed, 0 to 1; None where it can't be read.
+        """
+        return []
 
     def close(self) -> None:
         """Release what reading needs."""
@@ -208,7 +189,7 @@ def open_meter() -> DeviceMeter:
 
 
 class NvmlMeter(DeviceMeter):
-    """Reads GPUs and MIG instances through NVML, which stays open meanwhile.
+    """Reads GPUs through NVML, which stays open meanwhile.
 
     Args:
         uuids: of what is read, in the order of local ranks.
@@ -217,35 +198,24 @@ class NvmlMeter(DeviceMeter):
 
     def __init__(self, uuids: Sequence[str], pynvml: Any) -> None:
         self._pynvml = pynvml
-        self._handles: list[tuple[int, Any]] = []
-        self.num_devices = len(uuids)
-        for index, uuid in enumerate(uuids):
-            try:
-                self._handles.append((index, pynvml.nvmlDeviceGetHandleByUUID(uuid)))
-            except pynvml.NVMLError:
-                continue
+        self._handles = [self._open(uuid) for uuid in uuids]
 
-    def read(self) -> tuple[DeviceReading, ...]:
-        readings = []
-        for index, handle in self._handles:
-            try:
-                memory = self._pynvml.nvmlDeviceGetMemoryInfo(handle)
-            except self._pynvml.NVMLError:
-                continue
-            used, total = int(memory.used), int(memory.total)
-            readings.append(
-                DeviceReading(f"GPU {index}", used, total, self._utilisation(handle), position=index)
-            )
-        return tuple(readings)
+    def _open(self, uuid: str) -> Any:
+        try:
+            return self._pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except self._pynvml.NVMLError:
+            return None  # it is lost
+
+    def read(self) -> list[float | None]:
+        return [None if handle is None else self._utilisation(handle) for handle in self._handles]
 
     def _utilisation(self, handle: Any) -> float | None:
         try:
             return int(self._pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
         except self._pynvml.NVMLError:
-            return None  # MIG instances have no such counter
+            return None  # it is lost, or a MIG instance, which has no such counter
 
     def close(self) -> None:
-        self._handles = []
         self._pynvml.nvmlShutdown()
 
 

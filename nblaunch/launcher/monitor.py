@@ -76,17 +76,12 @@ class DeviceSampler:
         if self._clock() < self._next_s:
             return []
         self._next_s = self._clock() + INTERVAL_S
-        readings = self._meter.read()
-        # A device that can't be read, as a lost GPU, must not shift the others to other ranks.
-        count = self._meter.num_devices or len(readings)
-        by_position = {
-            index if one.position is None else one.position: one for index, one in enumerate(readings)
-        }
+        shares = self._meter.read()
         events = []
-        for local_rank in range(self._num_workers if readings else 0):
-            reading = by_position.get(local_rank % count)
-            if reading is not None and reading.utilisation is not None:
-                events.append(DeviceUse(self._first_rank + local_rank, time.time(), reading.utilisation))
+        for local_rank in range(self._num_workers if shares else 0):
+            share = shares[local_rank % len(shares)]
+            if share is not None:
+                events.append(DeviceUse(self._first_rank + local_rank, time.time(), share))
         return events
 
     def close(self) -> None:

@@ -136,8 +136,6 @@ def write_amd(folder: Path, unique_ids: tuple[int, ...] = (0xAB01, 0xCD02)) -> N
         if unique_id is not None:
             device = folder / "drm" / render / "device"
             device.mkdir(parents=True)
-            (device / "mem_info_vram_total").write_text(f"{16 << 30}\n")
-            (device / "mem_info_vram_used").write_text(f"{number << 30}\n")
             (device / "gpu_busy_percent").write_text("25\n")
 
 

@@ -26,7 +26,6 @@ class FakeGpu:
 
     uuid: str
     name: str = "Tesla T4"
-    used: int = 0
     total: int = 16 << 30
     utilisation: int | None = 0
     instances: list[FakeGpu | None] = field(default_factory=list)
@@ -75,7 +74,7 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
         for gpu in self.gpus:
             for one in (gpu, *gpu.instances):
-                if one is not None and one.uuid == uuid:
+                if one is not None and one.uuid == uuid and not one.is_lost:
                     return one
         raise NVMLError("Not Found")
 
@@ -101,11 +100,12 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
         assert self.num_open
-        if handle.is_lost:
-            raise NVMLError("GPU is lost")
-        return types.SimpleNamespace(used=handle.used, total=handle.total)
+        return types.SimpleNamespace(total=handle.total)
 
     def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> Any:
+        assert self.num_open
+        if handle.is_lost:
+            raise NVMLError("GPU is lost")
         if handle.utilisation is None:
             raise NVMLError("Not Supported")
         return types.SimpleNamespace(gpu=handle.utilisation)

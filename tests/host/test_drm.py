@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from nblaunch.host import drm
-from nblaunch.host.gpus import DeviceReading
 from tests.contracts.simulated import VARIABLES, write_amd, write_intel
 
-GIB = 1 << 30
 FIRST, SECOND, THIRD = "GPU-000000000000ab01", "GPU-000000000000cd02", "GPU-renderD130"
 
 
@@ -51,18 +49,13 @@ def test_amd_gpus_that_a_container_lacks_are_not_counted(folder: Path) -> None:
     assert [gpu.uuid for gpu in drm.amd_gpus()] == [SECOND]
 
 
-def test_memory_and_load_of_amd_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_utilisation_of_amd_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_amd(folder)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,0")
     meter = drm.AmdMeter(drm.visible_amd_gpus())
-    expected = (
-        DeviceReading("GPU 0", 2 * GIB, 16 * GIB, 0.25),
-        DeviceReading("GPU 1", 1 * GIB, 16 * GIB, 0.25),
-    )
-    assert meter.read() == expected
-    (folder / "drm/renderD129/device/mem_info_vram_used").unlink()
-    assert meter.read() == expected[1:]
-    assert meter.num_devices == 2
+    assert meter.read() == [0.25, 0.25]
+    (folder / "drm/renderD129/device/gpu_busy_percent").unlink()
+    assert meter.read() == [None, 0.25]
 
 
 def test_a_host_without_such_gpus(folder: Path) -> None:

@@ -13,12 +13,11 @@ import pynvml
 import pytest
 
 from nblaunch.host import gpus
-from nblaunch.host.gpus import DeviceReading, Gpu, descriptions
+from nblaunch.host.gpus import Gpu, descriptions
 from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
 PARTITIONED = (Gpu("GPU-cccc3333", ("MIG-1111", "MIG-2222")), Gpu("GPU-dddd4444"))
-GIB = 1 << 30
 
 NvmlMaker = Callable[..., FakeNvml]
 
@@ -41,7 +40,7 @@ def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
     if has_device:
         (tmp_path / "nvidia0").touch()
     assert gpus.physical_gpus() == ()
-    assert gpus.open_meter().read() == ()
+    assert gpus.open_meter().read() == []
     reason = gpus.uncounted()
     assert (
         (f"there is {tmp_path}/nvidia0" in str(reason) and "Library Not Found" in str(reason))
@@ -113,15 +112,12 @@ def test_nvml_counts_gpus(nvml: NvmlMaker) -> None:
 
 
 def test_nvml_reports_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    instances = [
-        FakeGpu("MIG-1111", used=GIB, utilisation=None),
-        FakeGpu("MIG-2222", used=2 * GIB, utilisation=None),
-    ]
+    instances = [FakeGpu("MIG-1111", utilisation=None), FakeGpu("MIG-2222", utilisation=None)]
     nvml(FakeGpu("GPU-cccc3333", "A100", instances=instances), FakeGpu("GPU-dddd4444"))
     assert gpus.physical_gpus() == PARTITIONED
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
     meter = gpus.open_meter()
-    assert meter.read() == (DeviceReading("GPU 0", 2 * GIB, 16 * GIB, None),)
+    assert meter.read() == [None]
     meter.close()
 
 
@@ -133,17 +129,14 @@ def test_instances_keep_their_numbers_when_others_go(nvml: NvmlMaker) -> None:
 def test_a_meter_reads_what_is_visible_in_the_order_of_ranks(
     nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = FakeGpu("GPU-aaaa1111", used=GIB, utilisation=40)
+    first = FakeGpu("GPU-aaaa1111", utilisation=40)
     driver = nvml(first, FakeGpu("GPU-aabb2222"), FakeGpu("GPU-cc"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     meter = gpus.open_meter()
     assert driver.num_open == 1
-    assert meter.read() == (
-        DeviceReading("GPU 0", 0, 16 * GIB, 0.0),
-        DeviceReading("GPU 1", GIB, 16 * GIB, 0.4),
-    )
+    assert meter.read() == [0.0, 0.4]
     first.is_lost = True
-    assert [reading.name for reading in meter.read()] == ["GPU 0"]
+    assert meter.read() == [0.0, None]
     meter.close()
 
 

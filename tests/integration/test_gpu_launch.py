@@ -199,10 +199,10 @@ def train(is_endless):
 def test_the_table_shows_how_busy_the_device_is(made_up: Kernel, tmp_path: Path) -> None:
     made_up.run(
         """
-from nblaunch.host.gpus import DeviceMeter, DeviceReading
+from nblaunch.host.gpus import DeviceMeter
 class Meter(DeviceMeter):
     def read(self):
-        return (DeviceReading("GPU 0", 0, 16_000_000_000, 0.5),)
+        return [0.5]
 MadeUp.open_meter = lambda self: Meter()
 def work(until):
     while not os.path.exists(until):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,7 @@ from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import AttemptStarted, Exited, Started, WorkerState
-from nblaunch.host.gpus import DeviceMeter, DeviceReading, NvmlMeter
+from nblaunch.host.gpus import DeviceMeter, NvmlMeter
 from nblaunch.host.memory import proportional_bytes
 from nblaunch.launcher.monitor import PROPORTIONAL_INTERVAL_S, DeviceSampler, MemorySampler
 from nblaunch.wire.board import SlotReading
@@ -125,14 +126,14 @@ class _TwoDevices(CpuBackend, DeviceMeter):
 
     is_closed = False
     num_reads = 0
-    uses: tuple[float | None, ...] = (0.25, None)
+    uses: Sequence[float | None] = (0.25, None)
 
     def open_meter(self) -> DeviceMeter:
         return self
 
-    def read(self) -> tuple[DeviceReading, ...]:
+    def read(self) -> list[float | None]:
         self.num_reads += 1
-        return tuple(DeviceReading(f"GPU {index}", 0, 1, use) for index, use in enumerate(self.uses))
+        return list(self.uses)
 
     def close(self) -> None:
         self.is_closed = True
@@ -161,10 +162,11 @@ def test_a_lost_gpu_does_not_shift_the_others_to_other_ranks() -> None:
     backend.open_meter = lambda: NvmlMeter([gpu.uuid for gpu in gpus], driver)  # type: ignore[method-assign]
     driver = FakeNvml(gpus)
     driver.nvmlInit()
+    gpus[0].is_lost = True  # when it is opened, or later
     sampler = DeviceSampler(backend, 0, 4, clock=lambda: now_s)
     gpus[1].is_lost = True
     now_s = 102.0
-    assert [(one.rank, one.share) for one in sampler.sample()] == [(0, 0.0), (2, 0.2), (3, 0.0)]
+    assert [(one.rank, one.share) for one in sampler.sample()] == [(2, 0.2)]
     sampler.close()
 
 
