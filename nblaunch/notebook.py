@@ -300,13 +300,13 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     can_break = not (spec.is_elastic or spec.is_detached)
     if can_break and debugging.has_breakpoints(background):
         spec = replace(spec, has_breakpoints=True)
-    release_kept_failures()
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     if spec.is_detached:
         return _run_detached(spec, plan, listeners)
     try:
         runner = make_runner(spec, plan, listeners)
+        release_kept_failures()  # no earlier: a launch that is refused takes nothing from the debugger
     except BaseException as error:
         dashboards.close_refused(listeners, error)
         raise

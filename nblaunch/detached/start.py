@@ -15,6 +15,7 @@ from nblaunch.detached.follower import JobFollower
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.job_state import Listener
 from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.post_mortem import release_kept_failures
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.interpreter import registered_backend, start_program
@@ -65,6 +66,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
             root=str(folder),
             call=call,
         )
+        release_kept_failures()
         interrupts: list[float] = []
         # What has started must be known here, to be ended by an interrupt.
         with interrupts_as_requests(lambda: interrupts.append(time.time())):

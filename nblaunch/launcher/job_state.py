@@ -19,7 +19,7 @@ from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.post_mortem import KeptWorkers
+from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
@@ -109,7 +109,7 @@ class JobState:
         self.attempt_number = 0
         self.pids: dict[int, int] = {}
         self.debugger: DebugClient | None = None
-        self.kept: KeptWorkers | None = None
+        self.kept: KeptFailure | None = None
         self.metrics: list[dict[str, Any]] = []
         self.status = "starting"
         self.outcome: JobOutcome | None = None

@@ -18,7 +18,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.diagnosis import memory
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import fork_safety
+from nblaunch.launcher import fork_safety, post_mortem
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import captured_variables
@@ -93,6 +93,10 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         raise ValueError(_LATER_FORK.format(_why_later(spec)))
     backend = backends.choose(spec.backend)
     refusal = backend.launch_refusal()
+    if refusal is not None and post_mortem.latest() is not None:
+        # Workers that are kept for the debugger may be those that have the devices.
+        post_mortem.release_kept_failures()
+        refusal = backend.launch_refusal()
     if refusal is not None:
         raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")
     backend.check_precision(spec.mixed_precision)
@@ -116,7 +120,6 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         warnings=(
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
-            *_memory_warnings(modules, backend, num_processes),
             *(_foreign_accelerator_warnings(spec) if start_method != "inline" else ()),
         ),
     )
@@ -284,23 +287,25 @@ def _overlooked(chosen: Backend) -> tuple[str, ...]:
     return tuple(text for backend in others if (text := backend.overlooked()) is not None)
 
 
-def _memory_warnings(modules: Mapping[ArgPath, Any], backend: Backend, num_processes: int) -> tuple[str, ...]:
+def memory_warnings(plan: LaunchPlan, spec: LaunchSpec) -> list[str]:
     """Return a warning where the host has no room for what training the passed modules on the CPU needs at least.
 
     The weights are shared until an optimizer changes them; from then on every worker has its own, and its gradients.
+    It is no part of the plan: what a debugger has kept is given up after the launch was planned.
     """
-    if not modules or backend.device_type != "cpu":
-        return ()
+    modules = modules_in(spec.args)
+    if not modules or plan.backend.device_type != "cpu":
+        return []
     trained = sum(trainable_bytes(module) for module in modules.values())
-    needed = 2 * trained * num_processes
+    needed = 2 * trained * plan.num_processes
     available = memory.read_facts().available
     if available is None or needed <= available:
-        return ()
-    return (
-        f"training {formatting.size(trained)} of parameters in {formatting.count(num_processes, 'process')} takes at "
-        f"least {formatting.size(needed)} of host memory (changed weights and gradients), but "
-        f"{formatting.size(available)} are available: it will most likely run out. Use fewer processes.",
-    )
+        return []
+    return [
+        f"training {formatting.size(trained)} of parameters in {formatting.count(plan.num_processes, 'process')} takes "
+        f"at least {formatting.size(needed)} of host memory (changed weights and gradients), but "
+        f"{formatting.size(available)} are available: it will most likely run out. Use fewer processes."
+    ]
 
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:

@@ -3,7 +3,7 @@
 a rank raises ──> the job has failed, its error is raised, its workers stay ── inspect, compare, pdb
                   the next launch, release(), 30 minutes, or the end of this process ──> they end
 
-A command of a session that has failed is kept likewise (``session/client.py``).
+The workers of a job are kept by ``runner.py``, a command of a session that has failed by ``session/client.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ import weakref
 from abc import ABC, abstractmethod
 
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.supervisor import Supervisor
-
-KEPT_S = 1800.0
-"""How long workers are kept at most."""
 
 
 class KeptFailure(ABC):
@@ -71,29 +67,6 @@ class KeptFailure(ABC):
         """Do what :meth:`release` does, once."""
 
 
-class KeptWorkers(KeptFailure):
-    """The workers of a failed job.
-
-    Args:
-        supervisor: has watched them so far.
-        debugger: client of the debugger in each of them.
-        failed_rank: with the root cause.
-    """
-
-    def __init__(self, supervisor: Supervisor, debugger: DebugClient, failed_rank: int) -> None:
-        super().__init__(debugger, failed_rank)
-        self._supervisor = supervisor
-        self._timer = threading.Timer(KEPT_S, self.release)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _release(self) -> None:
-        """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
-        self._timer.cancel()
-        self._debugger.release()
-        self._supervisor.end_kept()
-
-
 _all: weakref.WeakValueDictionary[int, KeptFailure] = weakref.WeakValueDictionary()
 """In the order in which they came."""
 
@@ -107,6 +80,6 @@ def latest() -> KeptFailure | None:
 
 
 def release_kept_failures() -> None:
-    """Give up what jobs and sessions of this process keep."""
+    """Give up what jobs and sessions of this process keep, since workers are about to start."""
     for kept in list(_all.values()):
         kept.release()

@@ -29,8 +29,8 @@ from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job_state import JobState, Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
-from nblaunch.launcher.plan import LaunchPlan, replan_start_method
-from nblaunch.launcher.post_mortem import KeptWorkers
+from nblaunch.launcher.plan import LaunchPlan, memory_warnings, replan_start_method
+from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
@@ -52,6 +52,9 @@ _KEPT = (
     "and last_job().compare() show variables of every rank. They end with the next launch, last_job().release(), or "
     "after 30 minutes"
 )
+
+_KEPT_S = 1800.0
+"""How long workers are kept at most."""
 
 _LATE_INTERRUPT = "every rank has returned: weights are loaded, and last_job().result() returns the value"
 
@@ -164,7 +167,7 @@ class JobRunner(JobState):
         try:
             if self._node_attempts is None:
                 self._announce_attempt()
-            for warning in self.plan.warnings:
+            for warning in (*self.plan.warnings, *memory_warnings(self.plan, self.spec)):
                 self.emit(Note.of_job(warning, "warning"))
             if self.plan.starts_later:
                 self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
@@ -306,7 +309,7 @@ class JobRunner(JobState):
         assert self.debugger is not None, "workers are kept for the debugger"
         root = find_root_cause(report)
         failed_rank = root.rank if root is not None else report.kept[0]
-        self.kept = KeptWorkers(supervisor, self.debugger, failed_rank)
+        self.kept = _KeptWorkers(supervisor, self.debugger, failed_rank)
         self.emit(Note.of_job(_KEPT.format(formatting.ranks(report.kept))))
 
     def _wants_restart(self, report: AttemptReport) -> bool:
@@ -383,6 +386,29 @@ class JobRunner(JobState):
         finally:
             store.close()
         return JobOutcome("done", values={0: value})
+
+
+class _KeptWorkers(KeptFailure):
+    """The workers of a failed job.
+
+    Args:
+        supervisor: has watched them so far.
+        debugger: client of the debugger in each of them.
+        failed_rank: with the root cause.
+    """
+
+    def __init__(self, supervisor: Supervisor, debugger: DebugClient, failed_rank: int) -> None:
+        super().__init__(debugger, failed_rank)
+        self._supervisor = supervisor
+        self._timer = threading.Timer(_KEPT_S, self.release)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _release(self) -> None:
+        """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
+        self._timer.cancel()
+        self._debugger.release()
+        self._supervisor.end_kept()
 
 
 def _clear_variables(error: BaseException) -> None:

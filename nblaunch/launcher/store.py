@@ -25,7 +25,7 @@ _STORE_DESCRIPTORS = 16  # its event loop, and its connection to itself; with so
 
 
 _running: set[int] = set()
-"""Ports whose store runs in this process, each with a thread of C++ that knows nothing of forks."""
+"""Ports whose store runs in this process, each with a thread of C++ that knows nothing of forks, and is in use."""
 
 
 def is_any_store_running() -> bool:
@@ -96,6 +96,10 @@ class StoreHost:
                 f"the rendezvous store could not be started: {error}. If a limit on processes is reached (ulimit -u, "
                 "or the pids limit of the container), use fewer processes, or end others."
             ) from error
+
+    def leave_to_kept_workers(self) -> None:
+        """Take it that no more clients come: the workers are kept for the debugger, and end before others start."""
+        _running.discard(self.port)
 
     def close(self) -> None:
         """Stop listening."""

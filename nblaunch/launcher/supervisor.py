@@ -146,6 +146,8 @@ class Supervisor:
         """Return as :meth:`run` does; leave the workers that still run until :meth:`end_kept`."""
         if not self._running.guardian.is_started:
             self._do_deferred()
+        if self._running.store is not None:
+            self._running.store.leave_to_kept_workers()
         self._report.kept = sorted(self._alive)
         return self._report, self._collect()
 

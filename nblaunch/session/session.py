@@ -406,13 +406,13 @@ class Session(RankCommands):
         self._display_ids: set[tuple[int, str]] = set()
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, is_session=True, sync_weights=False, **self._settings)
-        post_mortem.release_kept_failures()
         attempts: Callable[[JobRunner], NodeAttempts] | None = None
         if spec.is_elastic:
             from nblaunch.nodes.link import LinkedAttempts  # needed for several machines alone
 
             attempts = LinkedAttempts
         self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output], attempts)
+        post_mortem.release_kept_failures()
         with self._output.shown_by([dashboards.lines_printer()]):
             if reason := self._runner.plan.fallback:
                 text = (

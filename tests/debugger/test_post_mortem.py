@@ -149,15 +149,38 @@ def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -
     failed.run("nblaunch.last_job().inspect('step')", raises="RuntimeError")
     failed.run(LAUNCH.format(2), raises="ValueError")
     failed.run("first = nblaunch.last_job(); pids = set(first.pids.values())")
-    failed.run("notebook_launcher(train, (5, 0), num_processes=2)")
+    failed.run("notebook_launcher(train, (5, 0), num_processes=2, start_method='fork')")
     assert failed.run("nblaunch.last_job().plan.start_method").value == "fork"
     failed.wait_for_no_processes()
 
 
+@pytest.mark.parametrize(
+    ("launch", "error"),
+    [
+        ("notebook_launcher(train, num_processes=2, mixed_precision='fp8')", "ValueError"),
+        ("notebook_launcher(train, num_processes=2, dashboard='?')", "ValueError"),
+        (
+            "notebook_launcher(train, num_processes=2, background=True, max_restarts=1, start_method='fork')",
+            "ValueError",
+        ),
+        (
+            "notebook_launcher(train, (__import__('threading').Lock(),), 2, background=True, detach=True)",
+            "PayloadError",
+        ),
+        ("nblaunch.Session(2, mixed_precision='fp8')", "ValueError"),
+    ],
+)
+def test_a_launch_that_is_refused_leaves_the_workers(shared: Kernel, launch: str, error: str) -> None:
+    shared.run(LAUNCH.format(2), raises="ValueError")
+    shared.run(launch, raises=error)
+    assert shared.run("nblaunch.last_job().inspect('step')").result == "[0-1] 3"
+    assert shared.run("nblaunch.Session(2, start_method='fork').close()").stdout == ""
+    shared.wait_for_no_processes()
+
+
 def test_the_environment_asks_for_it_where_it_is_possible_and_time_ends_it(kernel: Kernel) -> None:
     kernel.run(
-        PREAMBLE
-        + "from nblaunch.launcher import post_mortem\npost_mortem.KEPT_S = 5.0\n%env NBLAUNCH_POST_MORTEM=1"
+        PREAMBLE + "from nblaunch.launcher import runner\nrunner._KEPT_S = 5.0\n%env NBLAUNCH_POST_MORTEM=1"
     )
     kernel.run("notebook_launcher(train, num_processes=2)", raises="ValueError")
     assert kernel.run("nblaunch.last_job().has_debugged_workers").value is True

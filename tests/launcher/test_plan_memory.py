@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nblaunch.diagnosis import memory
-from nblaunch.launcher.plan import plan_launch
+from nblaunch.launcher.plan import memory_warnings, plan_launch
 from nblaunch.spec import LaunchSpec
 from tests.kernels import Kernel
 
@@ -20,13 +20,11 @@ def train(*args: Any) -> None:
     """Never called here: the launch is only planned."""
 
 
-def warnings_with(
-    monkeypatch: pytest.MonkeyPatch, available: int | None, args: tuple[Any, ...]
-) -> tuple[str, ...]:
+def warnings_with(monkeypatch: pytest.MonkeyPatch, available: int | None, args: tuple[Any, ...]) -> list[str]:
     facts = replace(memory.read_facts(), available=available)
     monkeypatch.setattr(memory, "read_facts", lambda: facts)
-    plan = plan_launch(LaunchSpec(train, args, num_processes=8, backend="cpu", start_method="fork"))
-    return tuple(text for text in plan.warnings if "host memory" in text)
+    spec = LaunchSpec(train, args, num_processes=8, backend="cpu", start_method="fork")
+    return memory_warnings(plan_launch(spec), spec)
 
 
 def test_too_little_memory_is_reported_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +41,12 @@ def test_too_little_memory_is_reported_with_its_numbers(monkeypatch: pytest.Monk
 def test_silent_where_there_is_room_or_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch, available: int | None, args: tuple[Any, ...]
 ) -> None:
-    assert warnings_with(monkeypatch, available, args) == ()
+    assert warnings_with(monkeypatch, available, args) == []
 
 
 def test_parameters_that_are_not_trained_stay_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = torch.nn.Linear(1000, 1000, bias=False).requires_grad_(False)
-    assert warnings_with(monkeypatch, 0, (frozen,)) == ()
+    assert warnings_with(monkeypatch, 0, (frozen,)) == []
 
 
 def test_the_cell_shows_it_before_the_workers_run(kernel: Kernel) -> None:
