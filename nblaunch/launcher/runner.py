@@ -56,7 +56,9 @@ _KEPT = (
 _KEPT_S = 1800.0
 """How long workers are kept at most."""
 
-_LATE_INTERRUPT = "every rank has returned: weights are loaded, and last_job().result() returns the value"
+_LATE_INTERRUPT = (
+    "every rank here has returned: weights are loaded, and last_job().result() returns the value"
+)
 
 _NO_THREAD = (
     "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "

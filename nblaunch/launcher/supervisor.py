@@ -129,7 +129,7 @@ class Supervisor:
             with self._requests.answering():
                 self._loop()
             self._drain()
-            if self._peers is None and self._report.returned.keys() >= set(self._attempt.ranks):
+            if self._report.returned.keys() >= set(self._attempt.ranks):
                 self._report.interrupted = False  # the function has handled the interrupt, and returned
             if self._ends_with_kept_workers():
                 return self._leave_workers()

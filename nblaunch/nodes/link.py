@@ -211,9 +211,13 @@ class NodeLink:
     def conclude(self, report: AttemptReport) -> None:
         """Report the end of this node's workers to the agent; if the cause is on another node, wait for it."""
         report.remote = self._peers.failures
-        if report.interrupted or report.cancelled:
-            cancelled = messages.reason_of_cancel(self._is_session)
-            self._agent.leave("was interrupted" if report.interrupted else cancelled)
+        if (
+            self._requests.interrupts
+        ):  # also where the function has handled that here: ranks of other nodes have not
+            self._agent.leave("was interrupted")
+            return
+        if report.cancelled:
+            self._agent.leave(messages.reason_of_cancel(self._is_session))
             return
         summary = self._summary(self._readings, report)
         self._is_finished = report.is_success

@@ -184,6 +184,7 @@ class Session(RankCommands):
             "log_dir": log_dir,
         }
         self._failed: FailedCommand | None = None
+        self._late_value: tuple[Any, ...] = ()
         with HiddenLauncherFrames():
             self._start()
 
@@ -251,6 +252,8 @@ class Session(RankCommands):
             The return value of rank 0, or of all ranks; with several machines, of those of this machine.
 
         Raises:
+            KeyboardInterrupt: the call was interrupted; where every rank has returned all the same, weights are loaded,
+                and :meth:`result` returns the value.
             BaseException: as :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
         """
         __tracebackhide__ = True
@@ -260,6 +263,20 @@ class Session(RankCommands):
             ]
             del function, args  # IPython keeps tracebacks and so this frame
             return run_spec(self, specs.pop(), dashboard=dashboard)
+
+    def result(self) -> Any:
+        """Return what the function of the last :meth:`run` returned, if that was interrupted all the same.
+
+        It has handled the interrupt, or had returned before. The value is kept until the next command.
+
+        Raises:
+            RuntimeError: the last command was no such call.
+        """
+        if not self._late_value:
+            raise RuntimeError(
+                "the last command was no call that was interrupted and has returned on every rank"
+            )
+        return self._late_value[0]
 
     def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
         """Call a function on all ranks and show it as a job; return its outcome."""
@@ -430,7 +447,7 @@ class Session(RankCommands):
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
         """Send ranks a command as :meth:`SessionClient.request` does; keep the frames where it fails until the next."""
         __tracebackhide__ = True
-        failed, self._failed = self._failed, None
+        failed, self._failed, self._late_value = self._failed, None, ()
         if failed is not None:
             failed.release()
         replies = self._client.request(ranks, command, files)
@@ -480,8 +497,12 @@ class Session(RankCommands):
         """Return the facts about a command as those of an attempt."""
         by_rank = {rank: received.reply for rank, received in replies.items()}
         client, elsewhere = self._client, self._client.abandoned_elsewhere
-        is_ended_elsewhere = elsewhere is not None and bool(failed_ranks(replies))
+        failed = {rank: reply.failed for rank, reply in by_rank.items() if reply.failed}
+        is_ended_elsewhere = elsewhere is not None and bool(failed)
         there = elsewhere.failed if elsewhere is not None else {}
+        is_interrupted = client.num_interrupts > 0 and bool(
+            failed
+        )  # or each rank has handled it, and returned
         return AttemptReport(
             returned={
                 rank: reply.returned or Returned(rank, reply.time_s)
@@ -489,10 +510,10 @@ class Session(RankCommands):
                 if reply.failed is None
             },
             sent_states={rank: dict(reply.sent_states) for rank, reply in by_rank.items()},
-            failed={rank: reply.failed for rank, reply in by_rank.items() if reply.failed},
+            failed=failed,
             exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
             signalled=dict.fromkeys(by_rank, client.abandoned_elsewhere_s) if is_ended_elsewhere else {},
-            interrupted=client.num_interrupts > 0 or (is_ended_elsewhere and not there),
+            interrupted=is_interrupted or (is_ended_elsewhere and not there),
             remote=RemoteFailures(dict.fromkeys(there, elsewhere.label if elsewhere else ""), dict(there)),
         )
 
@@ -526,11 +547,12 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
     spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
     outcome = session._run_call(spec, dashboards.choose(dashboard))
     outcome.with_traceback().raise_error()
-    return (
-        [outcome.values.get(rank) for rank in session.local_ranks]
-        if spec.return_all
-        else outcome.values.get(session.local_ranks[0])
-    )
+    values = [outcome.values.get(rank) for rank in session.local_ranks]
+    value = values if spec.return_all else values[0]
+    if session._client.num_interrupts:
+        session._late_value = (value,)
+        raise KeyboardInterrupt(_LATE_INTERRUPT)  # what follows in the cell must not run
+    return value
 
 
 def names_on_ranks(session: Session) -> set[str]:
@@ -574,5 +596,7 @@ _START_SETTINGS = {
 
 _numbers = itertools.count(1)
 """Of the commands of all sessions: tracebacks find their lines by them."""
+
+_LATE_INTERRUPT = "every rank has returned: weights are loaded, and session.result() returns the value"
 
 _REMEDY = "or launch without session="

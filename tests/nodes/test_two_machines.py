@@ -200,6 +200,20 @@ def test_an_interrupt_on_one_is_reported_on_the_other(pair: Pair, static: Settin
     )
 
 
+def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
+    pair: Pair, static: Settings
+) -> None:
+    """Nor does that of the other machine, which is stopped because of the first."""
+    launches = [pair[rank].start("handle_interrupt", **static) for rank in range(2)]
+    for rank in range(2):
+        launches[rank].wait_for("ready")
+    os.kill(launches[1].process.pid, signal.SIGINT)
+    outcomes = [launch.result(SOON_S) for launch in launches]
+    assert outcomes[1]["error"] == "KeyboardInterrupt"
+    assert [outcome["kept"] for outcome in outcomes] == [[10], [11]]
+    assert [outcome["model"] for outcome in outcomes] == [[[[7.0] * 4] * 2, [7.0] * 2]] * 2
+
+
 def test_an_agent_that_is_killed_ends_the_job(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[1].wait_for("step 10 ")

@@ -307,6 +307,35 @@ def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
     assert shared.run("session.execute('kept')").result == "[0-3] 7"
 
 
+def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(shared: Kernel) -> None:
+    cell = shared.submit(
+        """
+import time
+def handles(model):
+    rank = torch.distributed.get_rank()
+    try:
+        print("ready", rank, flush=True)
+        time.sleep(3600)
+    except KeyboardInterrupt:
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+    return rank + 10
+
+handled = nn.Linear(1, 1)
+session.run(handles, (handled,), return_all=True)
+"""
+    )
+    for rank in range(4):
+        cell.wait_for_text(f"ready {rank}")
+    shared.interrupt()
+    cell.wait()
+    assert cell.error is not None, cell.describe()
+    assert (cell.error.name, "session.result()" in cell.error.value) == ("KeyboardInterrupt", True)
+    assert shared.run("session.result(), handled.weight.item()").value == ([10, 11, 12, 13], 7.0)
+    assert shared.run("session.execute('1')").result == "[0-3] 1"
+    shared.run("session.result()", raises="RuntimeError")
+
+
 def test_a_collective_that_a_rank_never_enters_is_reported_and_left(kernel: Kernel) -> None:
     kernel.run("import os\nfrom nblaunch import Session\nsession = Session(3, hang_timeout_s=1.0)")
     kernel.run("session.execute('import torch; torch.distributed.barrier()')")
