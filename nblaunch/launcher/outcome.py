@@ -162,15 +162,10 @@ def _load_weights(
     if attempt.spec.is_detached:
         full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
         return full, weights.notes_of_detached(modules, full, lost | unsent)
-    loaded = weights.load_back(modules, back, lost)
-    notes = [Note.of_job(line) for line in loaded.lines]
-    notes += [
-        Note.of_job(line, "warning") for line in (*loaded.warnings, *weights.unsent_lines(modules, unsent))
-    ]
+    loaded, notes = weights.load_back(modules, back, lost)
+    notes += [Note.of_job(line, "warning") for line in weights.unsent_lines(modules, unsent)]
     unfit = {
-        path: weights.assembled(state, modules[path])
-        for path, state in back.items()
-        if path not in loaded.paths
+        path: weights.assembled(state, modules[path]) for path, state in back.items() if path not in loaded
     }
     return unfit, notes
 

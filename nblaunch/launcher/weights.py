@@ -9,7 +9,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import formatting
@@ -53,51 +52,46 @@ def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     return full
 
 
-@dataclass(frozen=True)
-class LoadedBack:
-    """The result of :func:`load_back`.
-
-    Args:
-        lines: a line for the user about each module that is an argument, and about all inside one together.
-        warnings: a line about each module whose weights are not back, or not all of them.
-        paths: of the modules that have their weights.
-    """
-
-    lines: tuple[str, ...]
-    warnings: tuple[str, ...]
-    paths: frozenset[ArgPath]
-
-
 def load_back(
     modules: Mapping[ArgPath, Any], weights: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
-) -> LoadedBack:
+) -> tuple[set[ArgPath], list[Note]]:
     """Load state dicts into the modules they belong to.
 
     Args:
         modules: of the kernel, by their argument paths.
         weights: argument path -> state dict, whose tensors may be :class:`ShardedTensor`.
         lost: argument path -> what of the state dict did not come through, or why none of it did.
+
+    Returns:
+        the paths of the modules that have their weights; a note about each module that is an argument, and about all
+        inside one together, with a warning about each whose weights are not back, or not all of them.
     """
     warnings: list[str] = []
     num_bytes: dict[ArgPath, int] = {}
     unchanged: list[ArgPath] = []
-    loaded = set()
+    loaded: set[ArgPath] = set()
     for path, module in modules.items():
-        if path not in weights and path not in lost:
+        state, missing = weights.get(path), lost.get(path, "")
+        if state is None:
+            if missing:
+                name = _name(module, path)
+                warnings.append(f"the trained weights of {name} can't be loaded in the kernel: {missing}")
             continue
-        loading = _load_one(module, path, weights.get(path), lost.get(path, ""))
-        if loading.is_loaded:
-            loaded.add(path)
-        if loading.text:
-            warnings.append(loading.text)
-        elif _is_sent(weights[path]):
-            num_bytes[path] = _num_bytes(weights[path])
+        problem = _load_one(module, path, state, is_complete=not missing)
+        if problem:
+            warnings.append(problem)
+            continue
+        loaded.add(path)
+        if missing:
+            warnings.append(_describe_partial(module, path, state, missing))
+        elif _is_sent(state):
+            num_bytes[path] = _num_bytes(state)
         else:
             unchanged.append(path)
     lines = [*_back(modules, num_bytes)]
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
-    return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
+    return loaded, [*map(Note.of_job, lines), *(Note.of_job(line, "warning") for line in warnings)]
 
 
 def notes_of_detached(
@@ -189,42 +183,29 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
     )
 
 
-@dataclass(frozen=True)
-class _Loading:
-    """Whether a module has its weights, and a warning."""
-
-    is_loaded: bool
-    text: str = ""
-
-
-def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost: str) -> _Loading:
-    name = _name(module, path)
-    if state is None:
-        return _Loading(False, f"the trained weights of {name} can't be loaded in the kernel: {lost}")
-    is_complete = not lost and not any(map(is_quantised_weight, module.parameters()))
+def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any], is_complete: bool) -> str:
+    """Load a state dict into ``module``; return why that is not possible, empty if it was done."""
+    is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))
     misfit = _misfit(module, state, is_complete)
     if not misfit:
         try:
             _load(module, state, is_complete)
         except Exception as error:  # the module's own code refuses
             misfit = " ".join(f"{type(error).__name__}: {error}".split())
-    if misfit:
-        return _Loading(
-            False,
-            f"the trained weights of {name} do not fit the kernel's module and were not loaded ({misfit[:300]}); "
-            f"they are in job.weights()[{path!r}]",
-        )
-    if not lost:
-        return _Loading(True)
-    if not _is_sent(state):
-        return _Loading(
-            True, f"the weights of {name} were not changed by the workers, as far as known: {lost}"
-        )
-    size = formatting.size(_num_bytes(state))
-    return _Loading(
-        True,
-        f"copied trained weights into {name}: {size}, without {lost}",
+    if not misfit:
+        return ""
+    return (
+        f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not loaded "
+        f"({misfit[:300]}); they are in job.weights()[{path!r}]"
     )
+
+
+def _describe_partial(module: Any, path: ArgPath, state: Mapping[str, Any], missing: str) -> str:
+    """Describe what was loaded into ``module`` of a state dict that has not come through whole."""
+    name = _name(module, path)
+    if not _is_sent(state):
+        return f"the weights of {name} were not changed by the workers, as far as known: {missing}"
+    return f"copied trained weights into {name}: {formatting.size(_num_bytes(state))}, without {missing}"
 
 
 def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:

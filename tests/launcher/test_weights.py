@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from nblaunch.launcher.weights import assembled, load_back, merge_ranks, trainable_bytes
+from nblaunch.launcher import weights
+from nblaunch.launcher.weights import assembled, merge_ranks, trainable_bytes
+from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.weights import TensorShard
 
 
 def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()}
+
+
+def load_back(
+    modules: Mapping[Any, nn.Module], states: Mapping[Any, Any], lost: Mapping[Any, str]
+) -> tuple[set[ArgPath], list[str], list[str]]:
+    """Return the paths that are loaded, the lines and the warnings."""
+    paths, notes = weights.load_back(modules, states, lost)
+    lines = [note.text for note in notes if note.kind == "note"]
+    return paths, lines, [note.text for note in notes if note.kind == "warning"]
 
 
 def net() -> nn.Module:
@@ -31,9 +45,8 @@ def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor |
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = {name: tensor for name, tensor in (ones_like(model) | change).items() if tensor is not None}
-    back = load_back({1: model}, {1: state}, {})
-    assert (back.lines, back.paths) == ((), frozenset())
-    (line,) = back.warnings
+    paths, lines, (line,) = load_back({1: model}, {1: state}, {})
+    assert (paths, lines) == (set(), [])
     assert "args[1] (Sequential)" in line
     assert "not loaded" in line
     assert reason in line
@@ -45,21 +58,23 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
     model = net()
     state = ones_like(model)
     del state["1.bias"]
-    back = load_back({0: model}, {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"})
-    (line,) = back.warnings
+    paths, lines, warnings = load_back(
+        {0: model}, {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"}
+    )
+    (line,) = warnings
     assert "copied trained weights" in line
-    assert back.paths == {0}
+    assert paths == {0}
     assert "['1.bias'] (TypeError: no)" in line
     assert model[0].weight.unique().tolist() == [1.0]
-    back = load_back({0: model}, {}, {0: "OSError: gone"})
-    (line,) = back.warnings
-    assert not back.paths
+    paths, _lines, warnings = load_back({0: model}, {}, {0: "OSError: gone"})
+    (line,) = warnings
+    assert not paths
     assert "OSError: gone" in line
 
 
 def test_a_lazy_module_is_filled() -> None:
     lazy = nn.LazyLinear(3)
-    (line,) = load_back({0: lazy}, {0: {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}, {}).lines
+    _, (line,), _ = load_back({0: lazy}, {0: {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}, {})
     assert "copied trained weights" in line
     assert lazy.weight.shape == (3, 4)
 
@@ -76,13 +91,15 @@ def test_only_weights_that_training_changes_count() -> None:
 def test_what_is_inside_one_argument_is_reported_in_one_line() -> None:
     nets = [net() for _ in range(5)]
     modules = {0: net(), "args[1]['a']": nets[0], "args[1]['b']": nets[1]}
-    back = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {})
-    assert back.lines == (
+    _paths, lines, _warnings = load_back(
+        modules, {path: ones_like(module) for path, module in modules.items()}, {}
+    )
+    assert lines == [
         "copied trained weights into args[0] (Sequential): 60 B",
         "copied trained weights into args[1]['a'] (Sequential) and args[1]['b'] (Sequential): 120 B",
-    )
+    ]
     modules = {f"args[0][{i}]": module for i, module in enumerate(nets)}
-    (line,) = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {}).lines
+    _, (line,), _ = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {})
     assert "args[0][2] (Sequential) and 2 more: 300 B" in line
     assert all(module[0].bias.tolist() == [1.0, 1.0] for module in nets)
 
@@ -91,10 +108,10 @@ def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
     modules = {"args[0][0]": net(), "args[0][1]": net()}
     states = {path: ones_like(module) for path, module in modules.items()}
     del states["args[0][0]"]["1.bias"]
-    back = load_back(modules, states, {})
-    assert back.paths == {"args[0][1]"}
-    assert len(back.lines) == 1
-    assert "job.weights()['args[0][0]']" in back.warnings[0]
+    paths, lines, warnings = load_back(modules, states, {})
+    assert paths == {"args[0][1]"}
+    assert len(lines) == 1
+    assert "job.weights()['args[0][0]']" in warnings[0]
 
 
 def in_shards(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:
@@ -116,9 +133,9 @@ def test_shards_come_back_as_one(device: str) -> None:
     state = {name: torch.randn(tensor.shape) for name, tensor in net().state_dict().items()}
     model = net().to(device)
     model[1].requires_grad_(False)
-    back = load_back({0: model}, merge_ranks(in_shards(state, 4)), {})
-    assert back.paths == {0}
-    (line,) = back.lines
+    paths, lines, _warnings = load_back({0: model}, merge_ranks(in_shards(state, 4)), {})
+    assert paths == {0}
+    (line,) = lines
     assert "copied trained weights" in line
     assert "60 B" in line
     torch.testing.assert_close(dict(model.state_dict()), state)
@@ -130,7 +147,7 @@ def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
     model[1].weight = model[0].weight
     state = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
     state["1.weight"] = state["0.weight"]
-    assert load_back({0: model}, merge_ranks(in_shards(state, 2)), {}).paths == {0}
+    assert load_back({0: model}, merge_ranks(in_shards(state, 2)), {})[0] == {0}
     assert model[1].weight is model[0].weight
     torch.testing.assert_close(model[0].weight.data, state["0.weight"])
 
@@ -139,9 +156,9 @@ def test_shards_that_do_not_make_a_whole_change_nothing() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = in_shards(ones_like(model), 2)
-    back = load_back({0: model}, merge_ranks(states[:1]), {})
-    assert not back.paths
-    (line,) = back.warnings
+    paths, _lines, warnings = load_back({0: model}, merge_ranks(states[:1]), {})
+    assert not paths
+    (line,) = warnings
     assert "2 elements of 0.weight are on other machines" in line
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
