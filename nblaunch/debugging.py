@@ -92,7 +92,7 @@ def on_prompts(runner: JobRunner) -> None:
         return
     rank = debugger.next_prompt()
     if rank is not None:
-        _announce(runner, rank, debugger.prompts[rank])
+        _announce(runner, debugger, rank)
 
 
 def answer_prompt(debugger: DebugClient, interrupt: Callable[[], None]) -> None:
@@ -122,10 +122,11 @@ def has_breakpoints(background: bool) -> bool:
     return can_type() and (background or threading.current_thread() is threading.main_thread())
 
 
-def _announce(runner: JobRunner, rank: int, prompt: Prompted) -> None:
+def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
     """Report a breakpoint once: the loop of the job comes here again and again."""
-    if prompt.stop is not None and prompt.stop not in runner.announced_stops:
-        runner.announced_stops.add(prompt.stop)
+    prompt = debugger.prompts[rank]
+    if prompt.stop is not None and prompt.stop not in debugger.announced_stops:
+        debugger.announced_stops.add(prompt.stop)
         filename, line = prompt.place
         text = f"rank {rank} waits at breakpoint() in {cell_name(filename)}, line {line}: nblaunch.debug() opens pdb"
         runner.emit(Note.of_job(text, "warning"))

@@ -346,6 +346,6 @@ def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener
     """Return the runner of a job that has not started; what several machines need is imported only for them."""
     if not spec.is_elastic:
         return JobRunner(spec, plan, listeners, on_prompts=debugging.on_prompts)
-    from nblaunch.nodes.link import LinkedAttempts
+    from nblaunch.nodes.link import NodeRunner
 
-    return JobRunner(spec, plan, listeners, LinkedAttempts)
+    return NodeRunner(spec, plan, listeners)

@@ -55,6 +55,7 @@ class DebugClient:
         prompts: rank -> what pdb of this rank waits with.
         printed: rank -> what pdb has printed when it was left, until it is taken.
         gone: ranks whose process has ended.
+        announced_stops: breakpoints that were reported to the user.
     """
 
     def __init__(self, connections: Mapping[int, CommandConnection]) -> None:
@@ -62,6 +63,7 @@ class DebugClient:
         self.prompts: dict[int, Prompted] = {}
         self.printed: dict[int, str] = {}
         self.gone: set[int] = set()
+        self.announced_stops: set[tuple[str, int, int]] = set()
         self._replies: dict[tuple[int, int], ReceivedReply] = {}
         self._continued: set[tuple[str, int, int]] = set()
         self._stops: dict[int, tuple[str, int, int]] = {}

@@ -16,7 +16,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Protocol
 
 from nblaunch import formatting
 from nblaunch.diagnosis.failure import failure_of
@@ -24,7 +23,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
-from nblaunch.launcher.attempt import Attempt, Peers, start_attempt
+from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.job_state import JobState, Listener
 from nblaunch.launcher.joblog import JobLog
@@ -66,27 +65,13 @@ _NO_THREAD = (
 )
 
 
-class NodeAttempts(Protocol):
-    """The attempts of a job on several machines, run through :meth:`JobRunner.start_in_world`."""
-
-    def start(self) -> None:
-        """Wait until all machines have joined, and start the workers of this one."""
-
-    def finish(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Run attempts to the last; return its report and the results of its ranks."""
-
-    def close(self) -> None:
-        """Leave the other machines."""
-
-
 class JobRunner(JobState):
-    """Runs one job, once.
+    """Runs one job, once. On several machines it is a ``NodeRunner`` (``nodes/link.py``), which has other attempts.
 
     Args:
         spec: what to run.
         plan: how.
         listeners: receive its events.
-        make_attempts: makes the attempts of a launch on several machines, which needs it.
         on_prompts: called with the runner while ranks wait for a line for pdb.
         log: the job's log folder; None = a new one.
         requests: to the job, where there may be some before it starts.
@@ -95,7 +80,6 @@ class JobRunner(JobState):
         spec: as given; of a job that has ended, without the function and its arguments.
         plan: how its workers start now; of a job that has ended, without the modules in the arguments.
         command_connections: rank -> connection for commands, in the present attempt; empty where none are sent.
-        announced_stops: breakpoints that were reported.
         past_failures: one line for each attempt that failed.
 
     Raises:
@@ -107,7 +91,6 @@ class JobRunner(JobState):
         spec: LaunchSpec,
         plan: LaunchPlan,
         listeners: Sequence[Listener] = (),
-        make_attempts: Callable[[JobRunner], NodeAttempts] | None = None,
         on_prompts: Callable[[JobRunner], None] | None = None,
         log: JobLog | None = None,
         requests: JobRequests | None = None,
@@ -116,12 +99,8 @@ class JobRunner(JobState):
         self.requests: JobRequests
         super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
         self.command_connections: Mapping[int, CommandConnection] = {}
-        self.announced_stops: set[tuple[str, int, int]] = set()
         self.past_failures: list[str] = []
-        self._node_attempts = make_attempts(self) if make_attempts is not None else None
         self._on_prompts = on_prompts
-        self._peers: Peers | None = None
-        self._restart_count = 0
         self._saved: SavedCall | None = None
         self._supervisor: Supervisor | None = None
 
@@ -161,26 +140,29 @@ class JobRunner(JobState):
                 self._ended.wait()
 
     def _start(self) -> None:
-        """Announce the job, prepare later starts, start the first workers.
-
-        With several machines, only the workers of a session start here, others in :meth:`_finish`. Where the function
-        runs in this process, nothing starts here: :meth:`_finish` calls it.
-        """
         try:
-            if self._node_attempts is None:
-                self._announce_attempt()
-            for warning in (*self.plan.warnings, *memory_warnings(self.plan, self.spec)):
-                self.emit(Note.of_job(warning, "warning"))
-            if self.plan.starts_later:
-                self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
-            if self._is_inline:
-                self.status = "running"
-            elif self._node_attempts is None:
-                self._start_attempt()
-            elif self.spec.is_session:
-                self._node_attempts.start()
+            self._start_job()
         except BaseException as error:
             self._end(JobOutcome.of_error(error))
+
+    def _start_job(self) -> None:
+        """Announce the job, prepare later starts, start the first workers.
+
+        Where the function runs in this process, nothing starts here: :meth:`_finish` calls it.
+        """
+        self._announce_attempt()
+        self._prepare_starts()
+        if self._is_inline:
+            self.status = "running"
+        else:
+            self._start_attempt()
+
+    def _prepare_starts(self) -> None:
+        """Emit what may go wrong, and save the call for starts that come later."""
+        for warning in (*self.plan.warnings, *memory_warnings(self.plan, self.spec)):
+            self.emit(Note.of_job(warning, "warning"))
+        if self.plan.starts_later:
+            self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
 
     def _finish(self) -> None:
         """Go on to the end from what :meth:`_start` has started; nothing where that has ended the job."""
@@ -232,9 +214,6 @@ class JobRunner(JobState):
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
-        if self._node_attempts is not None:
-            self._node_attempts.close()
-            self._peers = None
         if self._saved is not None:
             self._saved.close()
             self._saved = None
@@ -248,35 +227,18 @@ class JobRunner(JobState):
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
-    def start_in_world(self, topology: Topology, peers: Peers, restart_count: int) -> None:
-        """Start one attempt as a part of a world of several nodes, which :meth:`supervise` watches.
-
-        Args:
-            topology: of the first rank of this node.
-            peers: the other nodes.
-            restart_count: how often workers were started before, the same number on all nodes.
-
-        Raises:
-            LaunchError: the workers could not be started.
-        """
-        self.topology = topology
-        self.plan = replan_start_method(self.plan, self.spec)
-        self._peers, self._restart_count = peers, restart_count
-        self._announce_attempt()
-        self._start_attempt()
-
-    def was_stopped(self, report: AttemptReport) -> bool:
+    def _was_stopped(self, report: AttemptReport) -> bool:
         """Return whether an interrupt, cancel or SIGTERM ended the attempt: no other may follow."""
         requests = self.requests
         return report.cancelled or requests.interrupts > 0 or requests.terminations > 0
 
-    def next_attempt(self) -> None:
-        """Number the next attempt."""
+    def _next_attempt(self) -> None:
+        """Number the next attempt, and decide anew how its workers start."""
         self.attempt_number += 1
-        self._restart_count += 1
         self.pids = {}
+        self.plan = replan_start_method(self.plan, self.spec)
 
-    def record_failure(self, report: AttemptReport) -> str:
+    def _record_failure(self, report: AttemptReport) -> str:
         """Record the failure of this attempt in a line, which the errors of later ones repeat; return the line."""
         failure = failure_of(
             report, self.pids, self.log, self.attempt_number, explain_death=self.plan.backend.explain_death
@@ -284,27 +246,23 @@ class JobRunner(JobState):
         self.past_failures.append(f"attempt {self.attempt_number}: {failure.sentence}")
         return self.past_failures[-1]
 
-    def notify_waiting(self) -> None:
-        """Let :meth:`run_in_background` return: the job waits for other machines, which a cell need not do."""
-        self._launch_settled.set()
-
     def _finish_workers(self) -> JobOutcome:
-        """Watch the workers, start them again after failures, and conclude the job: its weights are loaded."""
-        if self._node_attempts is not None:
-            if not self.spec.is_session:
-                self._node_attempts.start()
-            report, rank_results = self._node_attempts.finish()
-        else:
-            report, rank_results = self.supervise()
-            while self._wants_restart(report):
-                self._restart(report)
-                report, rank_results = self.supervise()
+        """Run the attempts to the last, and conclude the job: its weights are loaded."""
+        report, rank_results = self._finish_attempts()
         outcome, notes = conclude_job(
             self._make_attempt(), report, rank_results, self.pids, self.past_failures
         )
         for note in notes:
             self.emit(note)
         return outcome
+
+    def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Watch the workers, and start them again after failures; return the last report, and rank -> what it left."""
+        report, rank_results = self._supervise()
+        while self._wants_restart(report):
+            self._restart(report)
+            report, rank_results = self._supervise()
+        return report, rank_results
 
     def _keep_workers(self, supervisor: Supervisor, report: AttemptReport) -> None:
         """Keep the workers that still run until :attr:`kept` is released."""
@@ -315,13 +273,12 @@ class JobRunner(JobState):
         self.emit(Note.of_job(_KEPT.format(formatting.ranks(report.kept))))
 
     def _wants_restart(self, report: AttemptReport) -> bool:
-        is_over = report.is_success or self.was_stopped(report)
+        is_over = report.is_success or self._was_stopped(report)
         return not is_over and self.attempt_number < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:
-        failure = self.record_failure(report)
-        self.next_attempt()
-        self.plan = replan_start_method(self.plan, self.spec)
+        failure = self._record_failure(report)
+        self._next_attempt()
         text = (
             f"{failure}; starting all ranks again (restart {self.attempt_number} of at most {self.spec.max_restarts}) "
             f"by {self.plan.start_method}: {self.plan.reason}"
@@ -332,16 +289,8 @@ class JobRunner(JobState):
 
     def _make_attempt(self) -> Attempt:
         """Return the present attempt, as it is planned now. Only the one that is running has its store's port."""
-        return Attempt(
-            self.spec,
-            self.plan,
-            self.attempt_number,
-            self._restart_count,
-            self.topology,
-            self.log,
-            self._saved,
-            self._peers,
-        )
+        number = self.attempt_number
+        return Attempt(self.spec, self.plan, number, number, self.topology, self.log, self._saved)
 
     def _announce_attempt(self) -> None:
         self.emit(self._make_attempt().start_event())
@@ -356,7 +305,7 @@ class JobRunner(JobState):
             running, self.requests, self.emit, self.emit_readings, self.debugger, on_prompts
         )
 
-    def supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+    def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers that have been started to their end; return the report, and rank -> what it left."""
         assert self._supervisor is not None, "no attempt was started"
         supervisor, self._supervisor = self._supervisor, None

@@ -7,8 +7,7 @@
 ``agent_client.py`` is the client to the agent and waits for other nodes, ``peer_states.py`` holds their state. Nothing
 here starts or signals workers.
 
-:class:`LinkedAttempts` is the way of a job through them: the agent decides on restarts, together with those of the
-others.
+:class:`NodeRunner` runs a job through them: the agent decides on restarts, together with those of the others.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.events import Event, Note, ValueLocation
 from nblaunch.host.descriptors import wait_until_readable
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.plan import replan_start_method
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.nodes import messages, network
@@ -272,14 +273,19 @@ def _for_peers(reading: SlotReading) -> SlotReading:
     return reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
 
 
-class LinkedAttempts:
-    """The attempts of a job with those of other machines, until the agents want no more."""
+class NodeRunner(JobRunner):
+    """Runs the ranks of this node in a job on several machines, until the agents want no more attempts."""
 
-    def __init__(self, runner: JobRunner) -> None:
-        self._runner = runner
-        self._link: NodeLink | None = None
+    _link: NodeLink | None = None
+    _restart_count = 0
 
-    def start(self) -> None:
+    def _start_job(self) -> None:
+        """Start the workers of a session, once all nodes have joined; those of a job start in :meth:`_finish`."""
+        self._prepare_starts()
+        if self.spec.is_session:
+            self._join()
+
+    def _join(self) -> NodeLink:
         """Wait until all nodes have joined, and start the workers of this one.
 
         Raises:
@@ -287,47 +293,57 @@ class LinkedAttempts:
             JobCancelled: the job was cancelled while it waited for other nodes.
             LaunchError: the nodes did not find each other, or workers could not be started.
         """
-        runner = self._runner
-        log_path = str(runner.log.new_file("agent.log"))
-        num_workers = runner.plan.num_processes
+        log_path = str(self.log.new_file("agent.log"))
         self._link = link = NodeLink(
-            runner.spec, num_workers, log_path, runner.requests, runner.emit, runner.emit_readings
+            self.spec, self.plan.num_processes, log_path, self.requests, self.emit, self.emit_readings
         )
-        runner.notify_waiting()
+        self._launch_settled.set()  # a cell need not wait for other machines
         world = link.next_world()
         assert world is not None, "an agent that ends before the first rendezvous has an error"
-        runner.start_in_world(world.topology, link, world.restart_count)
+        self.plan = replan_start_method(self.plan, self.spec)
+        self._start_in_world(world)
+        return link
 
-    def finish(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Run attempts until the agent wants no more; return the report and the results of its ranks.
+    def _start_in_world(self, world: WorldFormed) -> None:
+        self.topology, self._restart_count = world.topology, world.restart_count
+        self._announce_attempt()
+        self._start_attempt()
+
+    def _make_attempt(self) -> Attempt:
+        return replace(super()._make_attempt(), restart_count=self._restart_count, peers=self._link)
+
+    def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Run attempts until the agent wants no more.
 
         Raises:
             LaunchError: workers could not be started again.
         """
-        runner, link = self._runner, self._link
-        assert link is not None, "start() comes first"
-        report, rank_results = self._finish(link)
-        while not runner.was_stopped(report) and (world := link.next_world()) is not None:
-            runner.next_attempt()
-            runner.start_in_world(world.topology, link, world.restart_count)
-            report, rank_results = self._finish(link)
+        link = self._link or self._join()
+        report, rank_results = self._finish_attempt(link)
+        while not self._was_stopped(report) and (world := link.next_world()) is not None:
+            self._next_attempt()
+            self._start_in_world(world)
+            report, rank_results = self._finish_attempt(link)
         if link.last_error and not report.is_success:
-            runner.past_failures.append(link.last_error)
-        self.close()
+            self.past_failures.append(link.last_error)
+        self._leave()
         return report, rank_results
 
-    def close(self) -> None:
+    def _finish_attempt(self, link: NodeLink) -> tuple[AttemptReport, dict[int, RankResult]]:
+        report, rank_results = self._supervise()
+        link.conclude(report)
+        is_change = report.remote.wants_restart and not report.remote.has_cause
+        failed = not (report.is_success or self._was_stopped(report) or is_change)
+        if failed and self.spec.max_restarts:
+            self.emit(Note.of_job(self._record_failure(report), "warning"))
+        return report, rank_results
+
+    def _leave(self) -> None:
         """End the agent, which notifies the other nodes."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
 
-    def _finish(self, link: NodeLink) -> tuple[AttemptReport, dict[int, RankResult]]:
-        runner = self._runner
-        report, rank_results = runner.supervise()
-        link.conclude(report)
-        is_change = report.remote.wants_restart and not report.remote.has_cause
-        failed = not (report.is_success or runner.was_stopped(report) or is_change)
-        if failed and runner.spec.max_restarts:
-            runner.emit(Note.of_job(runner.record_failure(report), "warning"))
-        return report, rank_results
+    def _release(self) -> None:
+        self._leave()
+        super()._release()

@@ -25,7 +25,7 @@ from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
-from nblaunch.launcher.runner import JobRunner, NodeAttempts
+from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks, saved_values
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
@@ -423,12 +423,12 @@ class Session(RankCommands):
         self._display_ids: set[tuple[int, str]] = set()
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, is_session=True, sync_weights=False, **self._settings)
-        attempts: Callable[[JobRunner], NodeAttempts] | None = None
+        make_runner = JobRunner
         if spec.is_elastic:
-            from nblaunch.nodes.link import LinkedAttempts  # needed for several machines alone
+            from nblaunch.nodes.link import NodeRunner  # needed for several machines alone
 
-            attempts = LinkedAttempts
-        self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output], attempts)
+            make_runner = NodeRunner
+        self._runner = make_runner(spec, plan_launch(spec, background=True), [self._output])
         post_mortem.release_kept_failures()
         with self._output.shown_by([dashboards.lines_printer()]):
             if reason := self._runner.plan.fallback:

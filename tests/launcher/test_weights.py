@@ -58,7 +58,7 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
     model = net()
     state = ones_like(model)
     del state["1.bias"]
-    paths, lines, warnings = load_back(
+    paths, _lines, warnings = load_back(
         {0: model}, {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"}
     )
     (line,) = warnings
