@@ -9,6 +9,7 @@ import gc
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,26 +55,29 @@ def train(strategy: str, optimizer_name: str) -> dict[str, float]:
     plugin = FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
     accelerator = Accelerator(fsdp_plugin=plugin)
     memory.tune_allocator()
-    _steps(accelerator, Blocks(1), 1, optimizer_name)  # what libraries make at their first use
+    _steps(accelerator, Blocks(1), 1, optimizer_name, look=int)  # what libraries make at their first use
     before = own_bytes()
-    seen = _steps(accelerator, Blocks(WIDTH), WIDTH, optimizer_name)
+    seen = _steps(accelerator, Blocks(WIDTH), WIDTH, optimizer_name, look=own_bytes)
     return {name: (num_bytes - before) / NUM_PARAMETERS for name, num_bytes in seen.items()}
 
 
-def _steps(accelerator: Accelerator, model: Blocks, width: int, optimizer_name: str) -> dict[str, int]:
+def _steps(
+    accelerator: Accelerator, model: Blocks, width: int, optimizer_name: str, look: Callable[[], int]
+) -> dict[str, int]:
+    """Two steps: forward is looked at in the first, backward in the second, beside the optimizer's state."""
     forward: list[int] = []
     backward: list[int] = []
+    after: list[int] = []
     for block in model.blocks:
-        block.register_forward_hook(lambda *_: forward.append(own_bytes()))
-        block.register_full_backward_hook(lambda *_: backward.append(own_bytes()))
+        block.register_forward_hook(lambda *_: None if after else forward.append(look()))
+        block.register_full_backward_hook(lambda *_: backward.append(look()) if after else None)
     prepared, optimizer = accelerator.prepare(model, OPTIMIZERS[optimizer_name](model.parameters()))
-    after = []
     for _ in range(2):
         optimizer.zero_grad()
         accelerator.backward(prepared(torch.ones(1, width, requires_grad=True)).float().sum())
         optimizer.step()
-        after.append(own_bytes())
-    return {"step": max(after), "backward": max(backward), "forward": max(forward[:NUM_BLOCKS])}
+        after.append(look())
+    return {"step": max(after), "backward": max(backward), "forward": max(forward)}
 
 
 def own_bytes() -> int:

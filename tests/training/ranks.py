@@ -41,6 +41,8 @@ _IMPORTED = (
     "tests.training.ranks",
     "hypothesis",
 )
+# What some of them import, half a second in each rank. Not where a device is used: Accelerate may look for it.
+_IMPORTED_BY_SOME = ("accelerate", "nblaunch.notebook", "torch.distributed.checkpoint")
 _preloaded: tuple[str, ...] | None = None
 
 
@@ -48,11 +50,11 @@ _preloaded: tuple[str, ...] | None = None
 def rank_server(request: pytest.FixtureRequest) -> None:
     """The process that the ranks of a module's tests are forked from, which never touches a device.
 
-    A test module, or a folder's conftest, takes it by importing it. It serves the next module, too, if that needs the
-    same: ranks of those that compare with Hugging Face Accelerate all import it.
+    A test module, or a folder's conftest, takes it by importing it. It serves the next module, too.
     """
     request.config.add_cleanup(stop_server)
-    start_server(*["accelerate"] if hasattr(request.module, "accelerate") else [])
+    has_devices = request.node.get_closest_marker("cuda") is not None
+    start_server(*[] if has_devices else _IMPORTED_BY_SOME)
 
 
 def start_server(*preload: str) -> None:
