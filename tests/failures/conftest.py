@@ -75,11 +75,19 @@ before = traces()
 """
 
 
-def start_kernel(log_dir: Path, **env: str) -> Kernel:
-    """A kernel in which the preamble has run."""
+def start_kernel(log_dir: Path, *, is_settled: bool = True, **env: str) -> Kernel:
+    """A kernel in which the preamble has run.
+
+    Args:
+        log_dir: of its jobs.
+        is_settled: what is made once per process has been made, so that ``traces()`` can be compared.
+        **env: variables of the kernel.
+    """
     kernel = Kernel.start(env={"NBLAUNCH_LOG_DIR": str(log_dir), **env})
     try:
         kernel.run(PREAMBLE)
+        if not is_settled:
+            return kernel
         kernel.run(SETTLED)
         kernel.run("1 / 0", raises="ZeroDivisionError")
         kernel.run(SETTLED)
@@ -123,8 +131,8 @@ def start(nothing_left_behind: None, tmp_path: Path) -> Iterator[Callable[..., K
     """Starts kernels that the test is going to kill; what they leave is ended in any case."""
     started: list[Kernel] = []
 
-    def start_one(**env: str) -> Kernel:
-        started.append(start_kernel(tmp_path / "logs", **env))
+    def start_one(**options: Any) -> Kernel:
+        started.append(start_kernel(tmp_path / "logs", **options))
         return started[-1]
 
     yield start_one

@@ -29,43 +29,53 @@ def ignore_signals():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
+def say_ready():
+    print("rea" + "dy", rank())
+    dist.distributed_c10d._get_default_store().set(f"ready {rank()}", "")
+
+def wait_for_those_that_wait():
+    # Whoever computes begins last, and leaves the cores to the others until then.
+    dist.distributed_c10d._get_default_store().wait([f"ready {other}" for other in (0, 3, 4, 5, 6, 7)])
+
 def stay():
     try:
         raise ValueError("away")
     finally:
-        print("rea" + "dy", rank())
+        say_ready()
         while True:
             time.sleep(1)
 
 def train():
     dist.init_process_group()
     if rank() == 0:
-        print("rea" + "dy", rank())
+        say_ready()
         dist.all_reduce(torch.ones(2))                                # the others never come
     elif rank() == 1:
-        print("rea" + "dy", rank())
+        wait_for_those_that_wait()
+        say_ready()
         while True: sum(range(100))
     elif rank() == 2:
-        print("rea" + "dy", rank())
+        wait_for_those_that_wait()
+        say_ready()
         collections.deque(itertools.repeat(None), maxlen=0)           # blocked in C, holding the interpreter's lock
     elif rank() == 3:
         ignore_signals()
-        print("rea" + "dy", rank())
+        say_ready()
         time.sleep(3600)
     elif rank() == 4:
         stay()
     elif rank() == 5:
-        print("rea" + "dy", rank())
+        say_ready()
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank() == 6:
         ignore_signals()
         for _ in torch.utils.data.DataLoader(Endless(), num_workers=2, multiprocessing_context="fork"):
-            print("rea" + "dy", rank()) if not started else None
+            say_ready() if not started else None
             started.append(True)
     elif rank() == 7:
         child = subprocess.Popen(["sleep", "3600"])                   # knows nothing of its parent's death
         daemonize()
-        print("rea" + "dy", rank())
+        say_ready()
         child.wait()
 
 def daemonize():
@@ -148,7 +158,7 @@ ENDS: dict[str, Callable[[Kernel], None]] = {
 )
 def test_nothing_outlives_the_kernel(start: Callable[..., Kernel], method: str, end: str) -> None:
     """Spawned workers are children of the kernel as forked ones are, and watched by the same means."""
-    kernel = start()
+    kernel = start(is_settled=False)
     _launch(kernel, method)
     processes = kernel.processes()
     assert len(processes) >= NUM_PROCESSES + 2 + 1 + 5 + 1  # data loaders, subprocess, daemons, guardian
@@ -164,7 +174,7 @@ def test_nothing_outlives_the_kernel(start: Callable[..., Kernel], method: str, 
 def test_nothing_outlives_a_kernel_killed_while_workers_start(
     start: Callable[..., Kernel], method: str
 ) -> None:
-    kernel = start()
+    kernel = start(is_settled=False)
     before = kernel.processes()
     kernel.submit(TRAIN + f"notebook_launcher(train, num_processes=4, start_method={method!r})")
     kernel.wait_until(lambda: len(kernel.processes()) > len(before), 20, "the first process")
@@ -210,20 +220,20 @@ def die():
     [("end_well", None), ("raise_error", "ValueError"), ("wait", "KeyboardInterrupt"), ("die", "WorkerDied")],
 )
 def test_what_left_the_posix_session_of_a_worker_ends_with_the_job(
-    fresh: Kernel, function: str, error: str | None
+    shared: Kernel, function: str, error: str | None
 ) -> None:
-    fresh.run(TRAIN + DAEMONS)
-    fresh.run("own = subprocess.Popen(['/bin/sleep', '3600'], start_new_session=True)")
-    of_the_cell = fresh.processes()
+    shared.run(TRAIN + DAEMONS)
+    shared.run("own = subprocess.Popen(['/bin/sleep', '3600'], start_new_session=True)")
+    of_the_cell = shared.processes()
     assert of_the_cell
-    cell = fresh.submit(f"notebook_launcher({function}, num_processes=1)")
+    cell = shared.submit(f"notebook_launcher({function}, num_processes=1)")
     cell.wait_for_text("ready")
     if error == "KeyboardInterrupt":
-        fresh.interrupt()
+        shared.interrupt()
     cell.wait()
     assert (cell.error and cell.error.name) == error
-    _, left = psutil.wait_procs([p for p in fresh.processes() if p not in of_the_cell], LIMIT_S)
+    _, left = psutil.wait_procs([p for p in shared.processes() if p not in of_the_cell], LIMIT_S)
     assert left == []
     assert "sleep (pid" in cell.stdout
     assert all(process.is_running() for process in of_the_cell)
-    fresh.run("own.kill(); own.wait()")
+    shared.run("own.kill(); own.wait()")
