@@ -101,7 +101,8 @@ def test_any_script_for_torchrun_works_and_loaders_may_spawn() -> None:
             dist.init_process_group("gloo")
             total = torch.ones(1) * (dist.get_rank() + 1)
             dist.all_reduce(total)
-            loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+            how = {"num_workers": 1, "multiprocessing_context": "spawn"} if dist.get_rank() == 1 else {}
+            loader = DataLoader(Numbers(), **how)
             print(int(total), sum(int(batch) for batch in loader), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])
             dist.destroy_process_group()
     """)
