@@ -41,8 +41,13 @@ _IMPORTED = (
     "tests.training.ranks",
     "hypothesis",
 )
-# What some of them import, half a second in each rank. Not where a device is used: Accelerate may look for it.
-_IMPORTED_BY_SOME = ("accelerate", "nblaunch.notebook", "torch.distributed.checkpoint")
+# What some of them need, up to two seconds in each rank. Not where a device is used: Accelerate may look for it.
+_IMPORTED_BY_SOME = (
+    "accelerate",
+    "nblaunch.notebook",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+)
 _preloaded: tuple[str, ...] | None = None
 
 
@@ -70,6 +75,11 @@ def start_server(*preload: str) -> None:
     server = multiprocessing.forkserver
     server.set_forkserver_preload([*_IMPORTED, *preload, "tests.training.frozen_heap"])
     server.ensure_running()
+    # The time that it takes to import is not the first rank's.
+    first = multiprocessing.get_context("forkserver").Process(target=int)
+    first.start()
+    first.join()
+    first.close()
     _preloaded = preload
     # The first store of a process makes libuv's signal pipe, which stays for good: not to be taken for a test's.
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
