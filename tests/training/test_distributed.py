@@ -85,9 +85,9 @@ def _train(batch_size: int, split: bool, accumulation: int, rows: int) -> dict[s
     return model.state_dict()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("world_size", "split", "accumulation"), [(2, False, 1), (2, True, 3), (4, False, 3), (4, True, 1)]
+)
 def test_training_equals_that_of_one_process(world_size: int, split: bool, accumulation: int) -> None:
     # The same global batches everywhere: 16 rows, all of them full.
     batch_size = 16 if split else 16 // world_size
@@ -97,29 +97,35 @@ def test_training_equals_that_of_one_process(world_size: int, split: bool, accum
         torch.testing.assert_close(weights[rank], expected, rtol=1e-4, atol=1e-6)
 
 
-def _seen_in_metrics(rows: int, batch_size: int, shuffle: bool, options: dict[str, Any]) -> list[list[int]]:
+def _seen_in_metrics(
+    sizes: Sequence[int], batch_size: int, shuffle: bool, options: dict[str, Any]
+) -> dict[int, list[list[int]]]:
+    """For datasets of these sizes, one after the other: what was seen in each of two epochs."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
-    loader = accelerator.prepare(DataLoader(_dataset(rows), batch_size=batch_size, shuffle=shuffle))
-    epochs = []
-    for _ in range(2):
-        seen: list[int] = []
-        for _inputs, _targets, index in loader:
-            seen += accelerator.gather_for_metrics({"index": index})["index"].tolist()
-        epochs.append(seen)
-    return epochs
+    found: dict[int, list[list[int]]] = {}
+    for rows in sizes:
+        loader = accelerator.prepare(DataLoader(_dataset(rows), batch_size=batch_size, shuffle=shuffle))
+        found[rows] = [
+            [
+                row
+                for _inputs, _targets, index in loader
+                for row in accelerator.gather_for_metrics({"index": index})["index"].tolist()
+            ]
+            for _ in range(2)
+        ]
+    return found
 
 
-@pytest.mark.parametrize("rows", [1, 7, 12, 13, 24])
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"use_seedable_sampler": True}])
-def test_metrics_count_every_sample_once(rows: int, options: dict[str, Any]) -> None:
-    for epochs in ranks.run(_seen_in_metrics, 2, rows, 4, True, options):
-        for seen in epochs:
-            assert sorted(seen) == list(range(rows))
+def test_metrics_count_every_sample_once(options: dict[str, Any]) -> None:
+    for found in ranks.run(_seen_in_metrics, 2, [1, 7, 12, 13, 24], 4, True, options):
+        for rows, epochs in found.items():
+            assert [sorted(seen) for seen in epochs] == [list(range(rows))] * 2
 
 
 def test_metrics_keep_the_order_of_the_dataset() -> None:
-    for epochs in ranks.run(_seen_in_metrics, 2, 13, 4, False, {}):
-        assert epochs == [list(range(13))] * 2
+    for found in ranks.run(_seen_in_metrics, 2, [13], 4, False, {}):
+        assert found == {13: [list(range(13))] * 2}
 
 
 class _ShuffledRows(Sampler[int]):

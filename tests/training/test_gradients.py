@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -74,14 +75,16 @@ def _train_whole(batch: int, rows: int, window: int) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+def _train_tails(rows: Sequence[int], num_models: int) -> list[list[torch.Tensor]]:
+    return [_train_tail(2, count, True, num_models) for count in rows]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("num_models", [1, 2])
-@pytest.mark.parametrize("batches", [8, 9, 10, 11, 2])
-def test_a_tail_averages_over_the_micro_steps_that_it_has(
-    world_size: int, num_models: int, batches: int
-) -> None:
-    expected = _train_whole(2, 2 * batches, 4) * num_models
-    for weights in ranks.run(_train_tail, world_size, 2, 2 * batches, True, num_models):
+def test_a_tail_averages_over_the_micro_steps_that_it_has(world_size: int, num_models: int) -> None:
+    rows = [2 * batches for batches in (8, 9, 10, 11, 2)]
+    expected = [_train_whole(2, count, 4) * num_models for count in rows]
+    for weights in ranks.run(_train_tails, world_size, rows, num_models):
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -443,8 +446,7 @@ def _compiled(as_plugin: bool) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("as_plugin", [False, True])
+@pytest.mark.parametrize(("world_size", "as_plugin"), [(1, True), (2, False)])
 def test_models_are_compiled(world_size: int, as_plugin: bool) -> None:
     for answers in ranks.run(_compiled, world_size, as_plugin):
         assert all(answers.values()), answers
