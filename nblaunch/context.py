@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nblaunch import backends, env
 from nblaunch.backends.base import Backend
@@ -17,7 +17,9 @@ from nblaunch.events import Event
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.locks import WorkerLocks
-from nblaunch.wire.worker_commands import CommandConnection
+
+if TYPE_CHECKING:  # a process without a launcher needs none
+    from nblaunch.wire.worker_commands import CommandConnection
 
 
 def _discard(event: Event) -> None:

@@ -8,7 +8,7 @@ The debugger's modules, in the folders of the processes and of what they serve:
     launcher/debug_client.py       commands to the workers of a job or session, prompts and replies from them, compared
     launcher/post_mortem.py        failures that are kept for it
       session/client.py            that of a session's command
-    wire/worker_commands.py        what client and worker send each other; replies in ``wire/replies.py``
+    wire/worker_commands.py        what client and worker send each other
     worker/debugger.py             answers in a worker, with pdb
       worker/frames.py             where the user's code stands there, and its variables
 """

@@ -20,7 +20,6 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.diagnosis.exceptions import rebuild
 from nblaunch.user_code import cell_name
-from nblaunch.wire.replies import ReceivedReply, Reply
 from nblaunch.wire.worker_commands import (
     CommandConnection,
     Debug,
@@ -30,7 +29,9 @@ from nblaunch.wire.worker_commands import (
     Line,
     Prompted,
     ReadVariables,
+    ReceivedReply,
     Release,
+    Reply,
     Resumed,
 )
 

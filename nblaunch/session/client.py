@@ -24,8 +24,15 @@ from nblaunch.session.output import BUSY, SessionOutput
 from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
-from nblaunch.wire.replies import ReceivedReply, receive_reply
-from nblaunch.wire.worker_commands import Close, DropFrames, Execute, LeaveGroup, RunFunction, SessionCommand
+from nblaunch.wire.worker_commands import (
+    Close,
+    DropFrames,
+    Execute,
+    LeaveGroup,
+    ReceivedReply,
+    RunFunction,
+    SessionCommand,
+)
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
@@ -301,7 +308,7 @@ class SessionClient:
 
     def _receive(self, rank: int) -> ReceivedReply:
         try:
-            return receive_reply(self._connections[rank])
+            return ReceivedReply.of(*self._connections[rank].receive())
         except (EOFError, OSError):
             self.raise_end()
             raise

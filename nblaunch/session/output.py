@@ -30,7 +30,7 @@ from nblaunch.events import (
 )
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.wire.board import SlotReading
-from nblaunch.wire.replies import ReceivedReply
+from nblaunch.wire.worker_commands import ReceivedReply
 
 _MAX_KEPT = 10_000
 """Events between two commands; threads of a rank may print at any time."""

@@ -23,16 +23,17 @@ from nblaunch.wire import payload
 from nblaunch.wire.argument_paths import modules_at
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.replies import Reply, send_reply
 from nblaunch.wire.worker_commands import (
     Close,
     CommandConnection,
     DropFrames,
     Execute,
     LeaveGroup,
+    Reply,
     RunFunction,
     SessionCommand,
     SetVariables,
+    send_reply,
 )
 from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger

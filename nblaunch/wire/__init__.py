@@ -19,8 +19,7 @@ Both ways between launcher and workers:
     payload.py          values in memory files, pickled
     argument_paths.py   torch modules and optimizers in the arguments, by argument path
     pickle_errors.py    which part of a value can't be pickled
-    worker_commands.py  commands of a session and to the debugger, on a pair of sockets
-    replies.py          replies to these commands
+    worker_commands.py  commands of a session and to the debugger, and replies, on a pair of sockets
     stop_agreement.py   the step at which all ranks stop, over the board
 
 Between ranks and between nodes:

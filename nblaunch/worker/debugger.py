@@ -25,7 +25,6 @@ from typing import Any
 
 from nblaunch.user_code import from_first_user_frame, is_user_file, line_of
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.replies import Reply, send_reply
 from nblaunch.wire.worker_commands import (
     CommandConnection,
     Debug,
@@ -34,7 +33,9 @@ from nblaunch.wire.worker_commands import (
     Prompted,
     ReadVariables,
     Release,
+    Reply,
     Resumed,
+    send_reply,
 )
 from nblaunch.worker import frames
 from nblaunch.worker.failure import describe_failure
