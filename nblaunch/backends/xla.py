@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import os
 import sys
 from collections.abc import Callable, Hashable, Mapping
@@ -163,7 +162,6 @@ class XlaBackend(Backend):
 
     def prepare_launcher(self) -> None:
         xla_runtime.package()
-        gc.collect()  # garbage would be frozen with the heap, and shared for good
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         kind = xla_runtime.kind()

@@ -12,9 +12,11 @@ Apart from SPMD, nothing here initialises the runtime or waits for the device: o
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +81,29 @@ def package() -> Any:
         return sys.modules["torch_xla"]
     try:
         # Left alone, the import would fix PJRT_DEVICE for the whole process.
-        with env.patched({"PJRT_DEVICE": kind(), **host_env()}):
+        with env.patched({"PJRT_DEVICE": kind(), **host_env()}), _one_collection():
             for name in ("core.xla_model", "runtime", "debug.metrics", "distributed.xla_backend"):
                 importlib.import_module(f"torch_xla.{name}")
     except (ImportError, OSError) as error:
         raise RuntimeError(version_mismatch() or f"torch_xla can't be imported: {error}") from error
     return sys.modules["torch_xla"]
+
+
+@contextmanager
+def _one_collection() -> Iterator[None]:
+    """Look for garbage once, at the end of an import, which would have dozens of looks at a heap that grows.
+
+    What it leaves would be frozen with a kernel's heap, and shared with workers for good. Launches after it do not look
+    again: in a kernel with torch that takes longer than their forks.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        gc.collect()
 
 
 def part(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from tests.xla.conftest import StartKernel
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("compile_quickly")]
 
 INITIALISES = (
     "torch_xla.device()",
@@ -91,6 +92,15 @@ def test_what_initialises_the_runtime_and_what_does_not() -> None:
     assert not is_initialised
     assert {call for call, answer in answers.items() if answer == "1"} == set(INITIALISES)
     assert {call for call, answer in answers.items() if answer == "0"} == set(LEAVES_ALONE)
+
+
+def test_a_launch_looks_at_the_heap_only_where_torch_xla_was_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than all forks of a launch."""
+    from nblaunch.backends.xla import BACKEND
+
+    BACKEND.prepare_launcher()
+    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("a later launch collects, too"))
+    BACKEND.prepare_launcher()
 
 
 def test_the_history_is_searched_for_what_initialises() -> None:
