@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -202,9 +203,13 @@ def _show_token(token: str) -> None:
 def serve(fd: int) -> str:
     """Import, then fork for the requests that come; returns in the new processes only: the module to run."""
     has_xla = importlib.util.find_spec("torch_xla") is not None
+    gc.disable()
     for name in (*_IMPORTS, *(_IMPORTS_FOR_XLA if has_xla else ())):
         with contextlib.suppress(ModuleNotFoundError):  # the packages of Colab's kernel are fewer
             importlib.import_module(name)
+    gc.enable()
+    # Once, where imports would have had dozens of looks at a heap that grows.
+    gc.collect()
     with socket.socket(fileno=fd) as channel:
         request, output = _fork_for_requests(channel)
     _begin(request, output)
