@@ -36,8 +36,10 @@ def metrics():
     return torch_xla.debug.metrics
 """
 
+# The last one saves each graph the passes of MLIR.
 COMPILE_QUICKLY = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_max_isa=SSE4_2"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_max_isa=SSE4_2 "
+    "--xla_cpu_use_fusion_emitters=false"
 )
 
 StartKernel = Callable[..., Kernel]

@@ -11,7 +11,7 @@ import pytest
 from tests.kernels import Kernel
 from tests.xla.conftest import StartKernel
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("compile_quickly")]
 
 CGROUP = Path("/sys/fs/cgroup")
 

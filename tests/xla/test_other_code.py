@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compile_quickly")]
 
 READ = """
 def read(around):

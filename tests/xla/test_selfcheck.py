@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 
 def run(*words: str) -> str:
     ended = subprocess.run(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.xla.conftest import StartKernel
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_quickly")]
 
 TRAIN = """
 def train(model, strategy=None):
