@@ -37,9 +37,12 @@ LONGEST_FIRST = (
     "tests/training/test_gradients.py",
     "tests/training/test_state.py",
     "tests/dashboard/test_widgets_in_kernel.py",
+    "tests/xla/test_false_notes.py",
     "tests/xla/test_training.py",
+    "tests/xla/test_notebook.py",
+    "tests/xla/test_other_code.py",
     "tests/xla/test_memory.py",
-    "tests/xla/test_steps.py",
+    "tests/xla/test_estimate.py",
 )
 
 
