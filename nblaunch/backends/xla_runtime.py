@@ -323,7 +323,8 @@ def separate_stores(topology: Topology) -> None:
         @functools.wraps(rendezvous)
         def own_keys(*arguments: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
             for store, rank, world_size in rendezvous(*arguments, **options):
-                yield dist.PrefixStore(f"worker {topology.rank}", store), rank, world_size
+                own = store if world_size > 1 else dist.PrefixStore(f"worker {topology.rank}", store)
+                yield own, rank, world_size
 
         handlers["xla"] = own_keys
 
