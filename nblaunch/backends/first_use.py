@@ -34,7 +34,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from nblaunch import env, packages
-from nblaunch.user_code import ipython_shell
 
 _NUM_FRAMES = 200
 _POISONED = "torch refuses GPUs in a forked copy"
@@ -337,7 +336,8 @@ def small_backward() -> None:
 
 def _guess_cell(pattern: re.Pattern[str]) -> str:
     """Return the first match of ``pattern`` in the notebook's cells, as :func:`first_match` has it."""
-    shell = ipython_shell()
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
     cells = shell.user_ns.get("In", []) if shell is not None else []
     return first_match(pattern, cells)
 
