@@ -33,7 +33,7 @@ from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import payload
-from nblaunch.wire.assignment import FunctionCall, restore_random_states, restore_sources
+from nblaunch.wire.assignment import FunctionCall, restore_host_random_states, restore_sources
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import output, process_control
@@ -120,7 +120,7 @@ class _DetachedJob:
         backends.find(launch.backend, launch.registered_backend)
         call: FunctionCall = payload.load_mapped(saved.fd)
         os.close(saved.fd)
-        restore_random_states(pickle.loads(saved.random_states))
+        restore_host_random_states(pickle.loads(saved.random_states))
         function, args = call
         return replace(launch.spec, function=function, args=args, num_processes=launch.num_processes)
 

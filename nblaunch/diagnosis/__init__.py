@@ -1,6 +1,6 @@
 """What went wrong in a job, with evidence: hangs while it runs, the root cause after it has failed.
 
-While a job runs, the launcher has ``hang.Watchdog`` check the workers' progress a few times a second, and
+While a job runs, the launcher has ``hang.HangDetector`` check the workers' progress a few times a second, and
 ``memory.MemoryRecord`` read their memory. After an attempt, the supervisor's ``report.AttemptReport`` holds the facts.
 
 hang.py         whether the job hangs, and which rank waits for which

@@ -1,6 +1,6 @@
 """Detection of hangs, and their description: which ranks wait for which.
 
-    Watchdog       progress (steps, collectives, bars, logged values) -> observe() -> stacks needed?
+    HangDetector   progress (steps, collectives, bars, logged values) -> observe() -> stacks needed?
                    stacks, processor time, output                     -> judge()   -> hang, suspicion or nothing
     describe_hang  positions of all ranks as text, and what they mean together
 
@@ -114,7 +114,7 @@ class _Rank:
         return after - before < max(_IDLE_SHARE * (last_s - first_s), _IDLE_S)
 
 
-class Watchdog:
+class HangDetector:
     """Detector of ranks without progress for ``timeout_s`` seconds; reports each hang of a rank once."""
 
     def __init__(self, timeout_s: float) -> None:

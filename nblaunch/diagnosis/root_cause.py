@@ -107,7 +107,7 @@ def own_failures(report: AttemptReport) -> list[RootCause]:
         for rank, (status, time_s) in report.exits.items()
         if rank not in report.returned
         and rank not in report.failed
-        and not _was_stopped_by_launcher(report, rank)
+        and not _was_signalled_by_launcher(report, rank)
     ]
     return deaths + [error for error in _errors(report) if not _is_consequence(report, error)]
 
@@ -116,7 +116,7 @@ def _errors(report: AttemptReport) -> list[RootCause]:
     return [RootCause(rank, failed=failed, time_s=failed.time_s) for rank, failed in report.failed.items()]
 
 
-def _was_stopped_by_launcher(report: AttemptReport, rank: int) -> bool:
+def _was_signalled_by_launcher(report: AttemptReport, rank: int) -> bool:
     """Return whether a rank ended without an exception after a signal of the launcher."""
     return rank in report.signalled and report.signalled[rank] <= report.exits[rank][1]
 

@@ -56,7 +56,7 @@ class Peers(Protocol):
         """Whether nothing more will arrive."""
 
     @property
-    def must_stop(self) -> bool:
+    def must_end(self) -> bool:
         """Whether the workers of this node have to end, because of other nodes."""
 
     def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
@@ -128,8 +128,8 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Links:
-    """What this process keeps of its links with the workers, by rank.
+class WorkerConnections:
+    """What this process keeps of its connections with the workers, by rank.
 
     Args:
         receivers: where events arrive.
@@ -151,7 +151,7 @@ class RunningAttempt:
         assignments: one per worker.
         group: the processes.
         board: the progress of all ranks.
-        links: with the workers.
+        connections: with the workers.
         tails: rank -> its log.
         store: the store that workers may ask for; None where an agent hosts it.
         selector: to wait for all of these.
@@ -165,7 +165,7 @@ class RunningAttempt:
     assignments: Sequence[Assignment]
     group: WorkerGroup
     board: Board
-    links: Links
+    connections: WorkerConnections
     tails: Mapping[int, LogTail]
     store: StoreHost | None
     selector: selectors.BaseSelector
@@ -222,7 +222,7 @@ def _start(attempt: Attempt, method: StartMethod, stack: ExitStack) -> RunningAt
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
-        assignments, links = assign(attempt, board, descendants.tag, stack, worker_ends)
+        assignments, connections = assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
         group = method.start(call, assignments, board, attempt.saved)
     left_running: list[str] = []
@@ -234,7 +234,7 @@ def _start(attempt: Attempt, method: StartMethod, stack: ExitStack) -> RunningAt
     guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
-        attempt, assignments, group, board, links, tails, store,
+        attempt, assignments, group, board, connections, tails, store,
         selector, memory, monitor, guardian, left_running, stack.pop_all(),
     )  # fmt: skip
 
@@ -275,7 +275,7 @@ def _end_descendants(
 
 def assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
-) -> tuple[list[Assignment], Links]:
+) -> tuple[list[Assignment], WorkerConnections]:
     """Make each worker's descriptors and assignment.
 
     Args:
@@ -289,7 +289,7 @@ def assign(
         OSError: descriptors or memory ran out.
     """
     spec, plan = attempt.spec, attempt.plan
-    links = Links()
+    connections = WorkerConnections()
     assignments: list[Assignment] = []
     key = signing.new_key() if attempt.topology.num_nodes == 1 else b""
     for local_rank, rank in enumerate(attempt.ranks):
@@ -304,33 +304,37 @@ def assign(
                 is_spmd=spec.is_spmd,
                 attempt=attempt.number,
                 board_fd=board.fd,
-                event_fd=_open_events(rank, links, stack, worker_ends),
+                event_fd=_open_events(rank, connections, stack, worker_ends),
                 # Any rank may hold shards of weights, so each gets an outbox.
                 outbox_fd=_open_outbox(rank, stack)
                 if returns_value or plan.modules or plan.optimizers
                 else -1,
-                command_fd=_connect(rank, links.command_connections, worker_ends) if spec.is_session else -1,
-                debug_fd=_connect(rank, links.debug_connections, worker_ends) if spec.has_debugger else -1,
+                command_fd=_connect(rank, connections.command_connections, worker_ends)
+                if spec.is_session
+                else -1,
+                debug_fd=_connect(rank, connections.debug_connections, worker_ends)
+                if spec.has_debugger
+                else -1,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=spec.has_breakpoints,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),
                 stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
                 num_threads=plan.num_threads,
                 returns_value=returns_value,
-                wanted_weights=tuple(plan.modules),
-                wanted_states=tuple(plan.optimizers),
+                wanted_modules=tuple(plan.modules),
+                wanted_optimizers=tuple(plan.optimizers),
                 key=key,
                 descendant_tag=tag,
             )
         )
-    return assignments, links
+    return assignments, connections
 
 
-def _open_events(rank: int, links: Links, stack: ExitStack, worker_ends: ExitStack) -> int:
+def _open_events(rank: int, connections: WorkerConnections, stack: ExitStack, worker_ends: ExitStack) -> int:
     """Make the pipe for a rank's events; return the worker's end."""
     reading, writing = os.pipe()
     descriptors.keep_from_children(reading)
-    links.receivers[rank] = EventReceiver(reading, f"rank {rank}")
+    connections.receivers[rank] = EventReceiver(reading, f"rank {rank}")
     stack.callback(descriptors.close, reading)
     worker_ends.callback(os.close, writing)
     return writing

@@ -1,7 +1,7 @@
 """HangWatch: finds ranks without progress, reports where they are, and answers where all ranks are.
 
-    progress of all ranks ──> Watchdog ── needs stacks ──> StackDump ── poll ──> Watchdog ──> notes, Stalled, hang
-    query ─────────────────────────────────────────────> StackDump ── poll ──> answer
+    progress ──> HangDetector ── needs stacks ──> StackDump ── poll ──> HangDetector ──> notes, Stalled, hang
+    query ──────────────────────────────────────> StackDump ── poll ──> answer
 
 What counts as a hang is in ``diagnosis/hang.py``.
 """
@@ -17,7 +17,7 @@ from nblaunch import formatting
 from nblaunch.diagnosis.hang import (
     Check,
     Finding,
-    Watchdog,
+    HangDetector,
     describe_hang,
     describe_positions,
     progress_of,
@@ -62,7 +62,7 @@ class HangWatch:
     def begin_anew(self) -> None:
         """Take it that all ranks make progress now."""
         timeout_s = self._attempt.spec.hang_timeout_s
-        self._watchdog = Watchdog(math.inf if timeout_s is None else timeout_s)
+        self._detector = HangDetector(math.inf if timeout_s is None else timeout_s)
 
     def count(self, rank: int, event: Event) -> None:
         """Count an event of a rank; values that it logs are progress, what it prints is none."""
@@ -83,7 +83,7 @@ class HangWatch:
             )
             for reading in readings
         }
-        if self._watchdog.observe(now, progress, list(pids)):
+        if self._detector.observe(now, progress, list(pids)):
             self._dump_stacks(pids, None)
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
@@ -114,15 +114,15 @@ class HangWatch:
         self._dumps.append((StackDump(pids, paths), query))
 
     def _answer(self, query: Query, positions: Positions, done: Collection[int]) -> None:
-        is_hang = positions.keys() <= self._watchdog.still_for(time.monotonic()).keys()
+        is_hang = positions.keys() <= self._detector.still_for(time.monotonic()).keys()
         lines = self._describe(positions, done) if is_hang else describe_positions(positions)
         self._requests.answer(query, "\n".join(lines))
 
     def _judge(self, positions: Positions, pids: Mapping[int, int], done: Collection[int]) -> Hung | None:
-        """Report what the watchdog finds in the stacks that it wanted; return it where it is a hang for certain."""
+        """Report what the detector finds in the stacks that it wanted; return it where it is a hang for certain."""
         now = time.monotonic()
-        finding = self._watchdog.judge(now, _checks(pids, positions))
-        for rank, for_s in self._watchdog.still_for(now).items():
+        finding = self._detector.judge(now, _checks(pids, positions))
+        for rank, for_s in self._detector.still_for(now).items():
             at = positions.get(rank)
             is_named = finding is not None and rank in (*finding.hung, *finding.suspected)
             if at is not None and (at.waits_for_ranks or is_named):
@@ -144,7 +144,7 @@ class HangWatch:
         return lines
 
     def _headline(self, finding: Finding) -> str:
-        timeout_s = self._watchdog.timeout_s
+        timeout_s = self._detector.timeout_s
         if finding.hung:
             return f"no progress for {timeout_s:g} s:"
         have = "has" if len(finding.suspected) == 1 else "have"

@@ -227,7 +227,7 @@ class JobRunner(JobState):
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
-    def _was_stopped(self, report: AttemptReport) -> bool:
+    def _was_ended_on_request(self, report: AttemptReport) -> bool:
         """Return whether an interrupt, cancel or SIGTERM ended the attempt: no other may follow."""
         requests = self.requests
         return report.cancelled or requests.interrupts > 0 or requests.terminations > 0
@@ -273,7 +273,7 @@ class JobRunner(JobState):
         self.emit(Note.of_job(_KEPT.format(formatting.ranks(report.kept))))
 
     def _wants_restart(self, report: AttemptReport) -> bool:
-        is_over = report.is_success or self._was_stopped(report)
+        is_over = report.is_success or self._was_ended_on_request(report)
         return not is_over and self.attempt_number < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:
@@ -297,9 +297,9 @@ class JobRunner(JobState):
 
     def _start_attempt(self) -> None:
         running = start_attempt(self._make_attempt())
-        links = running.links
-        self.command_connections = links.command_connections
-        self.debugger = DebugClient(links.debug_connections) if links.debug_connections else None
+        connections = running.connections
+        self.command_connections = connections.command_connections
+        self.debugger = DebugClient(connections.debug_connections) if connections.debug_connections else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
             running, self.requests, self.emit, self.emit_readings, self.debugger, on_prompts

@@ -2,7 +2,7 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
 
     event pipes ──┐
     process ends ─┤                ┌──> listeners: events, log lines, board readings
-    stop requests ┼──> wait loop ──┤
+    requests ─────┼──> wait loop ──┤
     store socket ─┤                └──> signals to workers (escalation)
     ticks (10 Hz)─┘
 
@@ -98,7 +98,7 @@ class Supervisor:
         self._emit_readings = emit_readings
         self._debugger = debugger
         self._on_prompts = on_prompts or _nothing
-        self._failed_s: float | None = None
+        self._post_mortem_since_s: float | None = None
         self._report = AttemptReport(memory=running.memory)
         self._watched_ends: set[int] = set()
         self._next_tick = 0.0
@@ -155,8 +155,8 @@ class Supervisor:
         """End the workers that :meth:`run` has left, as after any failure. In any thread."""
         try:
             self._report.kept = []
-            self._failed_s = None
-            self._begin_stop()
+            self._post_mortem_since_s = None
+            self._begin_escalation()
             self._loop()
         finally:
             self.close()
@@ -191,7 +191,8 @@ class Supervisor:
                 self._tick()
             self._escalate()
             self._abandon_unkillable()
-            self._follow_up()
+            self._judge_hang()
+            self._poll_agreement()
             if self._debugger is not None and self._debugger.prompts and self._escalation is None:
                 self._on_prompts()
 
@@ -200,16 +201,16 @@ class Supervisor:
 
         Others that raise the same are waited for a moment: the first is not always the root cause.
         """
-        if self._failed_s is None or self._escalation is not None or not self._alive:
+        if self._post_mortem_since_s is None or self._escalation is not None or not self._alive:
             return False
-        is_over = time.monotonic() - self._failed_s > _LATE_FAILURES_S
+        is_over = time.monotonic() - self._post_mortem_since_s > _LATE_FAILURES_S
         return is_over or self._alive <= self._report.failed.keys()
 
     # --- what the loop waits for ---------------------------------------------------------------------------------
 
     def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
-        for rank, receiver in self._running.links.receivers.items():
+        for rank, receiver in self._running.connections.receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, self._reader_of(rank))
         if self._running.store is not None and self._running.store.fileno() >= 0:
             self._selector.register(
@@ -249,13 +250,13 @@ class Supervisor:
     def _reader_of(self, rank: int) -> Callable[[], None]:
         def read() -> None:
             if self._receive(rank):
-                self._selector.unregister(self._running.links.receivers[rank].fd)
+                self._selector.unregister(self._running.connections.receivers[rank].fd)
 
         return read
 
     def _receive(self, rank: int) -> bool:
         """Handle the events of a rank; returns whether its pipe was closed."""
-        events, is_closed = self._running.links.receivers[rank].receive()
+        events, is_closed = self._running.connections.receivers[rank].receive()
         for event in events:
             if isinstance(event, Started):
                 self._started.add(event.rank)
@@ -270,16 +271,16 @@ class Supervisor:
             elif isinstance(event, Failed) and event.rank not in self._report.returned:
                 self._report.failed.setdefault(event.rank, event)
                 if self._attempt.keeps_workers:
-                    self._failed_s = self._failed_s or time.monotonic()
+                    self._post_mortem_since_s = self._post_mortem_since_s or time.monotonic()
                 else:
-                    self._begin_stop()
+                    self._begin_escalation()
             self._hangs.count(rank, event)
             self._emit(event)
         return is_closed
 
     def _read_pipes(self, ranks: Sequence[int] | None = None) -> None:
         """Handle what ranks have sent by now; None = all."""
-        receivers = self._running.links.receivers
+        receivers = self._running.connections.receivers
         for rank in receivers if ranks is None else ranks:
             if receivers[rank].fd in self._selector.get_map():
                 self._reader_of(rank)()
@@ -305,7 +306,7 @@ class Supervisor:
             self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self._report.returned:
-                self._begin_stop()
+                self._begin_escalation()
 
     def _handle_requests(self) -> None:
         requests = self._requests
@@ -321,7 +322,7 @@ class Supervisor:
             if not self._report.cancelled:
                 self._interrupt()
         if requests.wants_stop and self._agreement is None:
-            slots = {rank: self._board.slot(rank) for rank in self._running.links.receivers}
+            slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
             self._agreement = (
                 StopAgreement(slots, time.monotonic())
                 if self._peers is None
@@ -356,7 +357,7 @@ class Supervisor:
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
-        slots = {rank: self._board.slot(rank) for rank in self._running.links.receivers}
+        slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
         self._note(f"SIGTERM received: ranks have {grace_s:g} s to save and return by themselves")
 
@@ -368,10 +369,10 @@ class Supervisor:
             return
         if self._peers.is_closed and self._peers in self._selector.get_map():
             self._selector.unregister(self._peers)  # or its end would wake the loop for ever
-        if self._peers.must_stop:
-            self._begin_stop()
+        if self._peers.must_end:
+            self._begin_escalation()
 
-    def _begin_stop(self) -> None:
+    def _begin_escalation(self) -> None:
         """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are being stopped."""
         if self._escalation is None:
             self._escalation = Escalation.after_failure(
@@ -410,8 +411,8 @@ class Supervisor:
 
     # --- what takes several rounds -------------------------------------------------------------------------------
 
-    def _follow_up(self) -> None:
-        """Go on with collecting stacks, and with agreeing on a step to stop at."""
+    def _judge_hang(self) -> None:
+        """Go on with collecting stacks; end the workers where these show a hang, if that is what the user wants."""
         hang = self._hangs.poll(self._active_pids(), self._done()) if self._hangs.is_asking else None
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
             positions, lines = hang
@@ -419,7 +420,10 @@ class Supervisor:
             if running := sorted(self._alive - self._report.returned.keys()):
                 steps = {reading.rank: reading.step for reading in self._board.read()}
                 self._report.hang = Hang(*cause(positions, steps, running), tuple(lines))
-            self._begin_stop()
+            self._begin_escalation()
+
+    def _poll_agreement(self) -> None:
+        """Go on with agreeing on the step at which all ranks leave their loops."""
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self._report.returned.keys(), time.monotonic())
             self._report.stopped_early = self._agreement.is_settled
@@ -490,13 +494,13 @@ class Supervisor:
                 "handler or a thread of it still runs; it is ended now. Its result is kept."
             )
             self._note(text)
-            self._begin_stop()
+            self._begin_escalation()
 
     # --- end -----------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         """Read pipes, logs and the board to their end."""
-        for rank in self._running.links.receivers:
+        for rank in self._running.connections.receivers:
             self._receive(rank)
         for tail in self._running.tails.values():
             for event in tail.read_rest():

@@ -171,9 +171,9 @@ class NodeLink:
             self._note(message.reason)
 
     @property
-    def must_stop(self) -> bool:
+    def must_end(self) -> bool:
         """Return whether the workers of this node must stop because of other nodes."""
-        return self._is_alone or self._peers.must_stop
+        return self._is_alone or self._peers.must_end
 
     @property
     def _is_alone(self) -> bool:
@@ -212,9 +212,8 @@ class NodeLink:
     def conclude(self, report: AttemptReport) -> None:
         """Report the end of this node's workers to the agent; if the cause is on another node, wait for it."""
         report.remote = self._peers.failures
-        if (
-            self._requests.interrupts
-        ):  # also where the function has handled that here: ranks of other nodes have not
+        # Also where the function has handled that here: ranks of other nodes have not.
+        if self._requests.interrupts:
             self._agent.leave("was interrupted")
             return
         if report.cancelled:
@@ -232,7 +231,7 @@ class NodeLink:
         """Wait until heartbeats show which node has failed; workers here failed because it did not respond."""
         deadline = time.monotonic() + self._agent.silence_s + _CAUSE_SLACK_S
         peers = self._peers
-        while peers.can_be_waited_for and not peers.must_stop and time.monotonic() < deadline:
+        while peers.can_be_waited_for and not peers.must_end and time.monotonic() < deadline:
             if self._requests.interrupts or self._requests.is_cancelled:
                 return
             wait_until_readable([self._agent.fileno(), self._requests.fileno()], _TICK_S)
@@ -320,7 +319,7 @@ class NodeRunner(JobRunner):
         """
         link = self._link or self._join()
         report, rank_results = self._finish_attempt(link)
-        while not self._was_stopped(report) and (world := link.next_world()) is not None:
+        while not self._was_ended_on_request(report) and (world := link.next_world()) is not None:
             self._next_attempt()
             self._start_in_world(world)
             report, rank_results = self._finish_attempt(link)
@@ -333,7 +332,7 @@ class NodeRunner(JobRunner):
         report, rank_results = self._supervise()
         link.conclude(report)
         is_change = report.remote.wants_restart and not report.remote.has_cause
-        failed = not (report.is_success or self._was_stopped(report) or is_change)
+        failed = not (report.is_success or self._was_ended_on_request(report) or is_change)
         if failed and self.spec.max_restarts:
             self.emit(Note.of_job(self._record_failure(report), "warning"))
         return report, rank_results

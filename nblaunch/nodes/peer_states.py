@@ -159,7 +159,7 @@ class PeerStates:
                 self.failures.lost.setdefault(peer.node.first_rank, text)
 
     @property
-    def must_stop(self) -> bool:
+    def must_end(self) -> bool:
         """Return whether workers of this node must stop because of other nodes."""
         return self.failures.has_cause or self.failures.wants_restart
 

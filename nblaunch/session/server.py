@@ -164,7 +164,7 @@ class _Server:
             self._topology,
             outbox_fd,
             True,
-            modules_at(args, command.wanted_weights),
+            modules_at(args, command.wanted_modules),
             None,
             sent.append,
         )

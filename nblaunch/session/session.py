@@ -281,7 +281,7 @@ class Session(RankCommands):
     def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
-        command = RunFunction(wanted_weights=tuple(attempt.plan.modules))
+        command = RunFunction(wanted_modules=tuple(attempt.plan.modules))
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
             emit(shown, [attempt.start_event(), *self._started()])
             replies = self._request(self.local_ranks, command, [saved.fd])
@@ -500,9 +500,8 @@ class Session(RankCommands):
         failed = {rank: reply.failed for rank, reply in by_rank.items() if reply.failed}
         is_ended_elsewhere = elsewhere is not None and bool(failed)
         there = elsewhere.failed if elsewhere is not None else {}
-        is_interrupted = client.num_interrupts > 0 and bool(
-            failed
-        )  # or each rank has handled it, and returned
+        # Where no rank has failed, each has handled the interrupt and returned.
+        is_interrupted = client.num_interrupts > 0 and bool(failed)
         return AttemptReport(
             returned={
                 rank: reply.returned or Returned(rank, reply.time_s)

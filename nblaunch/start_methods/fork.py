@@ -135,7 +135,7 @@ def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], Fu
 @contextmanager
 def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
     """Open this process's memory for the workers: they compare their weights with it, and send those that differ."""
-    originals = Originals.of_this_process() if assignments[0].wanted_weights else None
+    originals = Originals.of_this_process() if assignments[0].wanted_modules else None
     try:
         yield originals
     finally:

@@ -30,7 +30,7 @@ from nblaunch.start_methods.interpreter import Boot
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.start_methods.spawn import spawn_workers
 from nblaunch.wire import exceptions, payload
-from nblaunch.wire.assignment import FunctionCall, restore_random_states, restore_sources
+from nblaunch.wire.assignment import FunctionCall, restore_host_random_states, restore_sources
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.originals import Originals
@@ -62,7 +62,7 @@ def _run_worker(boot: Boot) -> NoReturn:
 
     def load() -> FunctionCall:
         call, originals.address = payload.load_mapped_with_address(call_fd)
-        restore_random_states(pickle.loads(boot.call.random_states))
+        restore_host_random_states(pickle.loads(boot.call.random_states))
         return call
 
     bootstrap.run(boot.assignments[0], load, originals=originals)
@@ -84,7 +84,7 @@ def _run_forkserver(boot: Boot) -> NoReturn:
         process_control.unblock_signals()
         _ensure_shell(boot)
         call: FunctionCall = payload.load_mapped(boot.call.fd)
-        restore_random_states(pickle.loads(boot.call.random_states))
+        restore_host_random_states(pickle.loads(boot.call.random_states))
         with process_control.signals_blocked():
             pids = _start_workers(boot, call)
             # The launcher interrupts the server until it knows the workers.

@@ -18,7 +18,7 @@ from nblaunch.errors import PayloadError
 from nblaunch.host import descriptors
 from nblaunch.spec import name_of
 from nblaunch.wire import payload, pickle_errors
-from nblaunch.wire.assignment import FunctionCall, capture_random_states, capture_sources
+from nblaunch.wire.assignment import FunctionCall, capture_host_random_states, capture_sources
 from nblaunch.wire.board import create_memory_file
 
 
@@ -52,7 +52,7 @@ class SavedCall:
         """Return the call in the memory file ``fd``, with what else this process has at present."""
         return cls(
             fd=fd,
-            random_states=pickle.dumps(capture_random_states()),
+            random_states=pickle.dumps(capture_host_random_states()),
             environment=env.snapshot(),
             path=tuple(sys.path),
             folder=present_folder(),

@@ -50,9 +50,9 @@ class Assignment:
         has_breakpoints: ``breakpoint()`` opens pdb in the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
-        wanted_weights: argument paths of the modules whose weights are wanted back, the same on every rank: which ones
+        wanted_modules: argument paths of the modules whose weights are wanted back, the same on every rank: which ones
             send them, ``worker/delivery.py`` decides when the function has returned.
-        wanted_states: the same of optimizers and their states.
+        wanted_optimizers: the same of optimizers and their states.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
@@ -77,8 +77,8 @@ class Assignment:
     has_breakpoints: bool = False
     is_spmd: bool = False
     returns_value: bool = True
-    wanted_weights: tuple[ArgPath, ...] = ()
-    wanted_states: tuple[ArgPath, ...] = ()
+    wanted_modules: tuple[ArgPath, ...] = ()
+    wanted_optimizers: tuple[ArgPath, ...] = ()
     restricts_threads: bool = False
     key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0
@@ -112,7 +112,7 @@ def restore_sources(sources: Mapping[str, str]) -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
-def capture_random_states() -> dict[str, Any]:
+def capture_host_random_states() -> dict[str, Any]:
     """Return the states of the generators that this process has loaded."""
     states: dict[str, Any] = {"random": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
@@ -124,8 +124,8 @@ def capture_random_states() -> dict[str, Any]:
     return states
 
 
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_random_states` returned in another process."""
+def restore_host_random_states(states: Mapping[str, Any]) -> None:
+    """Put back what :func:`capture_host_random_states` returned in another process."""
     random.setstate(states["random"])
     if "numpy" in states:
         import numpy

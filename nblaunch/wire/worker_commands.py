@@ -161,10 +161,10 @@ class RunFunction(SessionCommand):
     """A function to call as a job does; the call follows as a memory file.
 
     Args:
-        wanted_weights: as in ``wire/assignment.py``.
+        wanted_modules: as in ``wire/assignment.py``.
     """
 
-    wanted_weights: tuple[ArgPath, ...] = ()
+    wanted_modules: tuple[ArgPath, ...] = ()
 
 
 @dataclass(frozen=True)

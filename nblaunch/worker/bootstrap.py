@@ -119,9 +119,9 @@ class _Worker:
     ) -> tuple[Any, int]:
         """Call the function and deliver what it returned; return the value and the exit code."""
         own = self.assignment
-        modules = modules_at(args, own.wanted_weights)
-        found = optimizers_in(args) if own.wanted_states else {}
-        optimizers = {path: found[path] for path in own.wanted_states}
+        modules = modules_at(args, own.wanted_modules)
+        found = optimizers_in(args) if own.wanted_optimizers else {}
+        optimizers = {path: found[path] for path in own.wanted_optimizers}
         delivery = Delivery(
             own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send, optimizers
         )

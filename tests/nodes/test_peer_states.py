@@ -44,10 +44,10 @@ def test_a_node_is_named_once_when_it_falls_silent_and_given_up_later() -> None:
     assert others.check(106.0) == ["node 1 (host beta, ranks 2-3) has sent no heartbeat for 5 s"]
     others.update([heartbeat("b", 1), heartbeat("c", 3)], 110.0)  # it is still there, but no younger
     assert others.check(110.0) == []
-    assert not others.must_stop
+    assert not others.must_end
     others.update([heartbeat("c", 4)], 115.0)
     others.check(116.0)
-    assert others.must_stop
+    assert others.must_end
     assert others.failures.lost == {2: "node 1 (host beta, ranks 2-3) has sent no heartbeat for 15 s"}
 
 
@@ -57,7 +57,7 @@ def test_a_node_whose_heartbeats_go_on_is_not_given_up() -> None:
     _, notes = others.update([heartbeat("c", 1)], 108.0)
     assert notes == ["node 2 (host gamma, rank 4) sends heartbeats again, after 8 s"]
     assert others.check(112.9) == []
-    assert not others.must_stop
+    assert not others.must_end
 
 
 def test_silence_of_all_at_once_is_one_note() -> None:
@@ -70,7 +70,7 @@ def test_silence_explains_a_failure_here() -> None:
     others.check(105.0)
     assert others.can_be_waited_for
     others.blame_silent(106.0)
-    assert others.must_stop
+    assert others.must_end
     assert not others.can_be_waited_for
 
 
@@ -79,21 +79,21 @@ def test_no_heartbeats_are_expected_of_nodes_that_are_done() -> None:
     others.update([heartbeat("b", 1, messages.DONE), heartbeat("c", 1, messages.DONE)], 101.0)
     assert others.check(1000.0) == []
     assert not others.is_any_expected
-    assert not others.must_stop
+    assert not others.must_end
 
 
 def test_the_reason_of_a_node_that_leaves_is_noted() -> None:
     others = peers()
     _, notes = others.update([heartbeat("b", 1, messages.LEFT, reason="was interrupted")], 101.0)
     assert notes == ["node 1 (host beta, ranks 2-3) was interrupted"] == list(others.failures.lost.values())
-    assert others.must_stop
+    assert others.must_end
 
 
 def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
     """Nodes notice in turn that all is done; the last ones receive it from nodes that are gone already."""
     others = peers()
     assert others.update([heartbeat("b", 1, messages.LEFT, reason=messages.FINISHED)], 101.0) == ([], [])
-    assert not others.must_stop
+    assert not others.must_end
     assert not others.failures.lost
 
 
@@ -105,7 +105,7 @@ def test_failures_and_ends_are_emitted_once_and_kept() -> None:
         new, _ = others.update([heartbeat("b", count, summary=sent)], 101.0)
         events += new
     assert events == [Returned(2, 3.0), failed(3), Exited(2, 2.0, status=ExitStatus(-9))]
-    assert others.must_stop
+    assert others.must_end
     assert others.failures.failed == {3: failed(3)}
     assert others.failures.labels[3] == "node 1 (host beta)"
 
@@ -158,7 +158,7 @@ def test_heartbeats_of_a_former_start_report_nothing() -> None:
     others = peers()
     old = heartbeat("b", 9, restart_count=-1, summary=summary(failed={3: failed(3)}))
     assert others.update([old], 101.0) == ([], [])
-    assert not others.must_stop
+    assert not others.must_end
 
 
 def test_strangers_are_ignored() -> None:
@@ -169,7 +169,7 @@ def test_strangers_are_ignored() -> None:
         [],
         [],
     )
-    assert not others.must_stop
+    assert not others.must_end
 
 
 def test_samples_of_others_take_their_places_in_our_time() -> None:

@@ -289,9 +289,8 @@ def _give_up(
 ) -> None:
     """Publish why the checkpoint is not saved, and remove what is written of it."""
     outcome = SaveOutcome("CheckpointError", _not_saved(target, 0, error))
-    if (
-        isinstance(error, ValueError) and staging is None
-    ):  # what the caller gave is no folder, as on all ranks
+    # What the caller gave is no folder, as on all ranks.
+    if isinstance(error, ValueError) and staging is None:
         outcome = SaveOutcome("ValueError", str(error))
     try:
         if coordinator is not None:

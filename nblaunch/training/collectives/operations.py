@@ -367,9 +367,8 @@ def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     with waiting():
         dist.broadcast(sent, src=from_process)
         _wait_until_released(sent)
-    if (
-        sent.data_ptr() != tensor.data_ptr()
-    ):  # a copy was sent: the tensor is not contiguous, or on another device
+    # A copy was sent: the tensor is not contiguous, or on another device.
+    if sent.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(sent.view(tensor.dtype).reshape(tensor.shape))
     return tensor

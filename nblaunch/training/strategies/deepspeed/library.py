@@ -80,9 +80,8 @@ def load(process: JoinedProcess) -> Any:
     with suppress(ImportError), _compiling_later():
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     add_wrapper(library.DeepSpeedEngine)
-    if (
-        process.topology.world_size == 1 and not is_distributed()
-    ):  # DeepSpeed needs a group in a lone process, too
+    # DeepSpeed needs a group in a lone process, too.
+    if process.topology.world_size == 1 and not is_distributed():
         dist.init_process_group(process.backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
     _take_over_group()
     return library

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.hang import Check, Finding, Progress, Watchdog
+from nblaunch.diagnosis.hang import Check, Finding, HangDetector, Progress
 from nblaunch.diagnosis.stacks import Position, StackFrame
 
 T = 10.0
@@ -53,14 +53,14 @@ def findings(
     ranks: Mapping[int, Rank], until_s: float = 4 * T, tick_s: float = 0.25
 ) -> list[tuple[float, Finding]]:
     """All that is found while time goes on."""
-    watchdog, found, now_s = Watchdog(T), [], 0.0
+    detector, found, now_s = HangDetector(T), [], 0.0
     while now_s <= until_s:
         states = {rank: rank_is(now_s) for rank, rank_is in ranks.items()}
         progress = {
             rank: Progress((state.signs,), state.has_stepped, state.outputs) for rank, state in states.items()
         }
-        if watchdog.observe(now_s, progress, list(ranks)):
-            finding = watchdog.judge(now_s, {rank: state.look for rank, state in states.items()})
+        if detector.observe(now_s, progress, list(ranks)):
+            finding = detector.judge(now_s, {rank: state.look for rank, state in states.items()})
             if finding is not None:
                 found.append((now_s, finding))
         now_s += tick_s
@@ -209,17 +209,17 @@ def test_progress_makes_the_next_standstill_news() -> None:
 
 
 def test_a_rank_that_ended_is_not_looked_at() -> None:
-    watchdog = Watchdog(T)
+    detector = HangDetector(T)
     progress = {0: Progress(("x",)), 1: Progress(("x",))}
-    assert not watchdog.observe(0.0, progress, [0, 1])
-    assert not watchdog.observe(50.0, progress, [])
+    assert not detector.observe(0.0, progress, [0, 1])
+    assert not detector.observe(50.0, progress, [])
 
 
 @given(st.lists(st.floats(0.01, 9.9), min_size=1, max_size=50), st.booleans())
 def test_a_rank_that_moves_often_enough_never_hangs(gaps_s: list[float], is_idle: bool) -> None:
-    watchdog, now = Watchdog(T), 0.0
+    detector, now = HangDetector(T), 0.0
     for step, gap_s in enumerate(gaps_s):
         for moment in (now, now + gap_s):
-            if watchdog.observe(moment, {0: Progress((step,), has_stepped=True)}, [0]):
-                assert watchdog.judge(moment, {0: Is(cpu=0.0 if is_idle else moment).look}) is None
+            if detector.observe(moment, {0: Progress((step,), has_stepped=True)}, [0]):
+                assert detector.judge(moment, {0: Is(cpu=0.0 if is_idle else moment).look}) is None
         now += gap_s
