@@ -36,7 +36,7 @@ from nblaunch.session.session import (
 from nblaunch.training.accelerator import (
     Accelerator as Accelerator,
 )
-from nblaunch.training.checkpoints.loading import (
+from nblaunch.training.checkpoints.load_weights import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     load_checkpoint_in_model as load_checkpoint_in_model,
 )

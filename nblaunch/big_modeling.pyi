@@ -1,5 +1,5 @@
 # Written by `make stubs` from nblaunch/compat/names.py.
-from nblaunch.training.checkpoints.loading import (
+from nblaunch.training.checkpoints.load_weights import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     load_checkpoint_in_model as load_checkpoint_in_model,
 )

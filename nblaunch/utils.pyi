@@ -29,7 +29,7 @@ from nblaunch.training.checkpoints.fsdp_states import (
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
-from nblaunch.training.checkpoints.loading import (
+from nblaunch.training.checkpoints.load_weights import (
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
 from nblaunch.training.checkpoints.model_files import (

@@ -20,7 +20,7 @@ _ROOT: Mapping[str, str] = {
     "notebook": "debug_launcher launch notebook_launcher",
     "session.session": "Session",
     "training.accelerator": "Accelerator",
-    "training.checkpoints.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
+    "training.checkpoints.load_weights": "load_checkpoint_and_dispatch load_checkpoint_in_model",
     "training.collectives.rng": "set_seed synchronize_rng_states",
     "training.data.resuming": "skip_first_batches",
     "training.options": (
@@ -42,7 +42,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         "training.accelerator": "Accelerator",
     },
     "big_modeling": {
-        "training.checkpoints.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
+        "training.checkpoints.load_weights": "load_checkpoint_and_dispatch load_checkpoint_in_model",
         "training.utilities.memory": "init_empty_weights init_on_device",
     },
     "data_loader": {
@@ -84,7 +84,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
     "utils": {
         "cli.config": "write_basic_config",
         "errors": "DistributedOperationException",
-        "training.checkpoints.loading": "load_checkpoint_in_model",
+        "training.checkpoints.load_weights": "load_checkpoint_in_model",
         "training.checkpoints.model_files": "load save",
         "training.checkpoints.files": (
             "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME "

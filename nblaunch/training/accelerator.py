@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch.training import arguments, gradients, joining
 from nblaunch.training.accumulation import AccumulationState
-from nblaunch.training.checkpoints import model_files, restoring
+from nblaunch.training.checkpoints import load_state, model_files
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.safe_save import make_folder
-from nblaunch.training.checkpoints.saving import Saver
-from nblaunch.training.checkpoints.snapshot import CheckpointSources, add_hook
+from nblaunch.training.checkpoints.save_state import Saver
+from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, add_hook
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.gradients import Gradients
@@ -172,7 +172,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             dynamo,
         )
         self._gradients = Gradients(self._preparer)
-        self._checkpoints = CheckpointSources(shared, self._preparer, project)
+        self._checkpoints = CheckpointedObjects(shared, self._preparer, project)
         self._saver = Saver(self._checkpoints)
         self._trackers = TrackerHub(log_with, project, shared.process)
         self.flag_tensor = None
@@ -633,7 +633,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
-        restoring.load_state(
+        load_state.load_state(
             self._checkpoints, self._saver, input_dir, load_kwargs, any_world_size, **model_options
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.training import arguments
-from nblaunch.training.checkpoints.snapshot import CheckpointSources
+from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, is_lomo
@@ -72,7 +72,7 @@ class AcceleratorProperties(ProcessMethods):
     _preparer: Preparer
     _gradients: Gradients
     _handlers: dict[type, Any]
-    _checkpoints: CheckpointSources
+    _checkpoints: CheckpointedObjects
     _trackers: TrackerHub
     _shared: SharedState
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from nblaunch import Accelerator
 from nblaunch.errors import CheckpointError
-from nblaunch.training.checkpoints.loading import check_weights, load_weights
+from nblaunch.training.checkpoints.load_weights import check_weights, load_weights
 from nblaunch.training.checkpoints.model_files import read_weights, write_weights
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from nblaunch import Accelerator, CheckpointError, utils
 from nblaunch.topology import Topology
 from nblaunch.training.checkpoints import model_files, safe_save
-from nblaunch.training.checkpoints.loading import load_checkpoint_in_model
+from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
 from nblaunch.training.checkpoints.model_files import save_sharded
 
 

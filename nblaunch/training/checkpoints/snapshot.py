@@ -1,6 +1,6 @@
 """A snapshot of a job's state: what one checkpoint is made of, from the live objects to the files of its folder.
 
-    CheckpointSources  the live objects of one process
+    CheckpointedObjects  the live objects of one process
     Snapshot           their states: live until detach() has copied them, so that training can go on meanwhile
     folder             their files; other ranks than the first write theirs by themselves
 
@@ -38,7 +38,7 @@ from nblaunch.wire.weights import is_sharded, quantised_entries
 Hooks = OrderedDict[int, Callable[..., Any]]
 
 
-class CheckpointSources:
+class CheckpointedObjects:
     """Where the states of a checkpoint come from and go to: the live objects of one process.
 
     Args:
@@ -147,54 +147,54 @@ class Contribution:
     objects: dict[str, bytes]  # states of random generators and loaders, by file name
     shards: ShardWriter | None = None  # as in Snapshot
 
-    def write(self, state: CheckpointSources, folder: Path) -> dict[str, str]:
+    def write(self, live: CheckpointedObjects, folder: Path) -> dict[str, str]:
         """Write it; returns the checksums of all files that are known to be this rank's."""
         if self.shards is not None:
             self.shards.write(folder)
         for name, one in self.objects.items():
             files.write_object(one, folder / name)
-        shards = state.strategy.shard_files(folder, state.rank) if state.strategy.holds_shards else ()
+        shards = live.strategy.shard_files(folder, live.rank) if live.strategy.holds_shards else ()
         names = [path.relative_to(folder).as_posix() for path in shards]
         return files.checksums(folder, [*self.objects, *names])
 
 
 def collect(
-    state: CheckpointSources, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
+    live: CheckpointedObjects, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
 ) -> Snapshot:
     """Return what the main process saves. Ranks and hooks may write to ``folder`` meanwhile.
 
     With ``copies``, which take copies of shards, the strategy may write these later.
     """
-    is_sharded, shards = _save_shards(state, folder, copies)
+    is_sharded, shards = _save_shards(live, folder, copies)
     with _cancelled_by_errors(shards):
-        weights = [] if is_sharded else _full_weights(state)
-        optimizers = [] if is_sharded else _full_optimizers(state)
-        weights = _run_hooks(state, folder, weights)
-        manifest = _manifest(state, is_sharded)
-        objects = _objects(state, optimizers)
+        weights = [] if is_sharded else _full_weights(live)
+        optimizers = [] if is_sharded else _full_optimizers(live)
+        weights = _run_hooks(live, folder, weights)
+        manifest = _manifest(live, is_sharded)
+        objects = _objects(live, optimizers)
         return Snapshot(manifest, weights, objects, safe_serialization, shards)
 
 
-def contribute(state: CheckpointSources, folder: Path, copies: CpuCopies | None = None) -> Contribution:
+def contribute(live: CheckpointedObjects, folder: Path, copies: CpuCopies | None = None) -> Contribution:
     """Do another rank's part of :func:`collect`: its shards of models and optimizers, the hooks, its own states."""
-    if not state.strategy.holds_shards:
-        _run_hooks(state, folder, [bare_module(model).state_dict() for model in state.preparer.models])
-        return Contribution(_own_objects(state))
-    is_sharded, shards = _save_shards(state, folder, copies)
+    if not live.strategy.holds_shards:
+        _run_hooks(live, folder, [bare_module(model).state_dict() for model in live.preparer.models])
+        return Contribution(_own_objects(live))
+    is_sharded, shards = _save_shards(live, folder, copies)
     with _cancelled_by_errors(shards):
         weights = []
         if not is_sharded:
-            weights = _full_weights(state)
-            _full_optimizers(state)  # a collective, of which only the main process keeps the result
-        _run_hooks(state, folder, weights)
-        return Contribution(_own_objects(state), shards)
+            weights = _full_weights(live)
+            _full_optimizers(live)  # a collective, of which only the main process keeps the result
+        _run_hooks(live, folder, weights)
+        return Contribution(_own_objects(live), shards)
 
 
 def _save_shards(
-    state: CheckpointSources, folder: Path, copies: CpuCopies | None
+    live: CheckpointedObjects, folder: Path, copies: CpuCopies | None
 ) -> tuple[bool, ShardWriter | None]:
     """Return whether models and optimizers are saved in shards, and what writes them; None: they are written."""
-    prepared, strategy = state.preparer, state.strategy
+    prepared, strategy = live.preparer, live.strategy
     shards = None
     if copies is not None:
         shards = strategy.shard_writer(prepared.models, prepared.optimizers, copies.take)
@@ -214,12 +214,12 @@ def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
         raise
 
 
-def _full_weights(state: CheckpointSources) -> list[Mapping[str, Any]]:
+def _full_weights(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
     """Return full weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     found: list[Mapping[str, Any]] = []
-    for model in state.preparer.models:
+    for model in live.preparer.models:
         module = bare_module(model)
-        weights = state.strategy.state_dict(module)
+        weights = live.strategy.state_dict(module)
         for name in quantised_entries(module, weights):
             if hasattr(weights[name], "__tensor_flatten__"):
                 del weights[name]
@@ -227,61 +227,61 @@ def _full_weights(state: CheckpointSources) -> list[Mapping[str, Any]]:
     return found
 
 
-def _full_optimizers(state: CheckpointSources) -> list[Mapping[str, Any]]:
-    return [state.strategy.optimizer_state_dict(optimizer) for optimizer in state.preparer.optimizers]
+def _full_optimizers(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
+    return [live.strategy.optimizer_state_dict(optimizer) for optimizer in live.preparer.optimizers]
 
 
 def _run_hooks(
-    state: CheckpointSources, folder: Path, weights: list[Mapping[str, Any]]
+    live: CheckpointedObjects, folder: Path, weights: list[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Call the hooks; return the weights that they have left."""
-    models = list(state.preparer.models)
-    for hook in list(state.save_hooks.values()):
+    models = list(live.preparer.models)
+    for hook in list(live.save_hooks.values()):
         hook(models, weights, str(folder))
     return list(weights)
 
 
-def _manifest(state: CheckpointSources, is_sharded: bool) -> Manifest:
-    prepared = state.preparer
+def _manifest(live: CheckpointedObjects, is_sharded: bool) -> Manifest:
+    prepared = live.preparer
     return Manifest(
-        world_size=state.world_size,
+        world_size=live.world_size,
         optimizers=len(prepared.optimizers),
         schedulers=len(prepared.schedulers),
         loaders=len(prepared.loaders),
-        custom=len(state.custom),
-        sharded_by=state.strategy.name if is_sharded else "",
+        custom=len(live.custom),
+        sharded_by=live.strategy.name if is_sharded else "",
         gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
     )
 
 
-def _objects(state: CheckpointSources, optimizers: list[Mapping[str, Any]]) -> dict[str, Any]:
-    prepared = state.preparer
+def _objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    prepared = live.preparer
     objects: dict[str, Any] = {}
     for index, one in enumerate(optimizers):
         objects[files.numbered(files.OPTIMIZER, index)] = one
     for index, scheduler in enumerate(prepared.schedulers):
         objects[files.numbered(files.SCHEDULER, index)] = scheduler.state_dict()
     for index, loader in enumerate(prepared.loaders):
-        objects[files.numbered(files.SAMPLER, index)] = resuming.capture(loader, state.shared)
-    if state.scaler is not None:
-        objects[files.SCALER_NAME] = state.scaler.state_dict()
-    for index, obj in enumerate(state.custom):
+        objects[files.numbered(files.SAMPLER, index)] = resuming.capture(loader, live.shared)
+    if live.scaler is not None:
+        objects[files.SCALER_NAME] = live.scaler.state_dict()
+    for index, obj in enumerate(live.custom):
         # As bytes at once: what a user's object holds can't be known, nor copied safely.
         objects[files.custom(index)] = _as_bytes(obj.state_dict())
-    return objects | _own_objects(state)
+    return objects | _own_objects(live)
 
 
-def _own_objects(state: CheckpointSources) -> dict[str, bytes]:
+def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
     """Return the states of random generators and loaders that every rank has of its own."""
     # Of loaders that know where they are: what they read differs from rank to rank.
     objects = {
-        files.loader_state(index, state.rank): _as_bytes(loader.state_dict())
-        for index, loader in enumerate(state.preparer.loaders)
-        if loader.use_stateful_dataloader and (state.rank == 0 or loader.reads_on_every_rank)
+        files.loader_state(index, live.rank): _as_bytes(loader.state_dict())
+        for index, loader in enumerate(live.preparer.loaders)
+        if loader.use_stateful_dataloader and (live.rank == 0 or loader.reads_on_every_rank)
     }
-    generators = capture_random_states(state.shared.process.backend)
-    generators["step"] = state.preparer.accumulation.step
-    return {**objects, files.random_states(state.rank): _as_bytes(generators)}
+    generators = capture_random_states(live.shared.process.backend)
+    generators["step"] = live.preparer.accumulation.step
+    return {**objects, files.random_states(live.rank): _as_bytes(generators)}
 
 
 def _as_bytes(state: Any) -> bytes:

@@ -20,7 +20,7 @@ from nblaunch import backends, context, env
 from nblaunch.errors import CheckpointError
 from nblaunch.topology import Topology
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.checkpoints.loading import load_checkpoint_in_model
+from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
 from nblaunch.training.options import GradientAccumulationPlugin
 from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler

@@ -19,9 +19,9 @@ from nblaunch.errors import CheckpointError, warn
 from nblaunch.training.arguments import argument_of
 from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
-from nblaunch.training.checkpoints.loading import check_weights, load_weights
-from nblaunch.training.checkpoints.saving import Saver
-from nblaunch.training.checkpoints.snapshot import CheckpointSources, restore_random_states
+from nblaunch.training.checkpoints.load_weights import check_weights, load_weights
+from nblaunch.training.checkpoints.save_state import Saver
+from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
@@ -30,7 +30,7 @@ _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 def load_state(
-    state: CheckpointSources,
+    live: CheckpointedObjects,
     saver: Saver,
     input_dir: Any,
     load_kwargs: Mapping[str, Any] | None,
@@ -45,30 +45,30 @@ def load_state(
             "'on_device'"
         )
     saver.wait()
-    device = state.shared.process.device if map_location == "on_device" else "cpu"
+    device = live.shared.process.device if map_location == "on_device" else "cpu"
     reading = {"map_location": device, **(load_kwargs or {})}
-    folder = _common(_on_all_ranks(lambda: _find(state, input_dir)))
-    manifest = _on_all_ranks(lambda: _checked(state, folder, any_world_size))
+    folder = _common(_on_all_ranks(lambda: _find(live, input_dir)))
+    manifest = _on_all_ranks(lambda: _checked(live, folder, any_world_size))
     if manifest is not None:
         # Each rank reads a share of the files, which it then finds in the file system's cache.
-        _on_all_ranks(lambda: files.check_bytes(folder, manifest, state.rank, state.world_size))
-    optimizers = _on_all_ranks(lambda: _read_optimizers(state, folder, manifest, reading))
-    loads = _on_all_ranks(lambda: list(_read_others(state, folder, manifest, reading)))
-    if not state.load_hooks:  # a hook may take models over, and load them in its own way
-        _on_all_ranks(lambda: _check_weights(state, folder, state.preparer.models, manifest, strict))
+        _on_all_ranks(lambda: files.check_bytes(folder, manifest, live.rank, live.world_size))
+    optimizers = _on_all_ranks(lambda: _read_optimizers(live, folder, manifest, reading))
+    loads = _on_all_ranks(lambda: list(_read_others(live, folder, manifest, reading)))
+    if not live.load_hooks:  # a hook may take models over, and load them in its own way
+        _on_all_ranks(lambda: _check_weights(live, folder, live.preparer.models, manifest, strict))
     orders = manifest.gradient_orders if manifest else ()
-    for model, order in zip(state.preparer.models, orders, strict=False):
-        state.strategy.set_gradient_order(model, order)
-    if not _load_models(state, folder, manifest, device, strict):
-        for index, optimizer in enumerate(state.preparer.optimizers):
+    for model, order in zip(live.preparer.models, orders, strict=False):
+        live.strategy.set_gradient_order(model, order)
+    if not _load_models(live, folder, manifest, device, strict):
+        for index, optimizer in enumerate(live.preparer.optimizers):
             if index == len(optimizers):
                 raise CheckpointError(f"checkpoint {folder} has no {files.numbered(files.OPTIMIZER, index)}")
-            state.strategy.load_optimizer_state_dict(optimizer, optimizers[index])
+            live.strategy.load_optimizer_state_dict(optimizer, optimizers[index])
     for load in loads:
         load()
     number = files.iteration_of(folder)
-    if state.project.automatic_checkpoint_naming and number is not None:
-        state.project.iteration = max(state.project.iteration, number + 1)
+    if live.project.automatic_checkpoint_naming and number is not None:
+        live.project.iteration = max(live.project.iteration, number + 1)
 
 
 def _on_all_ranks(work: Callable[[], Any]) -> Any:
@@ -91,15 +91,15 @@ def _on_all_ranks(work: Callable[[], Any]) -> Any:
 # --- is it whole? -----------------------------------------------------------------------------------------------------
 
 
-def _find(state: CheckpointSources, input_dir: Any) -> Path:
-    if input_dir is None and not state.project.automatic_checkpoint_naming:
+def _find(live: CheckpointedObjects, input_dir: Any) -> Path:
+    if input_dir is None and not live.project.automatic_checkpoint_naming:
         raise ValueError(
             "load_state needs an input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
-    folder = Path(input_dir) if input_dir is not None else files.latest(state.project.checkpoints)
+    folder = Path(input_dir) if input_dir is not None else files.latest(live.project.checkpoints)
     if not folder.is_dir():
         raise ValueError(f"checkpoint {folder.absolute()} does not exist")
-    if state.rank == 0:
+    if live.rank == 0:
         # Of a process that was killed while it overwrote this very checkpoint.
         safe_save.finish_commit(folder)
     return folder
@@ -116,31 +116,31 @@ def _common(folder: Path) -> Path:
     return folder
 
 
-def _checked(state: CheckpointSources, folder: Path, any_world_size: bool) -> Manifest | None:
+def _checked(live: CheckpointedObjects, folder: Path, any_world_size: bool) -> Manifest | None:
     """Return the manifest of a checkpoint that this job can load; None where it is another tool's."""
     manifest = files.read_manifest(folder)
     if manifest is None:
         found = len(list(folder.glob("custom_checkpoint_*.pkl")))
-        _check_custom(folder, found, len(state.custom))
+        _check_custom(folder, found, len(live.custom))
         return None
     files.check_whole(folder, manifest)
-    if manifest.world_size != state.world_size and not any_world_size:
+    if manifest.world_size != live.world_size and not any_world_size:
         raise CheckpointError(
             f"checkpoint {folder} was saved by {manifest.world_size} processes, but this job has "
-            f"{state.world_size}; its random states don't fit. Start {manifest.world_size} processes, or call "
+            f"{live.world_size}; its random states don't fit. Start {manifest.world_size} processes, or call "
             "load_state(..., any_world_size=True) to take over the rest"
         )
-    if manifest.sharded_by and manifest.sharded_by != state.strategy.name:
+    if manifest.sharded_by and manifest.sharded_by != live.strategy.name:
         raise CheckpointError(
             f"checkpoint {folder} was saved in shards, by the ranks of strategy {manifest.sharded_by!r}, and this "
-            f"job's is {state.strategy.name!r}; build the Accelerator as then: "
+            f"job's is {live.strategy.name!r}; build the Accelerator as then: "
             f"Accelerator({argument_of(manifest.sharded_by)}=...)"
         )
     for kind in ("optimizers", "schedulers"):
-        saved, here = getattr(manifest, kind), len(getattr(state.preparer, kind))
+        saved, here = getattr(manifest, kind), len(getattr(live.preparer, kind))
         if here > saved:
             raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
-    _check_custom(folder, manifest.custom, len(state.custom))
+    _check_custom(folder, manifest.custom, len(live.custom))
     return manifest
 
 
@@ -156,18 +156,18 @@ def _check_custom(folder: Path, saved: int, here: int) -> None:
 
 
 def _read_optimizers(
-    state: CheckpointSources, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
+    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the states of optimizers; none where the strategy reads them with the weights."""
     found: list[dict[str, Any]] = []
     if manifest is not None and manifest.sharded_by:
         return found
-    for index, optimizer in enumerate(state.preparer.optimizers):
+    for index, optimizer in enumerate(live.preparer.optimizers):
         path = folder / files.numbered(files.OPTIMIZER, index)
         if manifest is None and not path.is_file():
             break  # of another tool's strategy, which may lay it elsewhere
         found.append(files.read_object(path, **reading))
-        if not state.strategy.holds_shards:
+        if not live.strategy.holds_shards:
             _check_optimizer(optimizer, found[-1], path)
     return found
 
@@ -186,14 +186,14 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
 
 
 def _check_weights(
-    state: CheckpointSources,
+    live: CheckpointedObjects,
     folder: Path,
     models: Sequence[torch.nn.Module],
     manifest: Manifest | None,
     strict: bool,
 ) -> None:
     """Raise CheckpointError where a file of weights is missing, or one does not fit its model."""
-    is_sharded = state.strategy.holds_shards if manifest is None else bool(manifest.sharded_by)
+    is_sharded = live.strategy.holds_shards if manifest is None else bool(manifest.sharded_by)
     if is_sharded:
         return  # the strategy looks for its shards
     for index, model in enumerate(models):
@@ -201,17 +201,17 @@ def _check_weights(
 
 
 def _load_models(
-    state: CheckpointSources, folder: Path, manifest: Manifest | None, device: Any, strict: bool
+    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, device: Any, strict: bool
 ) -> bool:
     """Load weights; return whether the strategy did it, and loaded optimizers as well."""
-    models = list(state.preparer.models)
-    hooks = list(state.load_hooks.values())
+    models = list(live.preparer.models)
+    hooks = list(live.load_hooks.values())
     for hook in hooks:
         hook(models, str(folder))
-    if state.strategy.load_shards(folder, models, state.preparer.optimizers):
+    if live.strategy.load_shards(folder, models, live.preparer.optimizers):
         return True
     if hooks:
-        _check_weights(state, folder, models, manifest, strict)
+        _check_weights(live, folder, models, manifest, strict)
     for index, model in enumerate(models):
         path = files.weights_file(folder, index)
         load_weights(model, model_files.read_weights(path, device), path, strict)
@@ -222,26 +222,26 @@ def _load_models(
 
 
 def _read_others(
-    state: CheckpointSources, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
+    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
 ) -> Iterator[Callable[[], object]]:
     """Read the states of schedulers, loaders, the scaler, registered objects and generators; yield what loads them."""
-    prepared, on_cpu = state.preparer, {**reading, "map_location": "cpu"}
+    prepared, on_cpu = live.preparer, {**reading, "map_location": "cpu"}
     for index, scheduler in enumerate(prepared.schedulers):
         saved = files.read_object(folder / files.numbered(files.SCHEDULER, index), **reading)
         yield partial(scheduler.load_state_dict, saved)
     for index, loader in enumerate(prepared.loaders):
-        yield _read_loader(state, folder, manifest, index, loader, reading)
-    if state.scaler is not None and (folder / files.SCALER_NAME).is_file():
-        yield partial(state.scaler.load_state_dict, files.read_object(folder / files.SCALER_NAME, **reading))
-    for index, obj in enumerate(state.custom):
+        yield _read_loader(live, folder, manifest, index, loader, reading)
+    if live.scaler is not None and (folder / files.SCALER_NAME).is_file():
+        yield partial(live.scaler.load_state_dict, files.read_object(folder / files.SCALER_NAME, **reading))
+    for index, obj in enumerate(live.custom):
         saved = files.read_object(folder / files.custom(index), owner=obj, **on_cpu)
         yield partial(obj.load_state_dict, saved)
     # Last, because loading may draw random numbers.
-    yield _read_random_states(state, folder, manifest, on_cpu)
+    yield _read_random_states(live, folder, manifest, on_cpu)
 
 
 def _read_loader(
-    state: CheckpointSources,
+    live: CheckpointedObjects,
     folder: Path,
     manifest: Manifest | None,
     index: int,
@@ -254,22 +254,22 @@ def _read_loader(
             warn, f"checkpoint {folder} has no position of loader {index}, which starts its first epoch"
         )
     order = files.read_object(path)
-    is_same_size = manifest.world_size == state.world_size
+    is_same_size = manifest.world_size == live.world_size
     if not is_same_size and not resuming.can_continue(loader, order):
         raise CheckpointError(
             f"loader {index} was in the middle of an epoch when {manifest.world_size} processes saved it, and "
-            f"{state.world_size} can't go on there: the DataLoader's worker processes, or the dataset itself, share "
+            f"{live.world_size} can't go on there: the DataLoader's worker processes, or the dataset itself, share "
             f"its stream. Start {manifest.world_size} processes, save at the end of an epoch, or read the stream with "
             "num_workers=0"
         )
     own: dict[str, Any] | None = None
-    candidates = [folder / files.loader_state(index, rank) for rank in (state.rank, 0)]
+    candidates = [folder / files.loader_state(index, rank) for rank in (live.rank, 0)]
     found = next((path for path in candidates if path.is_file()), None)
     if found is not None and is_same_size and loader.use_stateful_dataloader:
         own = files.read_object(found, **reading)
 
     def load() -> None:
-        resuming.restore(loader, order, state.shared)
+        resuming.restore(loader, order, live.shared)
         if own is not None:
             loader.load_state_dict(own)
         elif loader.use_stateful_dataloader:
@@ -279,21 +279,21 @@ def _read_loader(
 
 
 def _read_random_states(
-    state: CheckpointSources, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
+    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
 ) -> Callable[[], object]:
-    ranks = (rank for rank in (state.rank, 0) if (folder / files.random_states(rank)).is_file())
+    ranks = (rank for rank in (live.rank, 0) if (folder / files.random_states(rank)).is_file())
     rank = next(ranks, None)
     if rank is None:
         return partial(warn, f"checkpoint {folder} has no random states; the generators stay as they are")
     saved = files.read_object(folder / files.random_states(rank), **reading)
 
     def load() -> None:
-        state.preparer.accumulation.step = saved.get("step", 0)
-        if manifest is not None and manifest.world_size != state.world_size:
+        live.preparer.accumulation.step = saved.get("step", 0)
+        if manifest is not None and manifest.world_size != live.world_size:
             return
-        if rank == state.rank:
-            restore_random_states(saved, state.shared.process.backend)
+        if rank == live.rank:
+            restore_random_states(saved, live.shared.process.backend)
         else:
-            warn(f"checkpoint {folder} has no random states of rank {state.rank}, only those of rank 0")
+            warn(f"checkpoint {folder} has no random states of rank {live.rank}, only those of rank 0")
 
     return load

@@ -25,7 +25,7 @@ from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Round, SaveOutcome
 from nblaunch.training.checkpoints.snapshot import (
-    CheckpointSources,
+    CheckpointedObjects,
     Contribution,
     CpuCopies,
     Snapshot,
@@ -36,17 +36,17 @@ from nblaunch.training.joining import is_distributed, waiting
 
 
 class Saver:
-    """Saves checkpoints, one after the other."""
+    """Saves checkpoints, one after the other; from its start, a thread of each rank but the first answers rank 0."""
 
-    def __init__(self, state: CheckpointSources) -> None:
-        self._state = state
-        self._project = state.project
+    def __init__(self, live: CheckpointedObjects) -> None:
+        self._live = live
+        self._project = live.project
         self._pending = 0  # the round whose outcome this rank has not looked at
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
         self._copies, self._shards = CpuCopies(), CpuCopies()
         self._is_warned = False
-        self._meet()  # from now on, rank 0 can ask where this rank is
+        self._side_of_round()  # from now on, rank 0 can ask where this rank is
 
     def save(
         self, output_dir: Any, safe_serialization: bool, asynchronous: bool, main_process_only: bool
@@ -62,14 +62,14 @@ class Saver:
             raise ValueError(
                 "save_state needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
-        strategy = self._state.strategy
-        if main_process_only and strategy.holds_shards and self._state.world_size > 1:
+        strategy = self._live.strategy
+        if main_process_only and strategy.holds_shards and self._live.world_size > 1:
             raise ValueError(
                 f"main_process_only=True, but with {strategy.name} every rank holds a shard of the weights; call "
                 "save_state on all ranks, without it"
             )
-        if self._state.rank == 0:
-            coordinator = None if main_process_only else self._meet()
+        if self._live.rank == 0:
+            coordinator = None if main_process_only else self._side_of_round()
             self._save_as_main(target, coordinator, safe_serialization, asynchronous)
         elif not main_process_only:
             target = self._save_as_other(asynchronous)
@@ -92,18 +92,18 @@ class Saver:
         number, self._pending = self._pending, 0
         error, self._thread_error = self._thread_error, None
         if number:  # what rank 0 says of all, before what went wrong here
-            self._state.shared.save_round.outcome(number).check()
+            self._live.shared.save_round.outcome(number).check()
         if error is not None:
             raise error
 
-    def _meet(self) -> Any:
+    def _side_of_round(self) -> Any:
         """Return this rank's side of the save rounds, a Coordinator on rank 0; None for a lone process."""
-        state, shared = self._state, self._state.shared
-        if state.world_size == 1 or not is_distributed():
+        live, shared = self._live, self._live.shared
+        if live.world_size == 1 or not is_distributed():
             return None
         if shared.save_round is None or not shared.save_round.is_current():
             backend = shared.process.backend
-            shared.save_round = Coordinator(backend) if state.rank == 0 else Participant(backend, state.rank)
+            shared.save_round = Coordinator(backend) if live.rank == 0 else Participant(backend, live.rank)
         return shared.save_round
 
     def _open(self, target: Path) -> Staging:
@@ -134,7 +134,7 @@ class Saver:
             staging = self._open(target)
             if coordinator is not None:
                 coordinator.begin(str(staging.folder), str(target), self._project.iteration)
-            snapshot = collect(self._state, staging.folder, safe, self._shards if asynchronous else None)
+            snapshot = collect(self._live, staging.folder, safe, self._shards if asynchronous else None)
             if coordinator is not None and snapshot.shards is None:
                 with waiting():
                     snapshot.checksums = coordinator.checksums()
@@ -153,9 +153,9 @@ class Saver:
         """Raise where ranks are missing that hold shards of the state; warn that their random states are not saved."""
         if not passed:
             return
-        is_alone = len(passed) == self._state.world_size - 1
+        is_alone = len(passed) == self._live.world_size - 1
         who = "on the main process alone" if is_alone else f"without {formatting.ranks(passed)}"
-        strategy = self._state.strategy
+        strategy = self._live.strategy
         if strategy.holds_shards:
             raise CheckpointError(
                 f"save_state was called {who}, but with {strategy.name} every rank holds a shard of the weights; call "
@@ -196,10 +196,10 @@ class Saver:
 
     def _save_as_other(self, asynchronous: bool) -> Path:
         """Write this rank's files to the folder of rank 0's choice; returns where the checkpoint will be."""
-        participant: Participant | None = self._meet()
+        participant: Participant | None = self._side_of_round()
         if participant is None:
             raise CheckpointError(
-                f"rank {self._state.rank} has left the process group, and can't save any more; call save_state before "
+                f"rank {self._live.rank} has left the process group, and can't save any more; call save_state before "
                 "end_training"
             )
         round = participant.arrive()
@@ -209,10 +209,10 @@ class Saver:
         with self._reporting_errors(participant, round):
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"checkpoint {target} was not saved; nothing was changed. Rank {self._state.rank} does not find "
+                    f"checkpoint {target} was not saved; nothing was changed. Rank {self._live.rank} does not find "
                     f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
                 )
-            contribution = contribute(self._state, folder, self._shards if asynchronous else None)
+            contribution = contribute(self._live, folder, self._shards if asynchronous else None)
         write = partial(self._write_contribution, contribution, participant, round)
         if contribution.shards is None:
             write()
@@ -227,9 +227,9 @@ class Saver:
     def _write_contribution(self, contribution: Contribution, participant: Participant, round: Round) -> None:
         with self._reporting_errors(participant, round):
             try:
-                checksums = contribution.write(self._state, Path(round.folder))
+                checksums = contribution.write(self._live, Path(round.folder))
             except OSError as error:  # a full disk
-                raise CheckpointError(_not_saved(Path(round.target), self._state.rank, error)) from error
+                raise CheckpointError(_not_saved(Path(round.target), self._live.rank, error)) from error
         participant.report(round.number, checksums=checksums)
 
     @contextmanager
@@ -241,7 +241,7 @@ class Saver:
             failure = participant.failure_of(round.number)
             if failure is not None:  # the main process has given up, and the folder is gone
                 raise CheckpointError(failure) from error
-            problem = _not_saved(Path(round.target), self._state.rank, error)
+            problem = _not_saved(Path(round.target), self._live.rank, error)
             participant.report(round.number, problem=problem)
             raise
 
@@ -253,7 +253,7 @@ class Saver:
                 write()
             except BaseException as error:  # raised by the next call that waits for it
                 self._thread_error = error
-                if self._state.rank == 0:  # which knows the problems of all
+                if self._live.rank == 0:  # which knows the problems of all
                     context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))
 
         # No daemon: the end of the process waits for it.
@@ -274,7 +274,7 @@ class Saver:
             safe_save.remove_folder(path)
 
     def _warn_of_open_window(self) -> None:
-        accumulation = self._state.preparer.accumulation
+        accumulation = self._live.preparer.accumulation
         micro_steps = accumulation.step % accumulation.num_steps
         if not accumulation.sync_gradients and micro_steps:
             warn(
