@@ -34,7 +34,7 @@ def say_ready():
     dist.distributed_c10d._get_default_store().set(f"ready {rank()}", "")
 
 def wait_for_those_that_wait():
-    # Whoever computes begins last, and leaves the cores to the others until then.
+    # A rank that computes begins last, and leaves the cores to the others until then.
     dist.distributed_c10d._get_default_store().wait([f"ready {other}" for other in (0, 3, 4, 5, 6, 7)])
 
 def stay():
