@@ -567,8 +567,8 @@ def execute_and_display(
 
 
 _SET_AT_START = (
-    "num_processes", "mixed_precision", "backend", "engine", "start_method", "num_nodes", "threads_per_process", "log_dir",
-    "is_spmd", "max_restarts", "hang_timeout_s", "on_hang", "interrupt_grace_s",
+    "num_processes", "mixed_precision", "backend", "engine", "start_method", "num_nodes", "threads_per_process",
+    "log_dir", "is_spmd", "max_restarts", "hang_timeout_s", "on_hang", "interrupt_grace_s",
 )  # fmt: skip
 _START_SETTINGS = {field.name: field.default for field in fields(LaunchSpec) if field.name in _SET_AT_START}
 """Settings that hold from the start of the workers to their end, with their defaults."""
