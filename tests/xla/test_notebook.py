@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("compile_quickly")
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("num_devices", [1, 8])
 def test_the_tpu_notebook_runs(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
     """A core stands for a chip: the notebook asks for one process per device, and the environment says how many.
 
