@@ -36,7 +36,7 @@ from nblaunch import env
 from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
-from nblaunch.dashboard.terminal import LiveDisplay, LiveLine, TextDashboard, is_terminal, moves_cursor
+from nblaunch.dashboard.terminal import LiveDisplay, TextDashboard, moves_cursor
 from nblaunch.events import JobEnded
 from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
@@ -128,17 +128,16 @@ def lines_printer(**options: Any) -> Dashboard:
 
 
 def open_live(stream: TextIO | None = None) -> LiveDisplay | None:
-    """Return a table where the cursor can be moved, a line in a dumb terminal; None where there is no terminal.
+    """Return a table that is redrawn in place; None where the cursor can't be moved.
 
     Args:
         stream: default: ``sys.stderr``.
     """
-    where = sys.stderr if stream is None else stream
-    if moves_cursor(where):
-        from nblaunch.dashboard.live_table import LiveTable
+    if not moves_cursor(sys.stderr if stream is None else stream):
+        return None
+    from nblaunch.dashboard.live_table import LiveTable
 
-        return LiveTable(stream)
-    return LiveLine(stream) if is_terminal(where) else None
+    return LiveTable(stream)
 
 
 def connect(dashboards: Sequence[Dashboard], controls: Controls) -> None:

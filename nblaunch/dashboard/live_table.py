@@ -10,6 +10,9 @@ A terminal that is too narrow has fewer columns.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO, final
 
 from rich.console import Console, Group, RenderableType
@@ -21,7 +24,7 @@ from rich.text import Text
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look
 from nblaunch.dashboard.rows import Row
 from nblaunch.dashboard.table import Table, tabulate
-from nblaunch.dashboard.terminal import LiveDisplay, has_colour, size_of
+from nblaunch.dashboard.terminal import has_colour, size_of
 from nblaunch.dashboard.text import (
     BAR_WIDTH,
     GAP,
@@ -34,22 +37,46 @@ from nblaunch.dashboard.view import JobView
 
 
 @final
-class LiveTable(LiveDisplay):
-    """A table of a terminal that is redrawn in place; the terminal must be able to move its cursor."""
+class LiveTable:
+    """Progress at the bottom of a terminal, redrawn in place; the terminal must be able to move its cursor.
+
+    Args:
+        stream: default: ``sys.stderr``, looked up at each use.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__(stream)
+        self._stream = stream
+        self._view: JobView | None = None
         self._live: Live | None = None
 
-    def _show(self, view: JobView) -> None:
+    def draw(self, view: JobView) -> None:
+        """Show the progress of a job."""
+        self._view = view
         live = self._live or self._start()
         live.console.size = size = size_of(self._to)
         live.update(renderable(view, size[0]), refresh=True)
 
-    def _remove(self) -> None:
+    def clear(self) -> None:
+        """Remove it; the cursor is then at the beginning of an empty line."""
+        self._view = None
         live, self._live = self._live, None
         if live is not None:
             live.stop()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide it while the block writes whole lines to the terminal."""
+        view = self._view
+        self.clear()
+        try:
+            yield
+        finally:
+            if view is not None:
+                self.draw(view)
+
+    @property
+    def _to(self) -> TextIO:
+        return sys.stderr if self._stream is None else self._stream
 
     def _start(self) -> Live:
         # Neither a thread, which a fork would lose, nor replaced streams: output of workers is written around it.

@@ -1,28 +1,23 @@
-"""The dashboard for scripts and terminals: progress that is redrawn in place, and a table at the end.
+"""The dashboard for scripts and terminals: progress, and a table at the end.
 
-    LiveTable (``live_table.py``)   a row per rank
-    LiveLine                        one line, in a dumb terminal, whose cursor can't be moved up
-
-Where the output is no terminal, a line is written from time to time. Colours are for terminals.
+In a terminal progress is a table that is redrawn in place (``live_table.py``). Elsewhere, and in a dumb terminal, whose
+cursor can't be moved up, a line is written from time to time. Colours are for terminals.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import monotonic
-from typing import Any, TextIO, final
-from unicodedata import east_asian_width
+from typing import Any, Protocol, TextIO, final
 
 from nblaunch import env
 from nblaunch.dashboard.base import Pace, ViewingDashboard
 from nblaunch.dashboard.palette import paint, unpainted
-from nblaunch.dashboard.text import live_line, progress_line, render_text
+from nblaunch.dashboard.text import progress_line, render_text
 from nblaunch.dashboard.view import JobView
 
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first drawing, and between two
@@ -72,20 +67,6 @@ def has_blocks(stream: TextIO) -> bool:
     return True
 
 
-def columns_of(text: str) -> int:
-    """Return the width of ``text`` on a terminal, where some characters take two columns."""
-    return len(text) + sum(east_asian_width(one) in "WF" for one in text if not one.isascii())
-
-
-def cut(text: str, width: int) -> str:
-    """Return ``text``, cut to ``width`` columns with an ellipsis."""
-    if columns_of(text) <= width:
-        return text
-    while text and columns_of(text) > width - 3:
-        text = text[:-1]
-    return f"{text}..."
-
-
 def write(stream: TextIO, text: str) -> None:
     """Write in one call, with ``?`` for characters that the encoding of the stream lacks."""
     try:
@@ -95,96 +76,29 @@ def write(stream: TextIO, text: str) -> None:
         stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
-class LiveDisplay(ABC):
-    """Progress at the bottom of a terminal, redrawn in place.
-
-    Args:
-        stream: default: ``sys.stderr``, looked up at each use.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
-        self._view: JobView | None = None
+class LiveDisplay(Protocol):
+    """Progress at the bottom of a terminal, redrawn in place: ``live_table.LiveTable``, which imports rich."""
 
     def draw(self, view: JobView) -> None:
         """Show the progress of a job."""
-        self._view = view
-        self._show(view)
 
     def clear(self) -> None:
         """Remove it; the cursor is then at the beginning of an empty line."""
-        self._view = None
-        self._remove()
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> AbstractContextManager[None]:
         """Hide it while the block writes whole lines to the terminal."""
-        view = self._view
-        self.clear()
-        try:
-            yield
-        finally:
-            if view is not None:
-                self.draw(view)
-
-    @property
-    def _to(self) -> TextIO:
-        return sys.stderr if self._stream is None else self._stream
-
-    @abstractmethod
-    def _show(self, view: JobView) -> None:
-        """Replace what is there."""
-
-    @abstractmethod
-    def _remove(self) -> None:
-        """Remove what is there, if anything is."""
-
-
-@final
-class LiveLine(LiveDisplay):
-    """A line of a terminal that is redrawn in place, with carriage returns and spaces alone."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__(stream)
-        self._drawn = ""
-
-    def _show(self, view: JobView) -> None:
-        width = size_of(self._to)[0] - 1  # a longer line would wrap
-        text = cut(live_line(view, width, has_blocks=has_blocks(self._to)), width)
-        if text == self._drawn:
-            return
-        rest = " " * max(columns_of(self._drawn) - columns_of(text), 0)
-        self._write(f"\r{_painted(text) if has_colour(self._to) else text}{rest}")
-        self._drawn = text
-
-    def _remove(self) -> None:
-        if self._drawn:
-            self._write(f"\r{' ' * columns_of(self._drawn)}\r")
-            self._drawn = ""
-
-    def _write(self, text: str) -> None:
-        write(self._to, text)
-        self._to.flush()
-
-
-_WORDS = re.compile(r"(?P<cyan>[█▏▎▍▌▋▊▉]+)|(?P<yellow>\d* ?waiting)|(?P<red>\d* ?failed)|(?P<dim>starting)")
-
-
-def _painted(text: str) -> str:
-    """Return a line with its bar and the states that matter in colours."""
-    return _WORDS.sub(lambda found: paint(found[0], found.lastgroup or ""), text)
 
 
 @final
 class TextDashboard(ViewingDashboard):
-    """A progress line, and a table at the end.
+    """Progress, and a table at the end.
 
-    On a terminal a table or a line is redrawn in place. Elsewhere (a file, a pipe, the log of a batch job) a new line
-    is written every few seconds.
+    On a terminal a table is redrawn in place. Elsewhere (a file, a pipe, the log of a batch job) a line is written
+    every few seconds.
 
     Args:
         stream: default: ``sys.stderr``, looked up at each write.
-        live: what is redrawn on the terminal, shared with other writers; None where the stream is none.
+        live: what is redrawn on the terminal, shared with other writers; None where lines are written.
         clock: monotonic seconds.
     """
 

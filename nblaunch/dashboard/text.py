@@ -6,62 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nblaunch import formatting
-from nblaunch.dashboard.notices import as_of_now
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
-from nblaunch.dashboard.rows import Tile, epoch_of, full_length, furthest_behind, in_lines
+from nblaunch.dashboard.rows import Tile, full_length, furthest_behind, in_lines
 from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState
-from nblaunch.formatting import percent, rate, whole_duration
 
-_MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 5, 30
 _START_S = 20.0  # after which ranks that show nothing are called running
-
-
-def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
-    """Return the progress of the rank that is furthest behind as a bar of tqdm, with the states of all ranks.
-
-        train:  45%|█████████▏          | 450/1,000 [0:45<0:55, 10.0 steps/s, loss 0.0321, 3 training, 1 waiting]
-
-    Args:
-        view: the job.
-        width: columns of the terminal.
-        has_blocks: draw the bar with block characters; else with ``#``.
-    """
-    view = as_of_now(view)
-    behind = furthest_behind(view)
-    name = view.function_name or "job"
-    parts = [_times(view)]
-    parts += [f"{rate(behind.steps_per_s)} steps/s"] if behind.steps_per_s else []
-    parts += [f"loss {formatting.loss(behind.loss)}"] if behind.loss is not None else []
-    summary = f"[{', '.join([*parts, _states(view)])}]"
-    if behind.fraction is None:
-        # Without a total there is no bar to draw; show the worker's own progress bar, or its step.
-        done = behind.status_line or (f"step {behind.step:,}" if behind.step else "")
-        return f"{name}: {summary} {done}".rstrip()
-    epoch = f" epoch {epoch_of(behind)}" if behind.epoch else ""
-    before = f"{name}{epoch}: {percent(behind.fraction):>4}"
-    after = f"{behind.step:,}/{behind.total:,} {summary}"
-    room = min(width - len(before) - len(after) - 3, _MAX_BAR_WIDTH)
-    bar = f"|{_bar(behind.fraction, room, has_blocks=has_blocks)}|" if room >= _MIN_BAR_WIDTH else ""
-    return f"{before}{bar} {after}"
-
-
-def _times(view: JobView) -> str:
-    left_s = view.left_s
-    return whole_duration(int(view.elapsed_s)) + ("" if left_s is None else f"<{whole_duration(left_s)}")
-
-
-def _states(view: JobView) -> str:
-    """Return ``4 training``, ``3 training, 1 waiting``; for a single process its state."""
-    if is_starting(view):
-        return "starting"
-    if len(view.ranks) == 1:
-        return view.ranks[0].state.name.lower()
-    states: dict[WorkerState, int] = {}
-    for rank in view.ranks:
-        states[rank.state] = states.get(rank.state, 0) + 1
-    return ", ".join(f"{number} {state.name.lower()}" for state, number in sorted(states.items()))
 
 
 def is_starting(view: JobView) -> bool:
@@ -72,14 +23,6 @@ def is_starting(view: JobView) -> bool:
         for rank in view.ranks
     )
     return is_quiet and view.elapsed_s < _START_S
-
-
-def _bar(fraction: float, width: int, *, has_blocks: bool) -> str:
-    if not has_blocks:
-        return ("#" * int(fraction * width)).ljust(width)
-    eighths = int(fraction * width * 8)
-    part = "▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else ""
-    return ("█" * (eighths // 8) + part).ljust(width)
 
 
 def progress_line(view: JobView) -> str:

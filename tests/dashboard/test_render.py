@@ -12,7 +12,7 @@ from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.html import mimebundle, render_html
 from nblaunch.dashboard.palette import CAUTION
 from nblaunch.dashboard.table import tabulate
-from nblaunch.dashboard.text import live_line, progress_line, render_text
+from nblaunch.dashboard.text import progress_line, render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import (
     AttemptStarted,
@@ -373,26 +373,6 @@ def test_progress_line_shows_the_slowest() -> None:
     line = progress_line(view)
     assert line.startswith("train: running for 11 s; rank 2 waiting, epoch 1, step 60/1,000")
     assert "rank" not in progress_line(trained(1))
-
-
-def test_the_live_line_looks_like_a_bar() -> None:
-    view = fold_readings(trained(2), [sample(1, 90, state=WorkerState.WAITING)], START_S + 11)
-    line = live_line(view, 120)
-    words = "[11 s<1:31, 10.0 steps/s, loss 0.0110, 1 training, 1 waiting]"
-    assert line == f"train epoch 1:   9%|██▌{' ' * 25}| 90/1,000 {words}"
-    assert live_line(view, 120, has_blocks=False) == f"train epoch 1:   9%|##{' ' * 26}| 90/1,000 {words}"
-    assert live_line(view, 90) == f"train epoch 1:   9% 90/1,000 {words}"
-
-
-def test_the_live_line_of_a_job_without_lengths_shows_what_it_can() -> None:
-    assert live_line(view_of(started(1)), 80) == "train: [0 s, starting]"
-    view = view_of(
-        [StatusLine(0, START_S, text="fold 2:  45%|###   | 45/100 [00:01<00:02]")], view_of(started(2))
-    )
-    assert live_line(view, 80) == "train: [0 s, 2 running] fold 2:  45%|###   | 45/100 [00:01<00:02]"
-    assert live_line(fold_readings(view_of(started(1)), [sample(0, 7, -1)], START_S + 1), 80).endswith(
-        "] step 7"
-    )
 
 
 @pytest.mark.parametrize(
