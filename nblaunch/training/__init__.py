@@ -3,7 +3,7 @@
 It meets the launcher only in ``nblaunch.context``, so that the same function runs in a notebook, under ``torchrun``
 and in plain ``python``. One process, from the outside in:
 
-    context.ProcessContext        what the launcher gave the process: ranks, backend, board; there without training, too
+    context.ProcessContext       what the launcher gave the process: ranks, backend, board; there without training, too
       .training: SharedState     shared_state.py    what Accelerators, loaders and optimizers of the process share
         .process: JoinedProcess  joining.py          its rank and device, once it has joined the process group;
                                                      barriers and waiting for other ranks
