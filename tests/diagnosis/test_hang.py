@@ -58,8 +58,8 @@ BOOTSTRAP = ("/site/nblaunch/worker/bootstrap.py", 100, "_call")
             [
                 ("/usr/lib/python3.11/threading.py", 9, "wait"),
                 ("/site/nblaunch/training/checkpoints/save_round.py", 9, "arrive"),
-                ("/site/nblaunch/training/checkpoints.save_state.py", 9, "save"),
-                ("/site/nblaunch/training/checkpoints.save_state.py", 9, "save_state"),
+                ("/site/nblaunch/training/checkpoints/save_state.py", 9, "save"),
+                ("/site/nblaunch/training/checkpoints/save_state.py", 9, "save_state"),
             ],
             "save_state",
         ),
@@ -85,7 +85,7 @@ def test_what_a_rank_waits_in(
         (
             [
                 (f"{TORCH}/distributed/distributed_c10d.py", 9, "barrier"),
-                ("/site/nblaunch/training/checkpoints.save_state.py", 5, "save"),
+                ("/site/nblaunch/training/checkpoints/save_state.py", 5, "save"),
             ],
             False,
         ),

@@ -104,7 +104,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
     if size == 1:
         return tensor
-    return _each_tensor("broadcast", lambda one: _send_tensor(one, from_process), tensor)
+    return _each_tensor("broadcast", lambda one: _broadcast_tensor(one, from_process), tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -178,11 +178,11 @@ def gather_for_metrics(
     if is_object:
         if not use_gather_object and _compares_first():
             _check_alike("gather", _OBJECTS)
-        gathered = gather_object(data) if num_alike == 1 else _gather_unlike(data, num_alike)
+        gathered = gather_object(data) if num_alike == 1 else _gather_of_data_ranks(data, num_alike)
     else:
         gathered = gather(data)
         if num_alike > 1:
-            gathered = nested.map_leaves(lambda leaf: _unlike_rows(leaf, num_alike), gathered)
+            gathered = nested.map_leaves(lambda leaf: _rows_of_data_ranks(leaf, num_alike), gathered)
     loader = accumulation.active_loader
     if loader is None or not loader.end_of_dataloader:
         return gathered
@@ -200,12 +200,12 @@ def gather_for_metrics(
     return nested.map_leaves(lambda leaf: leaf[:remainder] if leaf.ndim else leaf, gathered)
 
 
-def _gather_unlike(data: Any, num_alike: int) -> list[Any]:
+def _gather_of_data_ranks(data: Any, num_alike: int) -> list[Any]:
     """Gather an iterable per rank, and keep those of every ``num_alike``-th: ranks between have the same data."""
     return [item for one in gather_object([data])[::num_alike] for item in one]
 
 
-def _unlike_rows(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
+def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
     """Return the rows of every ``num_alike``-th rank: ranks between have the same data."""
     parts = gathered.reshape(world_size(), -1, *gathered.shape[1:])
     return parts[::num_alike].flatten(0, 1)
@@ -227,10 +227,10 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         return object_list
     is_sender = rank() == from_process
     sent = _pickled(list(object_list)) if is_sender else torch.empty(0, dtype=torch.uint8)
-    size = _send_tensor(torch.tensor([sent.numel()]), from_process)
+    size = _broadcast_tensor(torch.tensor([sent.numel()]), from_process)
     if not is_sender:
         sent = torch.empty(int(size), dtype=torch.uint8)
-    _send_tensor(sent, from_process)
+    _broadcast_tensor(sent, from_process)
     if not is_sender:
         object_list[:] = _unpickled(sent)
     return object_list
@@ -238,7 +238,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
     """Broadcast one contiguous tensor of rank 0, known to have the same shape and type on all ranks."""
-    return _send_tensor(tensor, 0) if world_size() > 1 else tensor
+    return _broadcast_tensor(tensor, 0) if world_size() > 1 else tensor
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
@@ -361,7 +361,7 @@ def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return received.view(tensor.dtype).reshape(shape).to(tensor.device)
 
 
-def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
+def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     dense = tensor.detach().contiguous()
     sent = _as_bytes(dense)
     with waiting():
