@@ -114,7 +114,7 @@ def can_type() -> bool:
     return bool(sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty())
 
 
-def has_breakpoints(background: bool) -> bool:
+def takes_breakpoints(background: bool) -> bool:
     """Return whether ``breakpoint()`` in a worker can open pdb: a user types, and the main thread asks.
 
     A cell that waits for its job asks by itself; in the background :func:`debug` does.

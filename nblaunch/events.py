@@ -319,6 +319,8 @@ class StatusLine(Event):
 class Stalled(Event):
     """A rank has made no progress for some time, and where it is.
 
+    Emitted from half of ``hang_timeout_s`` on for ranks that wait in a collective, for others when that time is over.
+
     Args:
         where: its line, as ``cell 5, line 14``.
         waiting_in: the collective that it waits in, as ``all_reduce``; empty if it does not.

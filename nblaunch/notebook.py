@@ -66,10 +66,12 @@ def notebook_launcher(
 ) -> Any:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
 
-    Workers are forked from this process: the function, what it closes over and the modules in ``args`` are shared
-    with them, not copied or pickled. Where a fork is not possible (CUDA is in use in the kernel), they start through
-    a clean process instead, and nothing needs a restart. Inside the function, ``Accelerator()``, plain
-    ``torch.distributed.init_process_group()`` and other frameworks find their rank and each other by themselves.
+    Workers are forked from this process: they have the function, what it closes over and the modules in ``args``
+    without a pickle, in memory that is shared until one side writes to it (copy-on-write). Trained weights are sent
+    back at the end, and loaded into these modules. Where a fork is not possible (CUDA is in use in the kernel),
+    workers start through a clean process instead, and nothing needs a restart. Inside the function,
+    ``Accelerator()``, plain ``torch.distributed.init_process_group()`` and other frameworks find their rank and each
+    other by themselves.
 
     Example::
 
@@ -135,8 +137,8 @@ def notebook_launcher(
         threads_per_process: CPU threads of each worker; None = ``OMP_NUM_THREADS``, or usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed. A function that
             catches the KeyboardInterrupt and returns on every rank has lost nothing: the cell ends with the interrupt,
-            but trained weights are loaded, and ``last_job().result()`` returns the value (not with several machines,
-            and not in a session).
+            but trained weights are loaded, and ``last_job().result()``, or ``session.result()``, returns the value.
+            With several machines this holds for each on which every rank returns.
         hang_timeout_s: seconds without progress after which the position of every rank is shown; None = never. Progress
             is counted: steps of optimizers, batches of prepared loaders, collectives and backward of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and bars of tqdm that advance. Output and
@@ -298,7 +300,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     check_flag("background", background)
     descriptors.occupy_standard_ones()
     can_break = not (spec.is_elastic or spec.is_detached)
-    if can_break and debugging.has_breakpoints(background):
+    if can_break and debugging.takes_breakpoints(background):
         spec = replace(spec, has_breakpoints=True)
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)

@@ -190,13 +190,14 @@ class LaunchSpec:
 
     Args:
         function: called as ``function(*args)`` in every worker.
-        args: positional arguments; modules among them are shared with the workers, not copied.
+        args: positional arguments; modules among them are in the workers without a copy, until one writes to them.
         num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
         num_nodes: number of machines: ``2``, ``"1:2"`` or ``(1, 2)``.
         rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
         rdzv_timeout_s: timeout of the rendezvous in seconds; None = ``rdzv_conf["timeout"]``, or 600.
-        has_breakpoints: ``breakpoint()`` in the function opens pdb in this process.
+        has_breakpoints: ``breakpoint()`` in a worker opens pdb there, typed into this process: wherever a user can
+            type, as in most notebooks.
         is_session: the workers are those of a session: this process sends them commands while they run.
         is_detached: the job outlives this process; trained weights are kept for those that attach to it.
         is_spmd: one process drives all devices (XLA).

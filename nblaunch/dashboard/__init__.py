@@ -117,7 +117,7 @@ def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dash
 
 
 def lines_printer(**options: Any) -> Dashboard:
-    """Return what shows the output of workers alone, in the running cell or on stdout.
+    """Return what shows the output of workers and all notes, without a table, in the running cell or on stdout.
 
     Args:
         **options: of :class:`LinesPrinter`.

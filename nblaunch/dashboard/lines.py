@@ -1,4 +1,4 @@
-"""Output of workers: printed lines and displays, in the output of the cell or on the terminal.
+"""Output of workers, and notes of the launcher: lines and displays in the output of the cell or on the terminal.
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
@@ -141,7 +141,8 @@ class LinesPrinter(Dashboard):
         publish: shows a display of a worker; default: print its text.
         shortens: leave out lines of ranks that print a lot, and cut those of more than 4,000 characters.
         first_s: seconds before the first write, so that the table of the job appears above its output.
-        defers_lines: print all lines at the end, because widgets show them meanwhile; displays are shown at once.
+        defers_lines: print all lines at the end, because the widgets or the table show the last meanwhile; displays are
+            shown at once.
         omits_hangs: leave out reports of hangs, because a table shows them.
         merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
         live: what is redrawn in place on the same terminal, to be kept below.

@@ -132,7 +132,7 @@ class HangDetector:
         Args:
             now_s: ``time.monotonic()``.
             progress: of all ranks of the job, including other machines.
-            running: ranks of this machine whose function runs.
+            running: ranks of this machine whose function runs, or that still send states.
         """
         for rank, shown in progress.items():
             known = self._ranks.get(rank)

@@ -74,7 +74,7 @@ class HangWatch:
 
         Args:
             readings: of the board.
-            pids: rank -> process, of the ranks of this machine whose function runs.
+            pids: rank -> process, of the ranks of this machine whose function runs, or that still send states.
         """
         now = time.monotonic()
         progress = {

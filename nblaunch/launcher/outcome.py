@@ -65,7 +65,8 @@ class JobOutcome:
     def with_traceback(self) -> JobOutcome:
         """Return the same with the traceback that the error has now, from the user's function on.
 
-        An error of another process has none; one of the function run inline begins at the function.
+        That of a worker has its frames (``diagnosis/exceptions.py``), one of the function run inline begins at the
+        function; ``WorkerDied`` and ``JobHung`` have none.
         """
         if self.error is None:
             return self

@@ -168,7 +168,7 @@ class SessionClient:
             reads_variable = isinstance(command, Execute) and command.is_name
             is_joint = (reaches_all or len(ranks) > 1) and not reads_variable
             group = self._group if reaches_all and not reads_variable else 0
-            command = replace(command, group=group, has_breakpoints=debugging.has_breakpoints(False))
+            command = replace(command, group=group, has_breakpoints=debugging.takes_breakpoints(False))
             self.debugger.forget_stops()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:

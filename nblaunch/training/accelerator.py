@@ -649,7 +649,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         self._checkpoints.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
+        """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes whole weights.
+
+        Shards are written before it is called.
 
         Args:
             hook: gets the prepared models, their state dicts, and the folder to write to, which takes its place when

@@ -47,7 +47,7 @@ class Assignment:
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
         post_mortem: keep the worker where its function has failed, for a debugger.
-        has_breakpoints: ``breakpoint()`` opens pdb in the kernel.
+        has_breakpoints: ``breakpoint()`` opens pdb here, typed into the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
         wanted_modules: argument paths of the modules whose weights are wanted back, the same on every rank: which ones

@@ -120,7 +120,7 @@ class SessionCommand:
 
     Args:
         group: number of the process group that the rank must be in, counted from 1; 0 = as it is.
-        has_breakpoints: ``breakpoint()`` opens pdb in the kernel; otherwise it is passed over.
+        has_breakpoints: ``breakpoint()`` opens pdb in the worker, typed into the kernel; otherwise it is passed over.
     """
 
     group: int = 0

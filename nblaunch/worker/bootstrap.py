@@ -10,7 +10,7 @@
     function         the call is loaded, the user's function called
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
                      (or, where the function raised: ──> Failed)
-    finish           threads joined, exit handlers run, process group left; then ``os._exit``
+    finish           exit handlers run; after success also threads joined and groups left, but gloo's; ``os._exit``
 
 A worker never returns into the code it was forked from.
 
@@ -273,7 +273,7 @@ class _Worker:
             self.slot.set_state(self._state_before_compiling)
 
     def _finish(self, exit_code: int) -> int:
-        """Do what the end of a script does: join threads, run exit handlers, flush. Errors are shown, not raised."""
+        """Do what the end of a script does: exit handlers, after success also threads. Errors are shown, not raised."""
         try:
             # What the interpreter calls at its own end, which os._exit leaves out; none of it has a public name.
             if exit_code == 0:

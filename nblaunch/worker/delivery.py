@@ -2,8 +2,8 @@
 
     value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
 
-From ``Returned`` on the job has its result. Nothing that happens to weights, which may be large, can cost it: neither
-memory that runs out, nor a ``state_dict()`` that raises.
+Once every rank has sent ``Returned``, the job has its result. Nothing that happens to weights, which may be large, can
+cost it: neither memory that runs out, nor a ``state_dict()`` that raises.
 """
 
 from __future__ import annotations

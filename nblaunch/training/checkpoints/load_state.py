@@ -1,6 +1,7 @@
 """The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
 
-is it whole? ── read all but weights ── does it fit? ── only then: hooks ─ weights ─ optimizers ─ ... ─ random states
+is it whole? ── read all but weights ── does it fit?
+    ── only then: gradient orders ─ hooks ─ weights ─ optimizers ─ ... ─ random states
 
 Of weights, names and shapes are looked at beforehand, not values. On another number of ranks, random states stay as
 they are, and loaders go on behind the samples that were seen.

@@ -1,8 +1,8 @@
 """The work behind ``save_state``: ranks meet, the main process writes a folder aside, and gives it its name.
 
     all ranks     meet; the main process makes the folder
-    main process  hooks, states ──> Snapshot ── written aside, committed by a rename
-    others        hooks, shards of weights, random states ──> files of their own in the same folder
+    main process  weights, optimizers, hooks, other states ──> Snapshot ── written aside, committed by a rename
+    others        shards of weights, hooks, random states ──> files of their own in the same folder
 
 How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_round``.
 """

@@ -285,7 +285,10 @@ class Strategy(ABC):
         return []
 
     def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
-        """Reduce gradients in the order that :meth:`gradient_order` returned in another process, from now on."""
+        """Reduce gradients in the order that :meth:`gradient_order` returned in another process, from now on.
+
+        A collective: DDP that has made no backward yet makes one, of zeros.
+        """
 
     # --- states; where the strategy holds shards, every rank calls these -----------------------------------------
 
