@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
-from nblaunch.training.checkpoints import loading, model_files, safe_save
+from nblaunch.training.checkpoints import load_weights, model_files, safe_save
 
 # Of Python's audit events (https://docs.python.org/3/library/audit_events.html), those of the file system.
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
@@ -134,7 +134,7 @@ def test_a_kill_leaves_a_model(tmp_path: Path) -> None:
         model = nn.Module()
         for name in "abc":
             model.register_buffer(name, torch.zeros(4))
-        loading.load_checkpoint_in_model(model, work / "model", strict=True)
+        load_weights.load_checkpoint_in_model(model, work / "model", strict=True)
         (value,) = {value for buffer in model.buffers() for value in buffer.tolist()}
         found.append(value)
     assert found == sorted(found)
