@@ -131,3 +131,27 @@ def _own_imports(module: Module, function: ast.AST) -> list[tuple[ast.AST, str]]
         for node, name in module.imports()
         if node in inside and name.partition(".")[0] == "nblaunch"
     ]
+
+
+def test_names_that_tests_import_exist() -> None:
+    """Also those of tests that need a device, or another environment, where they would only be found missing there."""
+    missing = []
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "nblaunch":
+                missing += [
+                    f"{path}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not _exists(node.module or "", alias.name)
+                ]
+    assert not missing
+
+
+def _exists(module: str, name: str) -> bool:
+    if hasattr(importlib.import_module(module), name):
+        return True
+    try:
+        importlib.import_module(f"{module}.{name}")
+    except ModuleNotFoundError:
+        return False
+    return True
