@@ -52,7 +52,10 @@ class JobOutcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> JobOutcome:
-        """Return the outcome of a job that ``error`` ended in this process, or that was interrupted."""
+        """Return the outcome of a job that ``error`` ended in this process: interrupted, if it is an interrupt.
+
+        That of workers which were interrupted is made by :func:`conclude_job`.
+        """
         return cls("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
     @property
@@ -101,6 +104,8 @@ def conclude_job(
     past_failures: list[str],
 ) -> tuple[JobOutcome, list[Note]]:
     """Return the outcome of a job and notes about it; of a job that is done, load the trained weights first.
+
+    One that was interrupted has a KeyboardInterrupt of its own: those that workers raised are not used.
 
     Args:
         attempt: the last one.

@@ -43,7 +43,7 @@ class LaunchPlan:
         fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
-        warnings: what may go wrong, a sentence each.
+        warnings: what may go wrong, a sentence each; about memory see :func:`memory_warnings`.
     """
 
     backend: Backend
@@ -290,7 +290,8 @@ def _overlooked(chosen: Backend) -> tuple[str, ...]:
 def memory_warnings(plan: LaunchPlan, spec: LaunchSpec) -> list[str]:
     """Return a warning where the host has no room for what training the passed modules on the CPU needs at least.
 
-    The weights are shared until an optimizer changes them; from then on every worker has its own, and its gradients.
+    The weights are shared until a worker writes to them, as DDP's constructor does in ``prepare``, else the first step
+    of an optimizer; from then on every worker has its own, and its gradients.
     It is no part of the plan: what a debugger has kept is given up after the launch was planned.
     """
     modules = modules_in(spec.args)

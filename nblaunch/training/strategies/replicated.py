@@ -100,7 +100,10 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 
 
 class DdpStrategy(Strategy):
-    """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike."""
+    """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
+
+    Its constructor writes rank 0's trainable weights to every rank's: from then on a worker shares them with no other.
+    """
 
     name = "ddp"
 
