@@ -39,7 +39,7 @@ CELLS = (
     "notebook_launcher(train, (1000,), 2)",
     "job = notebook_launcher(train, (100_000,), 2, background=True)",
     "0 < job.result() < 99_999",
-    "notebook_launcher(train, (1000, True), 2)",
+    "notebook_launcher(train, (1000, True), 2, interrupt_grace_s=60)",
     "notebook_launcher(train, (50,), 2)",
     "job = notebook_launcher(train, (100_000,), 2, background=True)",
     "notebook_launcher(train, (100_000,), 2)",

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 FAILING, ONE, TWO, OTHER, AGAIN, RESULT = range(1, 7)
 CELLS = (
     SETUP,
-    "notebook_launcher(train, (1000, True), 2)",
+    "notebook_launcher(train, (1000, True), 2, interrupt_grace_s=60)",
     "one = notebook_launcher(train, (100_000,), 2, background=True)",
     "two = notebook_launcher(train, (100_000,), 2, background=True)",
     "print('free')",
