@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from nblaunch.dashboard.palette import BAD
@@ -94,7 +95,9 @@ def wait_for_table(page: Page, cell: int) -> None:
 
 def show_lines_of(page: Page, cell: int, rank: int, other: int) -> None:
     """Click on the tab of ``rank``, which works while the cell runs, and wait until lines of ``other`` are gone."""
-    page.output(cell).get_by_text(f"rank {rank}", exact=True).click()
+    # Not any text: where the rank has failed by then, others name it.
+    tabs = page.output(cell).locator("[class*=TabBar-tabLabel]")
+    tabs.filter(has_text=re.compile(rf"^rank {rank}$")).click()
     page.wait_for_text(cell, f"rank {rank} at step 10 <b>not bold</b>")
     page.wait_until(lambda: f"rank {other} at step" not in page.text(cell), f"lines of rank {rank} alone")
 
