@@ -16,7 +16,7 @@ from IPython.core import completer
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import debugging, formatting
-from nblaunch.session.session import Session, execute_and_display
+from nblaunch.session.session import Session, execute_and_display, names_on_ranks
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute
 
@@ -121,11 +121,9 @@ def register(shell: Any) -> None:
 
 
 def _match_names(context: Any) -> dict[str, Any]:
-    """Complete names of variables that commands have set on the first rank, in a cell on ranks."""
+    """Complete names of variables that the ranks have, in a cell on ranks."""
     session = RankMagics.session
-    names = (
-        session._client.names if session is not None and context.full_text.startswith("%%ranks") else set()
-    )
+    names = names_on_ranks(session) if session is not None and context.full_text.startswith("%%ranks") else ()
     found = [completer.SimpleCompletion(name) for name in sorted(names) if name.startswith(context.token)]
     return {"completions": found}
 
