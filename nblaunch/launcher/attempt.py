@@ -133,13 +133,13 @@ class WorkerConnections:
 
     Args:
         receivers: where events arrive.
-        command_connections: for commands; empty where none are sent.
-        debug_connections: with the debugger; empty where there is none.
+        commands: for commands; empty where none are sent.
+        debug: with the debugger; empty where there is none.
     """
 
     receivers: dict[int, EventReceiver] = field(default_factory=dict)
-    command_connections: dict[int, CommandConnection] = field(default_factory=dict)
-    debug_connections: dict[int, CommandConnection] = field(default_factory=dict)
+    commands: dict[int, CommandConnection] = field(default_factory=dict)
+    debug: dict[int, CommandConnection] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -309,12 +309,8 @@ def assign(
                 outbox_fd=_open_outbox(rank, stack)
                 if returns_value or plan.modules or plan.optimizers
                 else -1,
-                command_fd=_connect(rank, connections.command_connections, worker_ends)
-                if spec.is_session
-                else -1,
-                debug_fd=_connect(rank, connections.debug_connections, worker_ends)
-                if spec.has_debugger
-                else -1,
+                command_fd=_connect(rank, connections.commands, worker_ends) if spec.is_session else -1,
+                debug_fd=_connect(rank, connections.debug, worker_ends) if spec.has_debugger else -1,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=spec.has_breakpoints,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),

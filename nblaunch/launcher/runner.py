@@ -298,8 +298,8 @@ class JobRunner(JobState):
     def _start_attempt(self) -> None:
         running = start_attempt(self._make_attempt())
         connections = running.connections
-        self.command_connections = connections.command_connections
-        self.debugger = DebugClient(connections.debug_connections) if connections.debug_connections else None
+        self.command_connections = connections.commands
+        self.debugger = DebugClient(connections.debug) if connections.debug else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
             running, self.requests, self.emit, self.emit_readings, self.debugger, on_prompts
