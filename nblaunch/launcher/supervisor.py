@@ -342,7 +342,7 @@ class Supervisor:
         if self._requests.interrupts > 1:  # also where both came before this look
             self._escalation = Escalation.kill(now)
         elif self._escalation is not None:
-            self._escalation.interrupt_again(now)
+            self._escalation.add_interrupt(now)
         else:
             self._escalation = Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s)
 

@@ -31,7 +31,7 @@ The :class:`Accelerator`, and what it is built of:
 
 The way of objects through ``prepare``:
 
-    prepare.py: Preparer     loaders and models first, then optimizers, then schedulers
+    prepare.py: Preparer     loaders and models as they come, then optimizers, then schedulers
       loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
       models                 models.py (without_parallel_wrappers, stays_in_place)
                              ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:

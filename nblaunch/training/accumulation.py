@@ -1,8 +1,9 @@
 """Gradient accumulation: when gradients are synchronised and the optimizer steps, by :class:`AccumulationState`.
 
 Every Accelerator has its own. It counts micro-steps and knows the loader that is being read, from the stack of those of
-the process (:class:`LoaderStack`). It neither touches gradients nor communicates: the strategy's ``no_sync`` and the
-optimizer wrapper act on what it decides.
+the process (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` acts on what
+it decides (``rescale`` and the strategy's ``no_sync`` where a micro-step begins, ``divisor`` in ``backward``), and so
+does the optimizer wrapper.
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps

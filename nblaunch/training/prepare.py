@@ -1,4 +1,4 @@
-"""``prepare``: loaders and models, then optimizers, then schedulers; returned in the caller's order.
+"""``prepare``: loaders and models as they come, then optimizers, then schedulers; returned in the caller's order.
 
 :class:`Preparer` also keeps what was prepared. It decides nothing about precision, data or distribution itself.
 """

@@ -42,7 +42,7 @@ def test_after_an_interrupt_everyone_has_the_whole_grace() -> None:
 def test_an_interrupt_after_a_failure_puts_nothing_off(at_s: float) -> None:
     escalation = Escalation.after_failure(100.0, 5.0)
     escalation.due(100.0 + at_s, {1}, set[int]().__contains__)
-    escalation.interrupt_again(100.0 + at_s)
+    escalation.add_interrupt(100.0 + at_s)
     sent = walk(escalation, noticed=set(), alive={1}, until_s=60)
     assert [number for _, _, number in sent] == [INT, TERM, KILL]
     assert sent[1][0] == pytest.approx(min(at_s, COLLECT_S) + UNRESPONSIVE_GRACE_S)
