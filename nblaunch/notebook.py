@@ -165,7 +165,7 @@ def notebook_launcher(
         JobHung: the job made no progress, with ``on_hang="stop"``; says where every rank was.
         WorkerDied: a worker ended without raising an exception; says how, and what to do.
         ResultError: the return value can't be pickled; its ``partial`` holds what could.
-        KeyboardInterrupt: the launch was interrupted.
+        KeyboardInterrupt: the launch was interrupted, before any rank failed.
         BaseException: whatever ``function`` raised first, with its original type.
     """
     __tracebackhide__ = True
@@ -291,7 +291,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
 
     An interrupt ends the job, with ``background`` only one that comes before its workers run. KeyboardInterrupt is
-    raised when it has ended.
+    raised when it has ended; where a rank had failed before, what that one raised.
 
     Raises:
         BaseException: as :func:`notebook_launcher` describes.

@@ -83,7 +83,8 @@ class Escalation:
     def add_interrupt(self, now_s: float) -> None:
         """Add an interrupt by the user, where ranks are being ended already, as after a failure.
 
-        SIGINT is sent now, also to ranks that have had one; what follows comes no later than it would have.
+        SIGINT is sent now, also to ranks that have had one, but to none that has had SIGTERM; what follows comes no
+        later than it would have.
         """
         self.began_s = min(self.began_s, now_s - self.steps[0].at_s)
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}

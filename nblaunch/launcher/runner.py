@@ -227,8 +227,8 @@ class JobRunner(JobState):
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
-    def _was_ended_on_request(self, report: AttemptReport) -> bool:
-        """Return whether an interrupt, cancel or SIGTERM ended the attempt: no other may follow."""
+    def _must_not_restart(self, report: AttemptReport) -> bool:
+        """Return whether an interrupt, cancel or SIGTERM has come, even after the attempt had failed."""
         requests = self.requests
         return report.cancelled or requests.interrupts > 0 or requests.terminations > 0
 
@@ -273,7 +273,7 @@ class JobRunner(JobState):
         self.emit(Note.of_job(_KEPT.format(formatting.ranks(report.kept))))
 
     def _wants_restart(self, report: AttemptReport) -> bool:
-        is_over = report.is_success or self._was_ended_on_request(report)
+        is_over = report.is_success or self._must_not_restart(report)
         return not is_over and self.attempt_number < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:

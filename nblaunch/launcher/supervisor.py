@@ -347,9 +347,9 @@ class Supervisor:
             self._escalation = Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s)
 
     def _is_decided(self) -> bool:
-        """Return whether the outcome stands while processes still run: a rank has failed, or all have delivered.
+        """Return whether the attempt's outcome stands while processes still run: a rank failed, or all have delivered.
 
-        An interrupt then only ends them sooner. With other machines it is that of the job, which they may restart.
+        An interrupt then ends them sooner, and no other attempt follows. With other machines none is decided here.
         """
         report = self._report
         has_failed = report.failed or report.exits.keys() - report.returned.keys()

@@ -319,7 +319,7 @@ class NodeRunner(JobRunner):
         """
         link = self._link or self._join()
         report, rank_results = self._finish_attempt(link)
-        while not self._was_ended_on_request(report) and (world := link.next_world()) is not None:
+        while not self._must_not_restart(report) and (world := link.next_world()) is not None:
             self._next_attempt()
             self._start_in_world(world)
             report, rank_results = self._finish_attempt(link)
@@ -332,7 +332,7 @@ class NodeRunner(JobRunner):
         report, rank_results = self._supervise()
         link.conclude(report)
         is_change = report.remote.wants_restart and not report.remote.has_cause
-        failed = not (report.is_success or self._was_ended_on_request(report) or is_change)
+        failed = not (report.is_success or self._must_not_restart(report) or is_change)
         if failed and self.spec.max_restarts:
             self.emit(Note.of_job(self._record_failure(report), "warning"))
         return report, rank_results

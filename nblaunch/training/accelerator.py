@@ -419,6 +419,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their total norm, in true size, and return the norm before. Call it where gradients sync.
 
+        Elsewhere it clips what this rank has accumulated by then; with fp16 the next ``backward`` then raises.
+
         Args:
             parameters: a parameter or an iterable of them.
             max_norm: largest norm that is left as it is.

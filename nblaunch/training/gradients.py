@@ -97,7 +97,8 @@ class Gradients:
         """Bring gradients of ``parameters`` to their true size, and return these as a list.
 
         They are averaged over ranks, where backward has not done it, and unscaled. The optimizers that have none of the
-        parameters are left alone: they may have no gradients yet.
+        parameters are left alone: they may have no gradients yet. Where no prepared optimizer has any of them, those of
+        all are unscaled.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in listed}

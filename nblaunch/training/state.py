@@ -392,7 +392,7 @@ class GradientState(View):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers count the calls that they leave out."""
+        """Whether torch's warning about the order of scheduler and optimizer is kept quiet inside a window."""
         return self._accumulation.plugin.adjust_scheduler
 
     @property

@@ -9,8 +9,9 @@
     ──> Started
     function         the call is loaded, the user's function called
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
-                     (or, where the function raised: ──> Failed)
-    finish           exit handlers run; after success also threads joined and groups left, but gloo's; ``os._exit``
+                     (or, where the function raised: ──> Failed; where it called ``sys.exit(n)``: an exit code alone)
+    finish           after success threads are joined; exit handlers run; after success groups are left, but gloo's;
+                     ``os._exit``
 
 A worker never returns into the code it was forked from.
 

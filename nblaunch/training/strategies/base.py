@@ -219,7 +219,7 @@ class Strategy(ABC):
         return None
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler | None:
-        """Return the prepared scheduler that stands for ``scheduler``; None: it is prepared as it is, as most are."""
+        """Return the prepared scheduler that stands for ``scheduler``; None: ``prepare`` wraps it, as most."""
         return None
 
     def clear(self) -> None:
