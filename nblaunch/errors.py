@@ -5,7 +5,7 @@
     │   └── PayloadError      the call can't be sent to workers (names the variable that can't be pickled)
     ├── WorkerError           a worker failed
     │   ├── WorkerFailed      it raised an exception that can't be pickled; has its type, message and traceback as text
-    │   └── WorkerDied        it ended without an exception: a signal, sys.exit(n), os._exit, or a return while others wait
+    │   └── WorkerDied        no exception: a signal, sys.exit(n), os._exit, or a return while others wait
     │       └── NodeLost      it was on another machine, which has left or sends no heartbeats
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
     ├── JobLost               the process that watched a detached job was killed
