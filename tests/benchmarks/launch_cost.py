@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -61,8 +62,10 @@ def measure() -> Iterator[Row]:
 
 def _rows(where: str, launcher: str, has_group: bool) -> Iterator[Row]:
     """Yield a row per number of workers; a peer that hangs ends its own rows only."""
-    env = {"ACCELERATE_USE_CPU": "true"} if launcher == "accelerate" else {}
-    with kernel(KERNELS[where], env, check=launcher == "nblaunch") as started:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kernel(KERNELS[where], _environment(launcher, folder), check=launcher == "nblaunch") as started,
+    ):
         for size in SIZES:
             try:
                 pairs = call(started, in_kernel_ratio, launcher, size, has_group, NUM_PAIRS[launcher])
@@ -72,6 +75,14 @@ def _rows(where: str, launcher: str, has_group: bool) -> Iterator[Row]:
                 yield Row(_what(where, launcher, size, has_group), f"hung for {CELL_TIMEOUT_S:.0f} s")
                 return
             yield _row(where, launcher, size, has_group, pairs)
+
+
+def _environment(launcher: str, log_dir: str) -> dict[str, str]:
+    if launcher == "accelerate":
+        return {"ACCELERATE_USE_CPU": "true"}
+    # Old logs stay: ext4 passes over the inodes that were deleted in the last 5 s one by one, so that 30 launches a
+    # second, of which each removes the logs of an earlier one, spend milliseconds on making a file. No notebook does.
+    return {"NBLAUNCH_LOG_DIR": log_dir, "NBLAUNCH_KEEP_JOBS": "1000"}
 
 
 def _what(where: str, launcher: str, size: int, has_group: bool) -> str:
