@@ -255,12 +255,14 @@ def _job_ended(view: JobView, event: events.JobEnded) -> JobView:
 
 def _with_training_numbers(rank: RankView) -> RankView:
     """Return a finished rank with the numbers of its training, not of the evaluation after it."""
-    rates = rank.trained
-    if rank.state is not WorkerState.DONE or rates is None:
+    if rank.state is not WorkerState.DONE or rank.reading is None:
         return rank
-    if rank.reading is not None and rank.reading.trained[2]:
-        step, total, epoch = rank.reading.trained
-        rank = replace(rank, step=step, total=total, epoch=epoch)
+    step, total, epoch = rank.reading.trained
+    if epoch and (step, total, epoch) != (rank.step, rank.total, rank.epoch):
+        rank = replace(rank, step=step, total=total, epoch=epoch, steps_per_s=None, samples_per_s=None)
+    rates = rank.trained
+    if rates is None:
+        return rank
     return replace(
         rank,
         steps_per_s=rates.steps_per_s,
@@ -274,7 +276,7 @@ def _with_outcome(view: JobView, rank: RankView) -> RankView:
     if view.outcome == "failed" and rank.rank == view.failed_rank:
         message = _first_line(view.message)
         failure = message if view.has_hung else rank.failure or message
-        return replace(rank, state=WorkerState.FAILED, failure=failure)
+        return replace(rank, state=WorkerState.FAILED, failure=failure, is_consequence=False)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
     was_ended = was_stopped and not rank.is_consequence
     # What ranks that waited have raised when their peers were stopped explains nothing.

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import from_first_user_frame, is_user_file
@@ -177,8 +176,8 @@ def _is_consequence(error: BaseException) -> bool:
 def _is_collective_error(error: BaseException) -> bool:
     if type(error).__name__ in _CONSEQUENCE_TYPES:
         return True
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not isinstance(error, (RuntimeError, OSError)):
+    # Gloo, NCCL and stores raise RuntimeErrors. An OSError is of the user's own connection, as of an upload.
+    if "torch.distributed" not in sys.modules or not isinstance(error, RuntimeError):
         return False
     message = _message_of(error).lower()
     return any(words in message for words in _CONSEQUENCE_WORDS)

@@ -68,6 +68,20 @@ def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None
     assert view.ranks[2].failure == ""
 
 
+def test_what_the_job_failed_by_is_not_secondary() -> None:
+    events = [raised(0, "Connection refused", is_consequence=True), killed(0, 1)]
+    view = view_of([*started(2), *events, JobEnded(-1, START_S + 5, outcome="failed", failed_rank=0)])
+    assert not view.ranks[0].is_consequence
+
+
+def test_an_ended_job_that_was_not_watched_shows_the_steps_of_its_training() -> None:
+    evaluated = replace(sample(0, 10, 10, loop=9, state=WorkerState.EVALUATING), trained=(450, 450, 3))
+    view = fold_readings(view_of(started(1)), [evaluated], START_S)
+    rank = view_of([Returned(0, START_S), Exited(0, START_S), JobEnded(-1, START_S, "done")], view).ranks[0]
+    assert (rank.step, rank.total, rank.epoch) == (450, 450, 3)
+    assert rank.steps_per_s is None, "the rate of the evaluation is not that of the training"
+
+
 def test_a_worker_stopped_before_the_failure_was_reported_did_not_fail() -> None:
     view = view_of([*started(2), killed(0, -15), raised(1), JobEnded(-1, START_S, "failed", 1)])
     assert states(view) == ["stopped", "failed"]

@@ -31,6 +31,24 @@ def failure(error: BaseException, cause: BaseException | None = None) -> Failed:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.parametrize(
+    ("error", "is_consequence"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4242"), True),
+        (ConnectionRefusedError(111, "Connection refused"), False),
+        (OSError("<urlopen error [Errno 32] Broken pipe>"), False),
+    ],
+)
+def test_errors_of_collectives_follow_others_and_those_of_own_connections_do_not(
+    error: Exception, is_consequence: bool
+) -> None:
+    """An upload at the end of the function fails by itself, though other ranks have returned before."""
+    import torch.distributed  # noqa: F401  as in every worker that trains
+
+    assert failure(error).is_consequence == is_consequence
+    assert failure(ValueError("upload failed"), cause=error).is_consequence == is_consequence
+
+
 def frame(name: str, lineno: int = 1, *, is_user: bool = True, filename: str = "train.py") -> FrameInfo:
     return FrameInfo(filename, lineno, name, "", is_user)
 
