@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             not arguments.unsafe_serialization,
             arguments.remove_checkpoint_dir,
         )
-    except CheckpointError as error:
+    except (CheckpointError, ValueError) as error:
         raise UsageError(str(error)) from None
     print(f"written to {arguments.output_path}")
     return 0

@@ -69,6 +69,8 @@ def test_models_and_optimizers_come_back(kind: str, tmp_path: Path) -> None:
     assert cli.main(["merge-weights", shards, merged, "--unsafe_serialization"]) == 0
     by_command = torch.load(tmp_path / "by_command" / "pytorch_model.bin", weights_only=True)
     assert {name: value.tolist() for name, value in by_command.items()} == first[0]
+    for inside in (shards, f"{shards}/merged"):
+        assert cli.main(["merge-weights", shards, inside, "--remove_checkpoint_dir"]) == 2
     for safe, file in ((False, "pytorch_model.bin"), (True, "model.safetensors")):
         utils.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", safe, safe)
         path = tmp_path / "merged" / file

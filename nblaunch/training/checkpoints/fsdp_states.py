@@ -129,10 +129,13 @@ def merge_fsdp_weights(
 
     Raises:
         CheckpointError: the folder holds no shards, or damaged ones.
+        ValueError: the folder is to be removed, and the model to be written into it.
     """
     from torch.distributed import checkpoint as dcp
 
     folder = Path(checkpoint_dir)
+    if remove_checkpoint_dir and Path(output_path).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{output_path} is inside of {folder}, which is to be removed: choose another place")
     if not (folder / ".metadata").is_file():
         inside = [path.parent.name for path in sorted(folder.glob("*/.metadata"))]
         hint = f"; do you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""
