@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import os
 import signal
 import sys
 import time
@@ -55,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if path is not None and not path.is_dir():
             raise UsageError(f"{option}: there is no folder {path}")
+    if arguments.output is not None:
+        _check_output(arguments.output)
     began_s = time.monotonic()
     try:
         code, what = _execute(notebook, folder, arguments)
@@ -122,6 +125,14 @@ def _read(path: Path) -> Any:
         raise UsageError(f"{path} can't be read: {error.strerror}") from error
     except (nbformat.ValidationError, nbformat.reader.NotJSONError, AttributeError, ValueError) as error:
         raise UsageError(f"{path} is not a notebook: {str(error).splitlines()[0]:.120}") from error
+
+
+def _check_output(path: Path) -> None:
+    """Raise UsageError where the executed notebook could not be written there after all cells have run."""
+    if path.is_dir():
+        raise UsageError(f"--output: {path} is a folder; name the file, as {path / 'executed.ipynb'}")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UsageError(f"--output: the folder {path.absolute().parent} can't be written to")
 
 
 def _write(notebook: Any, path: Path) -> None:

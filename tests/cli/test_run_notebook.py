@@ -200,6 +200,7 @@ def test_a_cell_that_takes_too_long_is_interrupted_and_ends_it(tmp_path: Path) -
         ),
         (["tagged.ipynb", "--parameters", "epochs"], "not of the form name=value"),
         (["plain.ipynb", "--output", "no/such/out.ipynb"], "--output: there is no folder"),
+        (["plain.ipynb", "--output", "."], "--output: . is a folder"),
         (["plain.ipynb", "--cwd", "nowhere"], "--cwd: there is no folder"),
         (["plain.ipynb", "--kernel", "fortran"], "there is no kernel 'fortran' here; installed: "),
     ],
@@ -219,6 +220,19 @@ def test_wrong_use_is_one_line_and_runs_nothing(
     shown = capfd.readouterr()
     assert message in shown.err
     assert shown.err.count("\n") == 1
+    assert "it ran" not in shown.err + shown.out
+
+
+def test_a_folder_that_can_not_be_written_to_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "plain.ipynb", "raise SystemError('it ran')")
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK)
+    )  # root may
+    assert cli.main(["run-notebook", f"{tmp_path}/plain.ipynb", "--output", f"{tmp_path}/out.ipynb"]) == 2
+    shown = capfd.readouterr()
+    assert "can't be written to" in shown.err
     assert "it ran" not in shown.err + shown.out
 
 
