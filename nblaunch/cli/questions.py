@@ -155,15 +155,19 @@ def _implied(known: Mapping[str, Any]) -> Answers:
 
 
 def _is_kept(name: str, answers: Answers) -> bool:
-    """Return whether to keep a setting of an earlier file: it has no question, and applies with the answers."""
+    """Return whether to keep a setting of an earlier file: it was not asked for, and applies with the answers."""
     if name in {question.setting for question in QUESTIONS}:
-        return False
+        return name in _OF_ONE_MACHINE_TOO and _num_machines(answers) == 1
     is_used = {
         "fsdp_config": answers.get("strategy") == "fsdp",
         "deepspeed_config": answers.get("strategy") == "deepspeed" and "deepspeed_config_file" not in answers,
         "dynamo_config": answers.get("dynamo_backend", "no") != "no",
     }
     return is_used.get(SETTINGS[name].group, True)
+
+
+_OF_ONE_MACHINE_TOO = ("max_restarts", "main_process_port")
+"""Settings that are asked for with several machines alone, but apply to one, too."""
 
 
 def detected(machine: Machine) -> Answers:
@@ -187,6 +191,8 @@ def _ask(
         values = [value for value, _ in choices]
         if len(values) == 1:
             return values[0]
+        if default not in values:
+            default = question.default(answers, machine)  # the file's does not fit here
         index = values.index(default) if default in values else 0
         return values[asker.choose(question.text, [label for _, label in choices], index)]
 
@@ -307,7 +313,11 @@ def _devices(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
 
 
 def _precisions(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
-    titles = {"bf16": "bf16 (bfloat16)", "fp16": "fp16 (half precision with scaled losses)"}
+    titles = {
+        "bf16": "bf16 (bfloat16)",
+        "fp16": "fp16 (half precision with scaled losses)",
+        "fp8": "fp8 (matrix products in 8 bits)",
+    }
     supported = [item for item in titles.items() if _family(answers).precision_refusal(item[0]) is None]
     return [("no", "no (full precision)"), *supported]
 

@@ -115,7 +115,7 @@ def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
         ConfigError: ``config_file`` is missing, or the file is invalid.
     """
     if config_file is not None:
-        return [read(Path(config_file))]
+        return [read(Path(config_file).expanduser())]
     path = default_path()
     return [read(path)] if path.is_file() else []
 
@@ -211,6 +211,15 @@ def _loader() -> Any:
                 )
             return super().construct_mapping(node, deep)
 
+        def construct_number(self, node: Any) -> Any:
+            """Leave 1:4 the text that it is; in YAML 1.1 it is a number to the base 60."""
+            if ":" in node.value:
+                return self.construct_scalar(node)
+            is_int = node.tag == "tag:yaml.org,2002:int"
+            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", Loader.construct_number)
     return Loader
 
 

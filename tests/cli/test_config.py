@@ -135,6 +135,7 @@ def test_settings_that_are_not_asked_for_stay(command: Command, monkeypatch: pyt
     path = Path("mine.yaml")
     own = {"hang_timeout_s": None, "num_cpu_threads_per_process": 3, "log_dir": "logs"}
     sharded = {"strategy": "fsdp", "fsdp_activation_checkpointing_offload": True, "fsdp_offload_params": True}
+    own |= {"max_restarts": 3, "main_process_port": 29511}  # asked for with several machines alone
     files.write(path, {"backend": "cpu", "num_processes": 2, **own, **sharded})
     monkeypatch.setattr(sys, "stdin", io.StringIO("here\ncpu\n2\nno\nddp\n1\nno\n"))
     ended = command("config", "--config_file", "mine.yaml")
@@ -143,6 +144,12 @@ def test_settings_that_are_not_asked_for_stay(command: Command, monkeypatch: pyt
     assert {name: values[name] for name in own} == own
     assert values["strategy"] == "ddp"
     assert not any(name.startswith("fsdp_") for name in values)
+
+
+def test_a_setting_that_does_not_fit_here_is_asked_for_as_if_it_were_new() -> None:
+    machine = Machine({"cpu": 2, "cuda": 4}, "cuda")
+    values = ask_all(Enter(), machine, {"backend": "auto", "mixed_precision": "bf16"})
+    assert (values["backend"], values["num_processes"], values["mixed_precision"]) == ("cuda", 4, "bf16")
 
 
 def test_an_open_number_of_machines_meets_by_c10d(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

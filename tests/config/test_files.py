@@ -165,6 +165,19 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert not files.read(written(tmp_path, "# nothing\n")).values
 
 
+@pytest.mark.parametrize("machines", ["1:4", "2:16"])
+def test_a_range_of_machines_needs_no_quotes(tmp_path: Path, machines: str) -> None:
+    """YAML 1.1 reads numbers to the base 60 like that."""
+    layer = files.read(written(tmp_path, f"num_machines: {machines}\nhang_timeout_s: 1.5\n"))
+    assert (layer.values["num_machines"], layer.values["hang_timeout_s"]) == (machines, 1.5)
+
+
+def test_a_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path, "num_processes: 3\n").rename(tmp_path / "mine.yaml")
+    assert files.find_layers("~/mine.yaml")[0].values == {"num_processes": 3}
+
+
 def test_a_recipe_of_torchao_is_read_as_it_is(tmp_path: Path) -> None:
     recipe = {"backend": "AO", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True}
     resolved = resolve(
