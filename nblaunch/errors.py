@@ -95,6 +95,8 @@ class ResultError(NblaunchError, TypeError):
     pickled.
     """
 
+    partial: Any = None  # also where it was too large to travel with the error
+
     def __init__(self, message: str, *, partial: Any = None) -> None:
         super().__init__(message)
         self.partial = partial

@@ -103,6 +103,7 @@ class End:
         shown: text and frames of the error as IPython shows it; None = as any error of the launcher.
         notes: of the error.
         unsaved: why result or weights could not be written; empty if they were.
+        partial_rank: the rank whose value is the ``partial`` of the error; None where the error has none.
     """
 
     status: str
@@ -114,6 +115,7 @@ class End:
     shown: ExceptionInfo | None
     notes: Sequence[str]
     unsaved: str
+    partial_rank: int | None = None
 
 
 @dataclass(frozen=True)

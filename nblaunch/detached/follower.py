@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -221,6 +222,9 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
     error = _error_of(end)
     if error is None and end.unsaved:
         error = ResultError(end.unsaved)
+    if isinstance(error, ResultError) and error.partial is None and end.partial_rank is not None:
+        with suppress(ResultError):  # of a class that is not here; the error says so of the whole
+            error.partial = _load_values(folder).get(end.partial_rank)
     return JobOutcome(
         status=end.status,
         error=error,

@@ -24,6 +24,7 @@ from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
 from nblaunch.detached.requests import RequestServer
 from nblaunch.detached.start import JobTask
 from nblaunch.diagnosis.exceptions import RemoteRendering
+from nblaunch.errors import ResultError
 from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, StatusLine
 from nblaunch.host import descriptors, disk
 from nblaunch.launcher.joblog import JobLog
@@ -225,7 +226,14 @@ def _end_of(outcome: JobOutcome, unsaved: str) -> End:
         shown=shown.info if isinstance(shown, RemoteRendering) else None,
         notes=shown.notes if isinstance(shown, RemoteRendering) else (),
         unsaved=unsaved,
+        partial_rank=_partial_rank(outcome),
     )
+
+
+def _partial_rank(outcome: JobOutcome) -> int | None:
+    partial = outcome.error.partial if isinstance(outcome.error, ResultError) else None
+    ranks = [rank for rank, value in outcome.values.items() if value is partial]
+    return ranks[0] if partial is not None and ranks else None
 
 
 def _save_values(folder: JobFolder, outcome: JobOutcome) -> None:

@@ -21,9 +21,11 @@ from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
 from nblaunch.detached.folder import JobFolder, Record
 from nblaunch.detached.job_process import Recorder
+from nblaunch.errors import ResultError
 from nblaunch.events import Fact, JobEnded, Note
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.requests import JobRequests
+from nblaunch.wire import exceptions
 from nblaunch.wire.channel import EventReceiver
 
 
@@ -110,6 +112,25 @@ def test_a_job_that_another_process_prunes_while_jobs_are_listed_is_left_out(
 
     monkeypatch.setattr(folders, "check_private", prune)
     assert [one.id for one in nblaunch.jobs()] == ["train-3f9a2c"]
+
+
+def test_what_could_be_pickled_of_a_large_value_is_in_the_error(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is too large to travel with the error itself."""
+    monkeypatch.setattr(exceptions, "_MAX_BYTES", 1000)
+    folder = JobFolder(folders.root())
+    value = {"weights": torch.arange(1000), "lock": "<Unpicklable>"}
+    error = ResultError("rank 1's return value can't be pickled: ...", partial=value)
+    recorder = Recorder(folder, lambda: JobOutcome("done", error, values={0: None, 1: value}))
+    recorder.on_event(JobEnded(-1, 1.0, "done"))
+    os.close(recorder._sender.fd)
+    end = folder.read_end()
+    assert end is not None
+    read = follower._outcome_of(folder, end).error
+    assert isinstance(read, ResultError)
+    assert torch.equal(read.partial["weights"], value["weights"])
+    assert read.partial["lock"] == value["lock"]
 
 
 class _Requests(JobRequests):
