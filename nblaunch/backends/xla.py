@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
@@ -41,6 +42,8 @@ from nblaunch.topology import Topology
 if TYPE_CHECKING:
     import torch
 
+# "Ran out of memory in memory space hbm. Used 17.93G of 15.48G hbm", from the compiler or at run time.
+_OUT_OF_HBM = re.compile("RESOURCE_EXHAUSTED|memory space hbm")
 _THIRD_IN_BF16 = 0.333984375  # 8 bits of significand
 
 
@@ -265,6 +268,16 @@ class XlaBackend(Backend):
     ) -> None:
         self._note, self._fact = note, fact
         self._watch = CompileWatch(xla_runtime.counters, note, compiling, fact)
+
+    def explain_failure(self, error: BaseException) -> tuple[str, ...]:
+        is_full = isinstance(error, RuntimeError) and _OUT_OF_HBM.search(str(error))
+        if not is_full or xla_runtime.kind() != "TPU":
+            return ()
+        return (
+            "The memory of the TPU chip (HBM) ran out, not that of the host.",
+            "Try: a smaller batch, with gradient_accumulation_steps for the same steps; mixed_precision='bf16' or "
+            "downcast_bf16; activation checkpointing; FullyShardedDataParallelPlugin, which shards the model.",
+        )
 
     # --- worker's half: precision --------------------------------------------------------------------------------
 

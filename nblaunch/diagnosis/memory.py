@@ -66,7 +66,8 @@ class MemoryRecord:
                 self.own_bytes[rank] = max(taken, self.own_bytes.get(rank, 0))
         available = read_facts().available
         if available is not None:
-            self.lowest_available = min(available, self.lowest_available or available)
+            lowest = self.lowest_available
+            self.lowest_available = available if lowest is None else min(available, lowest)
 
 
 def judge(

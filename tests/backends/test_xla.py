@@ -215,6 +215,24 @@ def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch
     assert "don't delete it" in refusal
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Bad StatusOr access: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+        "hbm. Used 17.93G of 15.48G hbm. Exceeded hbm capacity by 2.45G.",
+        "RESOURCE_EXHAUSTED: Error loading program: Attempting to allocate 3.51G. That was not possible.",
+    ],
+)
+def test_full_memory_of_the_chip_is_not_that_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    assert BACKEND.explain_failure(RuntimeError(message)) == (), "the host is the device"
+    host(monkeypatch, 8)
+    assert "HBM" in BACKEND.explain_failure(RuntimeError(message))[0]
+    assert BACKEND.explain_failure(ValueError(message)) == ()
+    assert BACKEND.explain_failure(RuntimeError("expected a tensor")) == ()
+
+
 def test_no_other_file_imports_torch_xla() -> None:
     package = Path(xla_runtime.__file__).parents[1]
     importing = re.compile(r"^\s*(import|from) torch_xla|import_module\(f?.torch_xla", re.MULTILINE)

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from nblaunch.diagnosis.memory import MemoryFacts, judge, read_facts, shm_line
+from nblaunch.diagnosis import memory
+from nblaunch.diagnosis.memory import MemoryFacts, MemoryRecord, judge, read_facts, shm_line
 
 GB = 1_000_000_000
 BEFORE = MemoryFacts(available=10 * GB, limit=16 * GB, oom_kills=2, shm_used=0, shm_size=64_000_000)
@@ -59,6 +60,15 @@ def test_a_kill_while_memory_was_scarce_is_a_likely_one() -> None:
     found = verdict(lowest=GB // 10)
     assert found[0].startswith("Memory most likely ran out")
     assert verdict(lowest=GB // 10, is_killed=False) == []
+
+
+def test_memory_that_was_gone_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([8 * GB, 0, 6 * GB])
+    record = MemoryRecord(BEFORE)
+    monkeypatch.setattr(memory, "read_facts", lambda: dataclasses.replace(BEFORE, available=next(left)))
+    for _ in range(3):
+        record.add({})
+    assert record.lowest_available == 0
 
 
 def test_models_built_in_workers_lead_to_the_remedy() -> None:
