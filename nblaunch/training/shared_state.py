@@ -93,6 +93,12 @@ class SharedState:
         topology = self.process.topology
         return topology.rank * self.num_data_ranks // topology.world_size
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank reports the samples that it reads: the first of those that read the same ones does."""
+        topology = self.process.topology
+        return topology.rank % (topology.world_size // self.num_data_ranks) == 0
+
     def show_progress(self, iterable: Iterable[T], total: int | None, desc: str | None) -> Iterator[T]:
         """Iterate over ``iterable`` and show its steps; see ``Accelerator.progress``."""
         is_over_epochs = "epoch" in (desc or "").lower()

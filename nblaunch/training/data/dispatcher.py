@@ -117,7 +117,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if is_last:
                 self.remainder = num_rows
                 self.end_of_dataloader = True
-            shared.loops.advance(loop, rows)
+            shared.loops.advance(loop, rows if shared.counts_samples else 0)
             self._begin_step(shared, loop, part)
             yield part
 

@@ -425,6 +425,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             vars(self)["sampler"] = sampler
 
 
+def _none(batch: Any) -> int:
+    """Count no rows: another rank reads the same batch, and counts them."""
+    return 0
+
+
 def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
     """Return the sampler of indices below a loader's batch samplers; None where there is none."""
     return sampler_of(index_sampler_of(dataloader))
@@ -444,7 +449,8 @@ class DataLoaderShard(PreparedLoader):
         if current is nothing:
             return
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
-        advance, rows = shared.loops.advance, nested.count_rows(current)
+        advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _none
+        rows = count(current)
         is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
         counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
@@ -457,10 +463,9 @@ class DataLoaderShard(PreparedLoader):
             current = upcoming
             if not is_plain:
                 current = self._take_in(current, is_placed)
-                rows = nested.count_rows(current)
-        rows = nested.count_rows(current)
-        self._finish_epoch(rows)
-        shared.loops.advance(loop, rows)
+                rows = count(current)
+        self._finish_epoch(nested.count_rows(current))
+        advance(loop, count(current))
         self._begin_step(shared, loop, current)
         yield current
 
@@ -487,6 +492,7 @@ class DataLoaderShard(PreparedLoader):
         return self.remainder >= 0 or isinstance(self.dataset, IterableDataset)
 
     def _finish_epoch(self, rows: int) -> None:
+        """End the epoch, whose last batch has so many rows."""
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
         elif self._counts_last_rows:

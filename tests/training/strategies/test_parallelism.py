@@ -153,7 +153,7 @@ def test_mixed_precision_and_accumulation_on_both() -> None:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def _read(dispatches: bool) -> tuple[list[int], list[int], list[int], list[int]]:
+def _read(dispatches: bool) -> tuple[list[int], list[int], list[int], list[int], int]:
     config = DataLoaderConfiguration(dispatch_batches=dispatches)
     accelerator = Accelerator(
         dataloader_config=config, parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2)
@@ -167,7 +167,7 @@ def _read(dispatches: bool) -> tuple[list[int], list[int], list[int], list[int]]
     coordinates = [accelerator.data_parallel_shard_rank, accelerator.tensor_parallel_rank]
     assert accelerator.torch_device_mesh.mesh_dim_names == ("dp_shard", "tp")
     assert accelerator.state.device_mesh is accelerator.torch_device_mesh
-    return coordinates, own, gathered, objects
+    return coordinates, own, gathered, objects, context.current().slot.read(0).samples
 
 
 @pytest.mark.parametrize("dispatches", [False, True])
@@ -176,8 +176,10 @@ def test_ranks_of_a_tensor_parallel_group_read_the_same(dispatches: bool) -> Non
     assert [part[0] for part in parts] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert parts[0][1] == parts[1][1] == [0, 1, 4, 5, 8, 9][: 5 if dispatches else 6]
     assert parts[2][1] == parts[3][1]
-    for _, _, gathered, objects in parts:
+    for _, _, gathered, objects, _ in parts:
         assert gathered == objects == list(range(10))
+    # Samples that two ranks read are shown of the first, so that the sum over ranks is that of the data.
+    assert [part[4] for part in parts] == [len(parts[0][1]), 0, len(parts[2][1]), 0]
 
 
 def _schedule() -> float:
