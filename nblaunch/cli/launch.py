@@ -217,7 +217,7 @@ def _check_libraries(resolved: Resolved) -> None:
             "strategy deepspeed needs DeepSpeed, which is not installed: pip install nblaunch[deepspeed]"
         )
     file = resolved["deepspeed_config_file"]
-    if resolved["strategy"] == "deepspeed" and file is not None and not Path(file).is_file():
+    if resolved["strategy"] == "deepspeed" and file is not None and not Path(file).expanduser().is_file():
         source = resolved.sources["deepspeed_config_file"]
         raise UsageError(f"deepspeed_config_file={file} ({source}): there is no such file")
 

@@ -97,14 +97,16 @@ def test_a_configuration_fills_in_fields() -> None:
     assert DeepSpeedPlugin({"zero_optimization": {}}).zero_stage == 0  # as DeepSpeed takes it
 
 
-@pytest.mark.parametrize("kind", ["dict", "file", "path", "text", "base64", "object"])
-def test_kinds_of_configurations(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dict", "file", "home", "path", "text", "base64", "object"])
+def test_kinds_of_configurations(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     config = {"zero_optimization": {"stage": 3}}
     text = json.dumps(config)
     (tmp_path / "config.json").write_text(text)
     source: Any = {
         "dict": config,
         "file": str(tmp_path / "config.json"),
+        "home": "~/config.json",
         "path": tmp_path / "config.json",
         "text": text,
         "base64": base64.urlsafe_b64encode(text.encode()).decode(),

@@ -302,7 +302,7 @@ def read_config(source: Any) -> dict[str, Any]:
 def _text_of(source: str | Path) -> str:
     if str(source).lstrip().startswith("{"):
         return str(source)
-    path = Path(source)
+    path = Path(source).expanduser()
     if path.is_file():
         return path.read_text(encoding="utf-8")
     with suppress(binascii.Error, UnicodeError):
