@@ -32,6 +32,7 @@ from nblaunch.wire.worker_commands import (
     ReceivedReply,
     RunFunction,
     SessionCommand,
+    UnreadableMessage,
 )
 
 _TICK_S = 0.1
@@ -107,6 +108,7 @@ class SessionClient:
             with interrupts_as_requests(self.interrupt):
                 return self._request(ranks, command, files)
         finally:
+            self._replies_to_skip.update(self.busy)  # an error in this process came before their replies
             self.busy = set()
             self._lock.release()
             self._take_reports_if_idle()
@@ -309,6 +311,8 @@ class SessionClient:
     def _receive(self, rank: int) -> ReceivedReply:
         try:
             return ReceivedReply.of(*self._connections[rank].receive())
+        except UnreadableMessage as error:
+            return ReceivedReply.of_unreadable(error)
         except (EOFError, OSError):
             self.raise_end()
             raise

@@ -83,8 +83,7 @@ class _Server:
                 return
             outbox_fd = create_memory_file(f"nblaunch-outbox-{self._topology.rank}")
             try:
-                reply = self._reply(command, files, outbox_fd)
-                send_reply(self._connection, reply, outbox_fd)
+                self._send(self._reply(command, files, outbox_fd), outbox_fd)
             except OSError:
                 return
             finally:
@@ -130,6 +129,15 @@ class _Server:
             has_output=self._has_output(),
             new_names=self._new_names(),
         )
+
+    def _send(self, reply: Reply, outbox_fd: int) -> None:
+        try:
+            send_reply(self._connection, reply, outbox_fd)
+        except OSError:
+            raise
+        except Exception as error:  # of the display of an object of the user's
+            failed = describe_failure(self._topology.rank, error)
+            send_reply(self._connection, replace(reply, failed=failed, shown={}), outbox_fd)
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
         if os.getpid() == self._pid:  # a process that the code forked has no user

@@ -304,7 +304,8 @@ class Session(RankCommands):
             timeout_s: how long to wait for the replies.
 
         Returns:
-            rank -> value; the exception, where the expression raised one. Ranks without a reply are missing.
+            rank -> value; the exception, where the expression raised one; a ValueError, where the value can't be
+            rebuilt in the kernel. Ranks without a reply are missing.
 
         Raises:
             LaunchError: the session has ended.

@@ -232,6 +232,17 @@ def _plain(value: Any) -> Any:
     return f"{value!r:.{_MAX_TEXT}}"
 
 
+def dump_plain(message: Any) -> bytes:
+    """Pickle a message as events are: it names classes of nblaunch and of ``builtins`` alone.
+
+    Raises:
+        RecursionError: what is not of these holds itself.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
+    return stream.getvalue()
+
+
 class _Pickler(pickle.Pickler):
     """Pickles all that is not ours or Python's own as :func:`plain` has it."""
 
