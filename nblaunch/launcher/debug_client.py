@@ -139,8 +139,12 @@ class DebugClient:
         return self._debugged if self._debugged in self.prompts else None
 
     def send_line(self, rank: int, text: str) -> None:
-        """Send pdb of a rank a line. If the rank goes on by it, so do those that wait at the same breakpoint."""
-        del self.prompts[rank]
+        """Send pdb of a rank a line. If the rank goes on by it, so do those that wait at the same breakpoint.
+
+        Nothing where it waits no more: it has ended meanwhile, or another thread's line has let it go on.
+        """
+        if self.prompts.pop(rank, None) is None:
+            return
         self._sent_s = time.monotonic()
         if text.split()[:1] and text.split()[0] in _RESUMING:
             # Before the line: another thread may receive at once that the rank has gone on, and forget where it was.
@@ -165,11 +169,11 @@ class DebugClient:
 
     def wait_for_prompt(self, rank: int, may_go_on: Callable[[], bool]) -> Prompted | None:
         """Wait until pdb of a rank waits for a line; return None when it was left, or the rank has ended."""
-        while rank not in self.prompts:
+        while (prompt := self.prompts.get(rank)) is None:
             if rank in self.printed or rank in self.gone or not may_go_on():
                 return None
             self.receive_available(_POLL_S)
-        return self.prompts[rank]
+        return prompt
 
     def take_printed(self, rank: int) -> str:
         """Return what pdb of a rank has printed when it was left."""
@@ -197,7 +201,7 @@ class DebugClient:
     def _send(self, rank: int, command: DebugCommand) -> None:
         try:
             self.connections[rank].send(command)
-        except OSError:
+        except (OSError, KeyError):  # it has ended, or all have, and close() was called
             self.gone.add(rank)
 
     # --- messages ----------------------------------------------------------------------------------------------------

@@ -83,3 +83,17 @@ def test_a_rank_goes_on_that_comes_to_the_breakpoint_later(ranks: Ranks) -> None
     ranks.debugger.receive_available(1.0)
     assert ranks.debugger.prompts == {}
     assert ranks.workers[1].receive() == (Line(text="continue"), [])
+
+
+@pytest.mark.parametrize("is_noticed_by", ["its connection", "the end of the job"])
+def test_a_line_for_a_rank_that_has_ended_at_its_prompt_is_lost(ranks: Ranks, is_noticed_by: str) -> None:
+    """As where the job's thread notices it while the user still types."""
+    ranks.workers[0].send(PROMPT)
+    ranks.debugger.receive_available(1.0)
+    if is_noticed_by == "its connection":
+        del ranks.workers[0]  # which closes it
+        ranks.debugger.receive_available(1.0)
+    else:
+        ranks.debugger.close()
+    ranks.debugger.send_line(0, "p step")
+    assert ranks.debugger.wait_for_prompt(0, lambda: True) is None
