@@ -129,7 +129,12 @@ class SessionClient:
         self._take_reports_if_idle()
 
     def interrupt(self) -> None:
-        """Interrupt the ranks that are busy; the second time kill all. Safe in signal handlers and any thread."""
+        """Interrupt the ranks that are busy; the second time kill all. Nothing while no command runs.
+
+        Safe in signal handlers and any thread.
+        """
+        if not self._lock.locked():
+            return
         self.num_interrupts += 1
         if self.num_interrupts > 1:
             self._runner.requests.cancel()

@@ -383,7 +383,7 @@ class Session(RankCommands):
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
 
-        Names that they have set stay. The second time, the workers are killed.
+        Names that they have set stay. The second time, the workers are killed. Nothing happens while no command runs.
         """
         self._client.interrupt()
 

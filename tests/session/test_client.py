@@ -87,3 +87,26 @@ def test_replies_to_a_command_that_an_error_in_the_kernel_has_ended_are_not_thos
     ranks.workers[1].send(Reply(value=1))
     ranks.answer(2, 2)
     assert ranks.values() == [2, 2]
+
+
+def test_an_interrupt_while_no_command_runs_does_nothing(ranks: Ranks) -> None:
+    """As of a timer that was to end a command, and is late."""
+    ranks.answer(1, 1)
+    assert ranks.values() == [1, 1]
+    ranks.client.interrupt()
+    ranks.client.interrupt()
+    assert (ranks.client.num_interrupts, ranks.cancelled) == (0, [])
+
+
+def test_the_second_interrupt_of_a_command_kills_the_ranks(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt_twice() -> None:
+        ranks.client.interrupt()
+        ranks.client.interrupt()
+        monkeypatch.undo()
+        ranks.answer(1, 1)
+
+    monkeypatch.setattr(ranks.output, "pump", interrupt_twice)
+    assert ranks.values() == [1, 1]
+    assert (ranks.client.num_interrupts, ranks.cancelled) == (2, [True])
