@@ -20,7 +20,6 @@ from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import Event, Returned, StateSent, WorkerState
 from nblaunch.wire import payload
-from nblaunch.wire.argument_paths import modules_at
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
@@ -168,14 +167,7 @@ class _Server:
     def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load_mapped(call_fd)
         sent: list[Event] = []
-        delivery = Delivery(
-            self._topology,
-            outbox_fd,
-            True,
-            modules_at(args, command.wanted_modules),
-            None,
-            sent.append,
-        )
+        delivery = Delivery(self._topology, outbox_fd, True, args, None, sent.append, command.wanted_modules)
         value = function(*args)
         output.show_pending_figures()
         delivery.deliver(value, left_by_exit=False)
