@@ -98,11 +98,11 @@ def on_prompts(runner: JobRunner) -> None:
 def answer_prompt(debugger: DebugClient, interrupt: Callable[[], None]) -> None:
     """Ask the user for the line that pdb of the first rank waits for; call ``interrupt()`` on an interrupt."""
     rank = debugger.next_prompt()
-    if rank is None:
+    if rank is None or (prompt := debugger.prompts.get(rank)) is None:
         return
     with interrupts_as_requests(_raise_interrupt):  # the launcher counts them otherwise
         try:
-            debugger.send_line(rank, _ask(rank, debugger.prompts[rank]))
+            debugger.send_line(rank, _ask(rank, prompt))
         except KeyboardInterrupt:
             interrupt()
 
@@ -124,8 +124,8 @@ def takes_breakpoints(background: bool) -> bool:
 
 def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
     """Report a breakpoint once: the loop of the job comes here again and again."""
-    prompt = debugger.prompts[rank]
-    if prompt.stop is not None and prompt.stop not in debugger.announced_stops:
+    prompt = debugger.prompts.get(rank)  # debug() in the main thread may answer it right now
+    if prompt is not None and prompt.stop is not None and prompt.stop not in debugger.announced_stops:
         debugger.announced_stops.add(prompt.stop)
         filename, line = prompt.place
         text = f"rank {rank} waits at breakpoint() in {cell_name(filename)}, line {line}: nblaunch.debug() opens pdb"

@@ -33,6 +33,7 @@ from nblaunch.wire.worker_commands import (
     Release,
     Reply,
     Resumed,
+    UnreadableMessage,
 )
 
 _POLL_S = 0.05
@@ -66,6 +67,7 @@ class DebugClient:
         self.gone: set[int] = set()
         self.announced_stops: set[tuple[str, int, int]] = set()
         self._replies: dict[tuple[int, int], ReceivedReply] = {}
+        self._unreadable: dict[int, ReceivedReply] = {}  # rank -> a reply to an unknown command
         self._continued: set[tuple[str, int, int]] = set()
         self._stops: dict[int, tuple[str, int, int]] = {}
         self._debugged: int | None = None
@@ -88,17 +90,15 @@ class DebugClient:
         return default if rank is None else rank
 
     def inspect(self, expression: str, timeout_s: float) -> RankValues:
-        """Evaluate an expression on the ranks; return rank -> value, or the exception, of those that have answered."""
+        """Evaluate an expression on the ranks; return rank -> value, or the exception, of those that have answered.
+
+        A ValueError stands for a value that can't be rebuilt in the kernel.
+        """
         number = next(self._numbers)
         replies = self._ask(
             Inspect(expression=expression, number=number), number, list(self.connections), timeout_s
         )
-        return RankValues(
-            {
-                rank: rebuild(received.reply.failed) if received.reply.failed else received.value_of(rank)
-                for rank, received in replies.items()
-            }
-        )
+        return RankValues({rank: _value_or_error(rank, received) for rank, received in replies.items()})
 
     def compare(self, first: int, timeout_s: float) -> Comparison:
         """Compare the variables of the innermost function of rank ``first`` that all ranks are in."""
@@ -139,8 +139,12 @@ class DebugClient:
         return self._debugged if self._debugged in self.prompts else None
 
     def send_line(self, rank: int, text: str) -> None:
-        """Send pdb of a rank a line. If the rank goes on by it, so do those that wait at the same breakpoint."""
-        del self.prompts[rank]
+        """Send pdb of a rank a line. If the rank goes on by it, so do those that wait at the same breakpoint.
+
+        Nothing where it waits no more: it has ended meanwhile, or another thread's line has let it go on.
+        """
+        if self.prompts.pop(rank, None) is None:
+            return
         self._sent_s = time.monotonic()
         if text.split()[:1] and text.split()[0] in _RESUMING:
             # Before the line: another thread may receive at once that the rank has gone on, and forget where it was.
@@ -165,11 +169,11 @@ class DebugClient:
 
     def wait_for_prompt(self, rank: int, may_go_on: Callable[[], bool]) -> Prompted | None:
         """Wait until pdb of a rank waits for a line; return None when it was left, or the rank has ended."""
-        while rank not in self.prompts:
+        while (prompt := self.prompts.get(rank)) is None:
             if rank in self.printed or rank in self.gone or not may_go_on():
                 return None
             self.receive_available(_POLL_S)
-        return self.prompts[rank]
+        return prompt
 
     def take_printed(self, rank: int) -> str:
         """Return what pdb of a rank has printed when it was left."""
@@ -179,6 +183,7 @@ class DebugClient:
         self, command: DebugCommand, number: int, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, ReceivedReply]:
         for rank in ranks:
+            self._unreadable.pop(rank, None)
             self._send(rank, command)
         deadline = time.monotonic() + timeout_s
         replies: dict[int, ReceivedReply] = {}
@@ -187,6 +192,8 @@ class DebugClient:
             for rank in ranks:
                 if (rank, number) in self._replies:
                     replies[rank] = self._replies.pop((rank, number))
+                elif rank in self._unreadable:
+                    replies[rank] = self._unreadable.pop(rank)
             if self.gone.issuperset(set(ranks) - replies.keys()):
                 break
         return {rank: replies[rank] for rank in sorted(replies)}
@@ -194,7 +201,7 @@ class DebugClient:
     def _send(self, rank: int, command: DebugCommand) -> None:
         try:
             self.connections[rank].send(command)
-        except OSError:
+        except (OSError, KeyError):  # it has ended, or all have, and close() was called
             self.gone.add(rank)
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -216,6 +223,9 @@ class DebugClient:
     def _receive(self, rank: int) -> None:
         try:
             message, files = self.connections[rank].receive()
+        except UnreadableMessage as error:
+            self._unreadable[rank] = ReceivedReply.of_unreadable(error)
+            return
         except (EOFError, OSError):
             self.gone.add(rank)
             self.prompts.pop(rank, None)
@@ -255,6 +265,7 @@ class DebugClient:
 
 
 # --- what the ranks have answered ------------------------------------------------------------------------------------
+
 
 _MISSING = "not defined"
 
@@ -329,6 +340,15 @@ def _place(frame: FrameVariables) -> str:
 
 def _listed(equal: Mapping[str, str]) -> str:
     return ", ".join(f"{name} = {text}" for name, text in equal.items()) or "nothing"
+
+
+def _value_or_error(rank: int, received: ReceivedReply) -> Any:
+    if received.reply.failed:
+        return rebuild(received.reply.failed)
+    try:
+        return received.value_of(rank)
+    except ValueError as error:
+        return error
 
 
 class RankValues(dict[int, Any]):

@@ -225,7 +225,8 @@ class Job:
             timeout_s: how long to wait for the answers.
 
         Returns:
-            rank -> value; the exception, where the expression raised one. Ranks without an answer are missing.
+            rank -> value; the exception, where the expression raised one; a ValueError, where the value can't be
+            rebuilt in the kernel. Ranks without an answer are missing.
 
         Raises:
             RuntimeError: no worker can be asked.

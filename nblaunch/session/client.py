@@ -32,6 +32,7 @@ from nblaunch.wire.worker_commands import (
     ReceivedReply,
     RunFunction,
     SessionCommand,
+    UnreadableMessage,
 )
 
 _TICK_S = 0.1
@@ -107,6 +108,7 @@ class SessionClient:
             with interrupts_as_requests(self.interrupt):
                 return self._request(ranks, command, files)
         finally:
+            self._replies_to_skip.update(self.busy)  # an error in this process came before their replies
             self.busy = set()
             self._lock.release()
             self._take_reports_if_idle()
@@ -127,7 +129,12 @@ class SessionClient:
         self._take_reports_if_idle()
 
     def interrupt(self) -> None:
-        """Interrupt the ranks that are busy; the second time kill all. Safe in signal handlers and any thread."""
+        """Interrupt the ranks that are busy; the second time kill all. Nothing while no command runs.
+
+        Safe in signal handlers and any thread.
+        """
+        if not self._lock.locked():
+            return
         self.num_interrupts += 1
         if self.num_interrupts > 1:
             self._runner.requests.cancel()
@@ -309,6 +316,8 @@ class SessionClient:
     def _receive(self, rank: int) -> ReceivedReply:
         try:
             return ReceivedReply.of(*self._connections[rank].receive())
+        except UnreadableMessage as error:
+            return ReceivedReply.of_unreadable(error)
         except (EOFError, OSError):
             self.raise_end()
             raise

@@ -20,7 +20,6 @@ from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import Event, Returned, StateSent, WorkerState
 from nblaunch.wire import payload
-from nblaunch.wire.argument_paths import modules_at
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
@@ -83,8 +82,7 @@ class _Server:
                 return
             outbox_fd = create_memory_file(f"nblaunch-outbox-{self._topology.rank}")
             try:
-                reply = self._reply(command, files, outbox_fd)
-                send_reply(self._connection, reply, outbox_fd)
+                self._send(self._reply(command, files, outbox_fd), outbox_fd)
             except OSError:
                 return
             finally:
@@ -131,6 +129,15 @@ class _Server:
             new_names=self._new_names(),
         )
 
+    def _send(self, reply: Reply, outbox_fd: int) -> None:
+        try:
+            send_reply(self._connection, reply, outbox_fd)
+        except OSError:
+            raise
+        except Exception as error:  # of the display of an object of the user's
+            failed = describe_failure(self._topology.rank, error)
+            send_reply(self._connection, replace(reply, failed=failed, shown={}), outbox_fd)
+
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
         if os.getpid() == self._pid:  # a process that the code forked has no user
             self._debugger.stop_at(sys._getframe(1))
@@ -160,14 +167,7 @@ class _Server:
     def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load_mapped(call_fd)
         sent: list[Event] = []
-        delivery = Delivery(
-            self._topology,
-            outbox_fd,
-            True,
-            modules_at(args, command.wanted_modules),
-            None,
-            sent.append,
-        )
+        delivery = Delivery(self._topology, outbox_fd, True, args, None, sent.append, command.wanted_modules)
         value = function(*args)
         output.show_pending_figures()
         delivery.deliver(value, left_by_exit=False)

@@ -304,7 +304,8 @@ class Session(RankCommands):
             timeout_s: how long to wait for the replies.
 
         Returns:
-            rank -> value; the exception, where the expression raised one. Ranks without a reply are missing.
+            rank -> value; the exception, where the expression raised one; a ValueError, where the value can't be
+            rebuilt in the kernel. Ranks without a reply are missing.
 
         Raises:
             LaunchError: the session has ended.
@@ -382,7 +383,7 @@ class Session(RankCommands):
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
 
-        Names that they have set stay. The second time, the workers are killed.
+        Names that they have set stay. The second time, the workers are killed. Nothing happens while no command runs.
         """
         self._client.interrupt()
 

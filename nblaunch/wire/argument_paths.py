@@ -58,11 +58,24 @@ def _objects_in(args: Sequence[Any], kind: type) -> dict[ArgPath, Any]:
 
 
 def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
-    """Return those that :func:`modules_in` found at ``paths``, there or in another process."""
-    if not any(isinstance(path, str) for path in paths):
-        return {path: args[path] for path in paths if isinstance(path, int)}
-    found = modules_in(args)
-    return {path: found[path] for path in paths}
+    """Return those that :func:`modules_in` found at ``paths``, there or in another process, as far as they are here.
+
+    An object may leave a module behind when it is pickled.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    if any(isinstance(path, str) for path in paths):
+        found = modules_in(args)
+    else:
+        found = {path: args[path] for path in paths if isinstance(path, int)}
+    return {path: found[path] for path in paths if isinstance(found.get(path), torch.nn.Module)}
+
+
+def optimizers_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
+    """Return those that :func:`optimizers_in` found at ``paths``, as :func:`modules_at` does."""
+    found = optimizers_in(args) if paths else {}
+    return {path: found[path] for path in paths if path in found}
 
 
 def path_name(path: ArgPath) -> str:

@@ -28,6 +28,7 @@ import pickle
 import select
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from types import BuiltinFunctionType
@@ -49,6 +50,8 @@ _CLOSED = (
 class EventSender:
     """The worker's end. Threads of a worker may share it; a forked process calls :meth:`renew_after_fork`.
 
+    Signal handlers may send, too: one that has interrupted a send of its own thread leaves its event to that.
+
     Args:
         fd: writing end of the pipe.
         uninterrupted: makes a context in which an interrupt is held back, so that no event is ever cut in two.
@@ -69,7 +72,9 @@ class EventSender:
     def renew_after_fork(self) -> None:
         """Send as a sender of its own from now on, and wait for no thread that a fork has left behind."""
         self._name = os.urandom(8)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._waiting: deque[memoryview] = deque()
+        self._is_writing = False
 
     def send(self, event: Event) -> None:
         """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too.
@@ -84,16 +89,32 @@ class EventSender:
             body = _body_of(Note(event.rank, event.time_s, text, "warning"))
         with self._uninterrupted(), self._lock:
             self.num_sent += 1
-            if _identity(self.fd) != self._file:
-                raise RuntimeError(_CLOSED)
-            try:
-                for packet in self._packets(body):
-                    while packet:
-                        packet = packet[
-                            os.write(self.fd, packet) :
-                        ]  # a pipe takes it whole, a file on a full disk may not
-            except BrokenPipeError:
-                return
+            self._waiting.append(body)
+            # Under the mark a handler leaves its event to the send that it has interrupted. That looks again once the
+            # mark is gone: the handler may have come just before.
+            while self._waiting and not self._is_writing:
+                self._is_writing = True
+                try:
+                    while self._waiting:
+                        self._write(self._waiting.popleft())
+                finally:
+                    self._is_writing = False
+
+    def _write(self, body: memoryview) -> None:
+        if _identity(self.fd) != self._file:
+            raise RuntimeError(_CLOSED)
+        try:
+            for packet in self._packets(body):
+                while packet:
+                    # A pipe takes it whole, a file on a full disk may not.
+                    packet = packet[os.write(self.fd, packet) :]
+        except BrokenPipeError:
+            return
+        except (
+            BaseException
+        ):  # of a signal handler: what follows must not be taken for the rest of this event
+            self._name = os.urandom(8)
+            raise
 
     def _packets(self, body: memoryview) -> Iterator[bytes]:
         for start in range(0, len(body), _BODY_BYTES):
@@ -230,6 +251,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, Set)):
         return list(value)
     return f"{value!r:.{_MAX_TEXT}}"
+
+
+def dump_plain(message: Any) -> bytes:
+    """Pickle a message as events are: it names classes of nblaunch and of ``builtins`` alone.
+
+    Raises:
+        RecursionError: what is not of these holds itself.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
+    return stream.getvalue()
 
 
 class _Pickler(pickle.Pickler):

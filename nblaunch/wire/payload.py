@@ -397,7 +397,9 @@ class _Pickler(NotebookPickler):
             return ("unchanged", tuple(tensor.shape))
         # Devices that don't show their memory, as XLA's, say 0: then every tensor has its own.
         place = tensor.data_ptr() or ("object", id(tensor))
-        region = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
+        # A lazily conjugated or negated view differs from its base by a bit alone.
+        is_lazy = (tensor.is_conj(), tensor.is_neg())
+        region = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride(), is_lazy)
         offset = self._regions.get(region)
         if offset is None or tensor.numel() == 0:
             dense = (_on_cpu(tensor) if on_cpu is None else on_cpu).contiguous()

@@ -3,8 +3,9 @@
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
 A session and a debugger have a connection each, which is made before the worker starts and has no address: only kernel
-and worker, and processes that a worker forks, have an end of it. So messages are pickled. A :class:`Reply` follows each
-command of a session, and those to the debugger that have a number.
+and worker, and processes that a worker forks, have an end of it. So messages are pickled, as events are
+(``channel.py``); objects of the user's classes go by memory files. A :class:`Reply` follows each command of a session,
+and those to the debugger that have a number.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from nblaunch.events import Failed, Returned, StateSent
 from nblaunch.host import descriptors
 from nblaunch.wire import outbox
 from nblaunch.wire.argument_paths import ArgPath
+from nblaunch.wire.channel import dump_plain
 from nblaunch.wire.outbox import Outbox, RankResult
 
 _HEADER = struct.Struct("<QI")
 """Bytes of the message, number of the files that follow it."""
 
 _MAX_READ_BYTES = 1 << 20
+
+
+class UnreadableMessage(Exception):
+    """A message has arrived that can't be unpickled here."""
 
 
 class CommandConnection:
@@ -55,8 +61,9 @@ class CommandConnection:
 
         Raises:
             OSError: the other process has gone.
+            Exception: it holds an object of a user's class that can't be made plain; nothing is sent.
         """
-        data = pickle.dumps(message)
+        data = dump_plain(message)
         rest = memoryview(_HEADER.pack(len(data), len(files)) + data)
         while rest:
             rest = rest[os.write(self._fd, rest) :]
@@ -69,10 +76,17 @@ class CommandConnection:
 
         Raises:
             EOFError, OSError: the other process has gone.
+            UnreadableMessage: the message can't be unpickled here; the next can be received.
         """
         size, num_files = _HEADER.unpack(self._read(_HEADER.size))
-        message = pickle.loads(self._read(size))
-        return message, self._receive_files(num_files) if num_files else []
+        data = self._read(size)
+        files = self._receive_files(num_files) if num_files else []
+        try:
+            return pickle.loads(data), files
+        except Exception as error:
+            for fd in files:
+                os.close(fd)
+            raise UnreadableMessage(f"{type(error).__name__}: {error}") from error
 
     def _read(self, size: int) -> bytearray:
         data = bytearray()
@@ -313,7 +327,7 @@ class Reply:
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
         """Return the reply that brings ``value``, which is in the outbox if it is not of a plain type."""
-        if isinstance(value, PLAIN_TYPES):
+        if type(value) in PLAIN_TYPES:  # a derived class, as an IntEnum, may not exist in the other process
             return cls(value=value)
         location = Outbox(outbox_fd).put_value(value)
         return cls(returned=Returned(rank, time.time(), value_location=location))
@@ -340,6 +354,11 @@ class ReceivedReply:
         finally:
             for fd in files:
                 os.close(fd)
+
+    @classmethod
+    def of_unreadable(cls, error: UnreadableMessage) -> ReceivedReply:
+        """Return what stands for a reply that could not be read: one whose value can't be rebuilt."""
+        return cls(Reply(time_s=time.time()), RankResult(value_error=f"{error}"))
 
     def value_of(self, rank: int) -> Any:
         """Return the value of the reply of ``rank``.

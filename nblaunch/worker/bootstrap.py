@@ -37,7 +37,6 @@ from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.wire import payload
-from nblaunch.wire.argument_paths import modules_at, optimizers_in
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
@@ -120,11 +119,15 @@ class _Worker:
     ) -> tuple[Any, int]:
         """Call the function and deliver what it returned; return the value and the exit code."""
         own = self.assignment
-        modules = modules_at(args, own.wanted_modules)
-        found = optimizers_in(args) if own.wanted_optimizers else {}
-        optimizers = {path: found[path] for path in own.wanted_optimizers}
         delivery = Delivery(
-            own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send, optimizers
+            own.topology,
+            own.outbox_fd,
+            own.returns_value,
+            args,
+            originals,
+            self.sender.send,
+            own.wanted_modules,
+            own.wanted_optimizers,
         )
         if own.post_mortem:
             process_group.extend_collective_timeout()

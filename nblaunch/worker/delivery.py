@@ -15,7 +15,7 @@ from typing import Any
 from nblaunch import context, formatting
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.wire.argument_paths import ArgPath
+from nblaunch.wire.argument_paths import ArgPath, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
 from nblaunch.wire.weights import (
@@ -27,13 +27,14 @@ from nblaunch.wire.weights import (
 )
 
 _MAX_NAMED = 3  # tensors in one line
+_ABSENT = "its arguments do not hold that object: a __getstate__ may leave it out where they are pickled"
 
 
 class Delivery:
     """Sends what a worker has made.
 
-    Created before the function is called: it notes where tensors lie, and the function may replace modules in
-    containers.
+    Created before the function is called: it finds modules and notes where their tensors lie, and the function may
+    replace modules in containers.
 
     Of a module that every rank has whole, the first rank of each machine sends the weights. Where ranks hold shards,
     each sends its own.
@@ -42,10 +43,11 @@ class Delivery:
         topology: of the worker.
         outbox_fd: empty memory file for what it has made.
         returns_value: whether what the function returns here is wanted.
-        modules: those whose weights are wanted, by their argument paths.
-        originals: where their tensors can still be read as they are now; None: all are sent.
+        args: of the function.
+        originals: where tensors of modules can still be read as they are now; None: all are sent.
         send: takes events for the launcher.
-        optimizers: those whose states are wanted, by their argument paths.
+        wanted_modules: as in ``wire/assignment.py``.
+        wanted_optimizers: likewise.
     """
 
     def __init__(
@@ -53,21 +55,24 @@ class Delivery:
         topology: Topology,
         outbox_fd: int,
         returns_value: bool,
-        modules: Mapping[ArgPath, Any],
+        args: Sequence[Any],
         originals: Originals | None,
         send: Callable[[Event], None],
-        optimizers: Mapping[ArgPath, Any] | None = None,
+        wanted_modules: Sequence[ArgPath],
+        wanted_optimizers: Sequence[ArgPath] = (),
     ) -> None:
         self._rank = topology.rank
         self._is_main = topology.local_rank == 0
         self._outbox_fd = outbox_fd
         self._returns_value = returns_value
-        self._modules = modules
+        self._modules = modules_at(args, wanted_modules)
         self._originals = originals
         self._send = send
-        self._optimizers = optimizers or {}
+        self._optimizers = optimizers_at(args, wanted_optimizers)
+        found = self._modules.keys() | self._optimizers.keys()
+        self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in found]
         if originals is not None and self._is_main:
-            originals.remember(modules)
+            originals.remember(self._modules)
 
     def deliver(self, value: Any, *, left_by_exit: bool) -> None:
         """Send the value, then the states.
@@ -84,7 +89,7 @@ class Delivery:
         # Where every rank holds the whole, one of them is enough.
         sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
         if self._is_main:
-            sends += tuple(self._optimizers)
+            sends += (*self._optimizers, *self._absent)
         self._send(
             Returned(
                 self._rank,
@@ -95,18 +100,23 @@ class Delivery:
             )
         )
         for path in sends:
-            try:
-                if path in self._optimizers:
-                    at, end, lost = self._put_optimizer_state(
-                        outbox, path, is_sharded=collect_shards is not None
-                    )
-                else:
-                    at, end, lost = self._put_weights(outbox, path, collect_shards)
-                sent = StateSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                sent = StateSent(self._rank, time.time(), path=path, error=text)
-            self._send(sent)
+            self._send(self._put_state(outbox, path, collect_shards))
+
+    def _put_state(
+        self, outbox: Outbox, path: ArgPath, collect_shards: Callable[[Any], Mapping[str, Any]] | None
+    ) -> StateSent:
+        """Write the state of a module or optimizer; return where it is, or why there is none."""
+        if path in self._absent:
+            return StateSent(self._rank, time.time(), path=path, error=_ABSENT)
+        try:
+            if path in self._optimizers:
+                at, end, lost = self._put_optimizer_state(outbox, path, is_sharded=collect_shards is not None)
+            else:
+                at, end, lost = self._put_weights(outbox, path, collect_shards)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return StateSent(self._rank, time.time(), path=path, error=text)
+        return StateSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
 
     def _has_dtensors(self) -> bool:
         """Return whether ranks hold shards, by whomever: a strategy, or the user's own ``fully_shard``."""

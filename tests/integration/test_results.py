@@ -50,6 +50,42 @@ learner.model.weight.tolist()
     assert cell.value == [[7.0, 7.0]]
 
 
+LEAVES_BEHIND = """
+class Learner:
+    def __init__(self):
+        self.model, self.cache = nn.Linear(2, 1), nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+    def __getstate__(self):
+        return {"model": self.model}
+def train(learner):
+    with torch.no_grad():
+        learner.model.weight.fill_(7.0)
+    return hasattr(learner, "cache")
+learner = Learner()
+"""
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "notebook_launcher(train, (learner,), 2, start_method='forkserver', sync_optimizers=True)",
+        "notebook_launcher(train, (learner,), 2, start_method='spawn')",
+        "session.run(train, (learner,))",
+    ],
+)
+def test_what_an_argument_leaves_behind_where_it_is_pickled_is_named(shared: Kernel, launch: str) -> None:
+    shared.run(LEAVES_BEHIND)
+    cell = shared.run(
+        f"with nblaunch.Session(2) as session: result = {launch}\nresult, learner.model.weight.tolist()"
+        if launch.startswith("session")
+        else f"{launch}, learner.model.weight.tolist()"
+    )
+    shown = cell.stdout + "".join(display.data.get("text/html", "") for display in cell.displays)
+    assert cell.value == (False, [[7.0, 7.0]])
+    assert "args[0].cache (Linear) could not be copied back" in shown
+    assert ("args[0].optimizer (SGD) did not come back" in shown) == ("sync_optimizers" in launch)
+
+
 @pytest.mark.parametrize("leaving", ["one", "all"])
 def test_a_rank_that_leaves_by_exit_is_named_where_others_return(shared: Kernel, leaving: str) -> None:
     cell = shared.run(

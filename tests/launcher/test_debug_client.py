@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.wire.worker_commands import CommandConnection, Line, Prompted, Resumed, connect
+from nblaunch.wire.worker_commands import CommandConnection, Line, Prompted, Reply, Resumed, connect
 
 STOP = ("train.py", 7, 1)
 PROMPT = Prompted("-> breakpoint()", STOP, ("train.py", 7))
@@ -29,6 +30,26 @@ def ranks() -> Iterator[Ranks]:
     yield ranks
     ranks.workers.clear()  # which closes them
     ranks.debugger.connections.clear()
+
+
+class Unknown(float):
+    """Can be written here, and not be found where it is read."""
+
+
+def test_a_value_that_can_not_be_read_is_the_answer_of_its_rank_alone(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("nblaunch.wire.channel._OURS", ("",))
+        ranks.workers[0].send(Reply(value=Unknown(1), number=1))
+    monkeypatch.delattr(sys.modules[__name__], "Unknown")
+    ranks.workers[1].send(Reply(value=2, number=1))
+    values = ranks.debugger.inspect("value", 30.0)
+    assert "Unknown" in str(values.pop(0))
+    assert values == {1: 2}
+    for worker in ranks.workers:
+        worker.send(Reply(value=3, number=2))
+    assert ranks.debugger.inspect("value", 30.0) == {0: 3, 1: 3}
 
 
 def test_the_others_go_on_although_the_end_arrives_before_the_line_is_sent_to_them(
@@ -62,3 +83,17 @@ def test_a_rank_goes_on_that_comes_to_the_breakpoint_later(ranks: Ranks) -> None
     ranks.debugger.receive_available(1.0)
     assert ranks.debugger.prompts == {}
     assert ranks.workers[1].receive() == (Line(text="continue"), [])
+
+
+@pytest.mark.parametrize("is_noticed_by", ["its connection", "the end of the job"])
+def test_a_line_for_a_rank_that_has_ended_at_its_prompt_is_lost(ranks: Ranks, is_noticed_by: str) -> None:
+    """As where the job's thread notices it while the user still types."""
+    ranks.workers[0].send(PROMPT)
+    ranks.debugger.receive_available(1.0)
+    if is_noticed_by == "its connection":
+        del ranks.workers[0]  # which closes it
+        ranks.debugger.receive_available(1.0)
+    else:
+        ranks.debugger.close()
+    ranks.debugger.send_line(0, "p step")
+    assert ranks.debugger.wait_for_prompt(0, lambda: True) is None

@@ -277,6 +277,39 @@ def test_values_that_can_not_travel_are_described(shared: Kernel) -> None:
     assert cell.value == "Unpicklable"
 
 
+def test_values_of_classes_derived_from_numbers_and_texts_arrive_or_are_named(shared: Kernel) -> None:
+    shared.run(
+        """
+session.execute('''
+class Loss(float):
+    pass
+def local():
+    class Local(int):
+        pass
+    return Local(7)
+class Shown:
+    def _repr_mimebundle_(self, **options):
+        return {"text/plain": type("Text", (str,), {})("shown")}
+''')
+"""
+    )
+    cell = shared.run("session.execute('Loss(0.5)')", raises="ValueError")
+    assert cell.error is not None
+    assert "Loss" in cell.error.value
+    assert shared.run("list(session.execute('local() + 0').values())").value == [7] * 4
+    cell = shared.run("[(value + 0, type(value).__name__) for value in session.execute('local()').values()]")
+    assert cell.value == [(7, "Local")] * 4
+    assert shared.run("[type(value).__name__ for value in session.inspect('Loss(0.5)').values()]").value == (
+        ["ValueError"] * 4
+    )
+    cell = shared.run(
+        "from nblaunch.session.session import execute_and_display\n"
+        "from nblaunch.wire.worker_commands import Execute\n"
+        "execute_and_display(session, Execute(code='Shown()', shows_value=True))[3]['text/plain']"
+    )
+    assert cell.value == "shown"
+
+
 def test_values_are_sent_to_ranks(shared: Kernel) -> None:
     shared.run("session.ranks(0, 2).put(batch=torch.arange(3))")
     assert shared.run("session.ranks(0, 2).execute('batch.tolist()')").result == "[0, 2] [0, 1, 2]"

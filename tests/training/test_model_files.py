@@ -55,6 +55,25 @@ def test_shared_tensors_come_back(tmp_path: Path, safe_serialization: bool, max_
     assert other.head.weight is other.embed.weight
 
 
+def test_lazily_conjugated_and_negated_views_keep_their_numbers(tmp_path: Path) -> None:
+    """They differ from their base by a bit of the tensor alone, which safetensors does not look at."""
+    base, alone = torch.tensor([1 + 2j, 3 - 4j]), torch.tensor([5 + 6j])
+    views = {
+        "base": base,
+        "conjugated": base.conj(),
+        "imaginary": base.imag,
+        "negated": base.conj().imag,
+        "alone": alone.conj(),
+    }
+    model, other = nn.Module(), nn.Module()
+    for name, view in views.items():
+        model.register_buffer(name, view)
+        other.register_buffer(name, torch.zeros_like(view))
+    save_sharded(model.state_dict(), tmp_path)
+    load_checkpoint_in_model(other, tmp_path, strict=True)
+    assert _same(model, other)
+
+
 def test_shared_tensors_are_written_once_and_read_by_others(tmp_path: Path) -> None:
     save_sharded(Tied().state_dict(), tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size < 800

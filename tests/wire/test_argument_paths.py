@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
+import torch
 from torch import nn
 
-from nblaunch.wire.argument_paths import modules_at, modules_in, path_name
+from nblaunch.wire.argument_paths import modules_at, modules_in, optimizers_at, optimizers_in, path_name
 
 
 class Kind(enum.Enum):
@@ -133,3 +135,22 @@ def test_places_are_the_same_in_another_process() -> None:
     assert modules_at(sent, (2,)) == {2: sent[2]}
     assert modules_at(sent, ()) == {}
     assert [path_name(path) for path in wanted][-1] == "args[2]"
+
+
+def test_what_is_not_in_the_other_process_is_left_out() -> None:
+    class Leaves(Learner):
+        def __getstate__(self) -> dict[str, Any]:
+            return {"model": self.model}
+
+    class Replaced(nn.Linear):
+        def __reduce__(self) -> Any:
+            return str, ("a name",)
+
+    args = (Leaves(), Replaced(1, 1))
+    args[0].optimizer = torch.optim.SGD(args[0].model.parameters(), 0.1)  # type: ignore[attr-defined]
+    sent = cloudpickle.loads(cloudpickle.dumps(args))
+    assert list(modules_in(args)) == ["args[0].parts['generator']", "args[0].model", 1]
+    assert list(modules_at(sent, tuple(modules_in(args)))) == ["args[0].model"]
+    assert modules_at(sent, (1,)) == {}
+    assert list(optimizers_in(args)) == ["args[0].optimizer"]
+    assert optimizers_at(sent, tuple(optimizers_in(args))) == {}

@@ -10,8 +10,10 @@ import signal
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.events import Displayed, Event, Metric, Note
+from nblaunch.wire import channel
 from nblaunch.wire.channel import EventReceiver, EventSender
 
 
@@ -105,6 +108,95 @@ def test_a_sender_that_is_killed_in_the_middle_of_an_event_cuts_no_other(
     assert receiver.receive() == ([], False)
     sender.send(Note(0, 0.0, "whole"))
     assert [event.text for event in receive(receiver, 1) if isinstance(event, Note)] == ["whole"]
+
+
+@contextmanager
+def handled(number: signal.Signals, handle: Callable[[], None]) -> Iterator[None]:
+    before = signal.signal(number, lambda signum, frame: handle())
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
+def signalled_in_the_middle_of_an_event(
+    receiver: EventReceiver, got: list[Event], num: int
+) -> Iterator[None]:
+    """Signal the main thread once the pipe has something in it, and only then receive events, ``num`` in all."""
+
+    def signal_and_receive() -> None:
+        select.select([receiver.fd], [], [], 30)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        got.extend(receive(receiver, num))
+
+    thread = threading.Thread(target=signal_and_receive)
+    thread.start()
+    yield
+    thread.join()
+
+
+LARGE = "x" * 1_000_000
+"""Far more than a pipe takes."""
+
+
+def test_a_signal_handler_sends_while_the_thread_that_it_interrupts_does(
+    pipe: tuple[EventReceiver, EventSender],
+) -> None:
+    receiver, sender = pipe
+    got: list[Event] = []
+    with (
+        handled(signal.SIGUSR1, lambda: sender.send(Note(0, 1.0, "handled"))),
+        signalled_in_the_middle_of_an_event(receiver, got, 2),
+    ):
+        sender.send(Note(0, 0.0, LARGE))
+    assert [event.text for event in got if isinstance(event, Note)] == [LARGE, "handled"]
+    assert sender.num_sent == 2
+
+
+def test_a_signal_handler_that_raises_costs_no_event_but_the_one_that_it_cuts(
+    pipe: tuple[EventReceiver, EventSender],
+) -> None:
+    receiver, sender = pipe
+    got: list[Event] = []
+    with (
+        handled(signal.SIGUSR1, lambda: sys.exit(1)),
+        signalled_in_the_middle_of_an_event(receiver, got, 1),
+    ):
+        with pytest.raises(SystemExit):
+            sender.send(Note(0, 0.0, LARGE))
+        sender.send(Note(0, 1.0, "whole"))
+    assert [event.text for event in got if isinstance(event, Note)] == ["whole"]
+
+
+def test_no_event_of_a_signal_handler_waits_for_another(pipe: tuple[EventReceiver, EventSender]) -> None:
+    """Whatever instruction of the sender the handler has come before; a trace function comes there, too."""
+    receiver, sender = pipe
+    for number in itertools.count():
+        left = itertools.count(number, -1)
+
+        def trace(frame: FrameType, event: str, arg: Any, left: Iterator[int] = left) -> Any:
+            if frame.f_code.co_filename != channel.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and next(left) == 0:
+                sender.send(Note(0, 1.0, "handled"))
+            return trace
+
+        before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12.1 looks here, when the function is set
+        sys.settrace(trace)
+        try:
+            sender.send(Note(0, 0.0, "interrupted"))
+        finally:
+            sys.settrace(before)
+        events, _ = receiver.receive()
+        texts = sorted(event.text for event in events if isinstance(event, Note))
+        if next(left) >= 0:  # the sender has no more instructions than that
+            assert texts == ["interrupted"]
+            break
+        assert texts == ["handled", "interrupted"]
+    assert number > 100
 
 
 def test_nothing_is_written_to_a_file_that_has_got_the_number_of_the_pipe(tmp_path: Path) -> None:

@@ -86,6 +86,19 @@ def test_a_tensor_in_two_values_of_a_file_is_written_once(file: int) -> None:
         assert torch.equal(loaded["big"], big)
 
 
+def test_lazily_conjugated_and_negated_views_are_not_taken_for_their_base() -> None:
+    """They differ from it by a bit of the tensor alone, while memory, shape and strides are the same."""
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    value = (base, base.conj(), base.imag, base.conj().imag)
+    assert (value[1].is_conj(), value[3].is_neg()) == (True, True)
+    assert [other.tolist() for other in there_and_back(value)] == [
+        [1 + 2j, 3 - 4j],
+        [1 - 2j, 3 + 4j],
+        [2, -4],
+        [-2, 4],
+    ]
+
+
 def test_a_failed_value_does_not_harm_the_next(file: int) -> None:
     writer = payload.PayloadWriter(file)
     first = writer.append("first")

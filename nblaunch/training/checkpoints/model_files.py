@@ -43,7 +43,9 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
         return None, 0
     if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
         return None, 0
-    view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    # A lazily conjugated or negated view differs from its base by a bit alone.
+    is_lazy = (tensor.is_conj(), tensor.is_neg())
+    view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), is_lazy)
     return view, tensor.untyped_storage().data_ptr()
 
 
@@ -135,6 +137,8 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
             continue
         overlaps = storage in storages
         tensor = tensor.detach() if view is not None else tensor.detach().cpu()
+        if tensor.is_conj() or tensor.is_neg():  # safetensors writes the memory as it is
+            tensor = tensor.resolve_conj().resolve_neg()
         tensors[name] = (
             tensor.clone(memory_format=torch.contiguous_format) if overlaps else tensor.contiguous()
         )
