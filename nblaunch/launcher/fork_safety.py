@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -124,10 +125,13 @@ def _first_use(backend: Backend) -> str:
 
 
 def _thread_names() -> set[str]:
-    try:
-        return {(folder / "comm").read_text().strip() for folder in _THREADS.iterdir()}
-    except OSError:  # no such folder on this system, or a thread has ended meanwhile
-        return set()
+    names: set[str] = set()
+    with suppress(OSError):  # no such folder on this system
+        for folder in _THREADS.iterdir():
+            with suppress(OSError):  # this thread has ended meanwhile
+                # Linux cuts names after 15 bytes, also within a character.
+                names.add((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
+    return names
 
 
 def _uses(call: FunctionCall, library: str) -> bool:

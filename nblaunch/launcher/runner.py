@@ -1,7 +1,10 @@
 """JobRunner: runs a job to its end, attempt after attempt, until one succeeds or no restart is left.
 
-    start    in the calling thread, while the kernel runs no other code: announce the job, start the first workers
+    start    in the main thread, while the kernel runs no other code: announce the job, start the first workers
     finish   in that thread or another: supervise them, start them again after a failure, load what they leave
+
+A launch in another thread starts its workers where it finishes: the system kills them when the thread that has started
+them ends (``PR_SET_PDEATHSIG``).
 
 What the caller holds meanwhile is the :class:`nblaunch.launcher.job.Job`, which reads the state kept here.
 """
@@ -127,12 +130,19 @@ class JobRunner(JobState):
         An interrupt meanwhile ends the job, and this returns when it has ended.
         """
         with interrupts_as_requests(self.requests.interrupt):
-            self._start()
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main:
+                self._start()
+            begun = threading.Event()
             thread = threading.Thread(
-                target=self._finish_in_thread, name=f"nblaunch-{self.log.path.name}", daemon=True
+                target=self._run_in_thread,
+                args=(not is_main, begun),
+                name=f"nblaunch-{self.log.path.name}",
+                daemon=True,
             )
             try:
                 thread.start()
+                begun.wait()
             except RuntimeError as error:
                 self._end(JobOutcome.of_error(LaunchError(_NO_THREAD.format(error))))
             self._launch_settled.wait()
@@ -174,11 +184,18 @@ class JobRunner(JobState):
             outcome = JobOutcome.of_error(error)
         self._end(outcome)
 
-    def _finish_in_thread(self) -> None:
-        """Do what :meth:`_finish` does, and stay while workers are kept.
+    def _run_in_thread(self, starts_here: bool, begun: threading.Event) -> None:
+        """Finish the job in a thread of its own, and stay while workers are kept, or they would end with the thread.
 
-        The system kills processes that this thread has started when the thread ends (``PR_SET_PDEATHSIG``).
+        Args:
+            starts_here: start the workers first: the calling thread has not, since it may end before they do.
+            begun: set when they have been started.
         """
+        try:
+            if starts_here:
+                self._start()
+        finally:
+            begun.set()
         self._finish()
         if self.kept is not None:
             self.kept.wait()

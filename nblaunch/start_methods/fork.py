@@ -177,6 +177,7 @@ def _refusal(error: OSError, started: int, wanted: int) -> str:
 _PAUSE_HARD = 2  # omp_pause_hard; source: OpenMP 5.0, section 3.2.43
 _OWN_MAPS = Path("/proc/self/maps")
 _LIBRARY = re.compile(r"/lib(?:gomp|omp|iomp5)(?:-[0-9a-f]+)?\.(?:so|dylib)[.0-9]*$")
+_DELETED = " (deleted)"  # source: proc_pid_maps(5)
 
 
 def pause_pools() -> bool:
@@ -207,12 +208,37 @@ def _find_libraries(maps: Path) -> tuple[str, ...]:
         torch = sys.modules.get("torch")
         folder = Path(torch.__file__ or "").parent / "lib" if torch is not None else None
         return tuple(str(path) for path in folder.glob("lib*omp*")) if folder else ()
-    paths = {line[line.index("/") :] for line in text.splitlines() if "omp" in line and "/" in line}
-    return tuple(sorted(path for path in paths if _LIBRARY.search(path)))
+    lines = [line.removesuffix(_DELETED) for line in text.splitlines() if "omp" in line]
+    return tuple(sorted({_loaded_name(line) for line in lines if _LIBRARY.search(line)}))
+
+
+def _loaded_name(line: str) -> str:
+    """Return the name under which the library of a line of the maps was loaded; its path where that is not known.
+
+    Of a file that ``pip`` has replaced or removed, the loaded copy is found by this name alone: by another, as one
+    without the ``..`` of a search path, the system looks for the file.
+    """
+    info = _SymbolInfo()
+    dladdr = _system_function("dladdr")
+    address = ctypes.c_void_p(int(line.partition("-")[0], 16))
+    if dladdr is not None and dladdr(address, ctypes.byref(info)) and info.file_name:
+        return os.fsdecode(info.file_name)
+    return line[line.index("/") :]
 
 
 _known: tuple[tuple[Path, int | None], tuple[str, ...]] | None = None
 """The libraries found last, and when: reading the maps of a process with torch in it takes a millisecond."""
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Source: dladdr(3), ``Dl_info``."""
+
+    _fields_: ClassVar = [
+        ("file_name", ctypes.c_char_p),
+        ("file_address", ctypes.c_void_p),
+        ("symbol_name", ctypes.c_char_p),
+        ("symbol_address", ctypes.c_void_p),
+    ]
 
 
 class _LoadInfo(ctypes.Structure):
@@ -232,7 +258,7 @@ _VISITOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadInfo), ctypes.c_si
 
 def _count_loads() -> int | None:
     """Return how many libraries this process has ever loaded; None where the system does not count them."""
-    iterate = _iterator()
+    iterate = _system_function("dl_iterate_phdr")
     if iterate is None:
         return None
     counts: list[int] = []
@@ -247,10 +273,10 @@ def _count_loads() -> int | None:
 
 
 @cache
-def _iterator() -> Any:
-    """Return the system's function that visits the loaded libraries; None where it has none."""
+def _system_function(name: str) -> Any:
+    """Return a function of the system's loader; None where it has none of this name."""
     try:
-        return ctypes.CDLL(None).dl_iterate_phdr
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return None
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.kernels import Kernel
 
 # A worker waits at a named pipe until the test lets it go; opening one waits for the other side.
@@ -45,6 +49,53 @@ def test_a_background_job_leaves_the_kernel_free(shared: Kernel) -> None:
     bad = shared.run("job.logs(1)", raises="ValueError")
     assert bad.error is not None
     assert "rank=1" in bad.error.value
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_job_outlives_the_thread_that_launched_it(
+    shared: Kernel, start_method: str, tmp_path: Path
+) -> None:
+    cell = shared.run(
+        f"""
+import threading
+def wait(path):
+    while not os.path.exists(path):
+        time.sleep(0.002)
+    return "unharmed"
+jobs = []
+def launch():
+    jobs.append(notebook_launcher(wait, ({str(tmp_path / "go")!r},), 2, background=True, start_method={start_method!r}))
+thread = threading.Thread(target=launch)
+thread.start()
+thread.join()
+while os.path.exists(f"/proc/self/task/{{thread.native_id}}"):    # it ends a moment after join() returns
+    pass
+open({str(tmp_path / "go")!r}, "w").close()
+jobs[0].result(60)
+""",
+        timeout_s=90,
+    )
+    assert cell.value == "unharmed"
+
+
+def test_what_can_not_start_in_another_thread_raises_in_its_call(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import threading
+lock = threading.Lock()
+raised = []
+def launch():
+    try:
+        notebook_launcher(lambda: lock, num_processes=2, background=True, start_method="forkserver")
+    except Exception as error:
+        raised.append(type(error).__name__)
+thread = threading.Thread(target=launch)
+thread.start()
+thread.join()
+raised
+"""
+    )
+    assert cell.value == ["PayloadError"]
 
 
 def test_two_jobs_and_a_blocking_one_run_at_a_time(shared: Kernel) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -99,6 +100,20 @@ def test_one_that_does_not_is_forked(running: None) -> None:
 def test_so_is_one_where_it_runs_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polars", polars)
     assert hazard(uses_module) is None
+
+
+@pytest.mark.parametrize("other", [None, "zähle Gewichte".encode()[:2]])
+def test_threads_beside_it_hide_it_neither_when_they_end_nor_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bytes | None
+) -> None:
+    """One ends between the listing of the threads and the look at its name; Linux cuts names within a character."""
+    for number, name in (("1", other), ("2", b"polars-0\n"), ("3", other)):
+        (tmp_path / number).mkdir()
+        if name is not None:
+            (tmp_path / number / "comm").write_bytes(name)
+    monkeypatch.setattr(fork_safety, "_THREADS", tmp_path)
+    monkeypatch.setitem(sys.modules, "polars", polars)
+    assert "polars" in (hazard(uses_module) or "")
 
 
 def test_a_hang_inside_it_names_it(running: None) -> None:

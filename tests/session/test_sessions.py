@@ -446,6 +446,23 @@ def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:
     assert kernel.processes() == []
 
 
+def test_a_session_outlives_the_thread_that_started_it(kernel: Kernel) -> None:
+    kernel.run(
+        """
+import os, threading
+from nblaunch import Session
+sessions = []
+thread = threading.Thread(target=lambda: sessions.append(Session(2)))
+thread.start()
+thread.join()
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):    # it ends a moment after join() returns
+    pass
+"""
+    )
+    assert kernel.run("set(sessions[0].execute('1 + 1').values())").value == {2}
+    kernel.run("sessions[0].close()")
+
+
 def test_wrong_arguments_are_refused_at_once(shared: Kernel) -> None:
     for call in ("session.ranks(4)", "session['a b']"):
         assert shared.run(call, raises="ValueError").error is not None

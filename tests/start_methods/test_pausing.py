@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nblaunch.start_methods import fork
 
@@ -38,6 +39,45 @@ def test_children_of_a_paused_process_use_their_threads() -> None:
         [sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=90, capture_output=True, text=True
     )
     assert result.stdout == "True\n"
+
+
+# As pip leaves a process that uses what it upgrades. Source: libgomp, GOMP_parallel(function, data, threads, flags).
+REPLACED = """
+import ctypes, os, shutil, signal, sys
+from pathlib import Path
+from nblaunch.start_methods.fork import pause_pools
+
+library, folder, is_there_again = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "again"
+copy = folder / "libgomp-e985bcbb.so.1.0.0"
+shutil.copy(library, copy)
+(folder / "package").mkdir()
+free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+gomp = ctypes.CDLL(folder / "package" / ".." / copy.name)  # as a wheel's modules find it
+gomp.GOMP_parallel(free, None, 2, 0)
+copy.unlink()
+if is_there_again:
+    shutil.copy(library, copy)
+can_use_threads = pause_pools()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    gomp.GOMP_parallel(free, None, 2, 0)
+    os._exit(0)
+print(can_use_threads, os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("then", ["removed", "again"])
+def test_a_library_whose_file_is_gone_is_paused(tmp_path: Path, then: str) -> None:
+    (gomp,) = (Path(torch.__file__).parent / "lib").glob("libgomp*")
+    result = subprocess.run(
+        [sys.executable, "-c", REPLACED, gomp, tmp_path, then],
+        check=True,
+        timeout=90,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "True 0\n"
 
 
 def test_a_process_without_openmp_needs_no_pause() -> None:
