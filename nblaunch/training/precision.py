@@ -269,6 +269,11 @@ class AutocastForward:
         self.precision = precision
         self.had_own = "forward" in model.__dict__
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The model's own, as :mod:`inspect` looks for it: transformers' generate passes what the signature has."""
+        return self.original
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision.autocast():
             output = self.original(*args, **kwargs)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -290,6 +292,15 @@ def test_bf16_is_inside_the_forward_only() -> None:
     assert "_original_forward" not in vars(module)
     module(torch.ones(1, 3))
     assert module.seen is torch.float32
+
+
+def test_a_forward_in_bf16_has_the_signature_of_the_model_s() -> None:
+    module = _Spy()
+    expected = inspect.signature(module.forward)
+    model = Accelerator(mixed_precision="bf16").prepare(module)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert inspect.signature(one.forward) == expected
+        assert one(torch.ones(1, 3))["y"].dtype is torch.float32
 
 
 def test_a_copy_of_a_bf16_model_computes_with_its_own_weights() -> None:
