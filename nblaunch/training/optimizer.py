@@ -189,7 +189,7 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self._accumulation.sync_gradients:
-            if self._accumulation.plugin.adjust_scheduler:
+            if self._accumulation.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                 # torch warns where a scheduler seems to be ahead of its optimizer; here both are left out.
                 self.scheduler._step_count += 1
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):

@@ -16,7 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
@@ -595,6 +602,25 @@ def test_a_scheduler_on_its_own_steps_once_per_call() -> None:
     optimizer.step()
     scheduler.step()
     assert inner.last_epoch == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda sgd: SequentialLR(sgd, [StepLR(sgd, 1), StepLR(sgd, 2)], [3]),
+        lambda sgd: ChainedScheduler([StepLR(sgd, 1), StepLR(sgd, 2)]),
+        ReduceLROnPlateau,
+    ],
+)
+def test_schedulers_that_count_no_steps_wait_for_the_end_of_a_window(make: Any) -> None:
+    inner = make(_sgd())
+    accumulation = AccumulationState()
+    scheduler = AcceleratedScheduler(inner, [], accumulation)
+    steps = []
+    inner.step = lambda: steps.append(accumulation.sync_gradients)
+    for accumulation.sync_gradients in (False, True):
+        scheduler.step()
+    assert steps == [True]
 
 
 def test_a_plateau_is_looked_at_once_per_metric() -> None:
