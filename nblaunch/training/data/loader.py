@@ -490,6 +490,7 @@ class DataLoaderShard(PreparedLoader):
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
         elif self._counts_last_rows:
-            self.remainder = rows % self.total_batch_size
+            # As many or more: the batch is full, or its first tensor has other things than samples in its rows.
+            self.remainder = rows if rows < self.total_batch_size else 0
         self.end_of_dataloader = True
         self._note_position(is_end=True)
