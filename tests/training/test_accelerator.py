@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import types
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -369,10 +370,25 @@ def test_fp16_scales_and_unscales_once() -> None:
     assert weight.tolist() == [-2, -2]
 
 
-def test_an_overflow_skips_optimizer_and_scheduler() -> None:
+class _Around(torch.optim.Optimizer):
+    """An optimizer around another one, which makes nothing of its own, as timm's ``Lookahead``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state: Any = {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, _Around])
+def test_an_overflow_skips_optimizer_and_scheduler(wrap: Any) -> None:
     precision, weight, inner = _fp16()
+    inner = wrap(inner)
     optimizer = AcceleratedOptimizer(inner, AccumulationState(), precision, context.current().backend)
     scheduler = AcceleratedScheduler(StepLR(inner, 1, gamma=0.5), [optimizer], AccumulationState())
+    step_of_scheduler = inner.step
     precision.backward((weight * math.inf).sum())
     optimizer.step()
     scheduler.step()
@@ -385,6 +401,7 @@ def test_an_overflow_skips_optimizer_and_scheduler() -> None:
     scheduler.step()
     assert not optimizer.step_was_skipped
     assert scheduler.get_last_lr() == [0.5]
+    assert inner.step is step_of_scheduler
 
 
 # --- accumulation, optimizer, scheduler ------------------------------------------------------------------------------
