@@ -16,7 +16,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,14 +197,11 @@ class Fp16Precision(Precision):
         if id(optimizer) in self._done:
             self._end_round()
         before = self._steps_taken
-        handle = optimizer.register_step_pre_hook(self._count_step)
-        try:
+        with self._counting_steps(optimizer):
             if closure is None:
                 self._scaler.step(optimizer)
             else:
                 self._scaler.step(optimizer, closure)
-        finally:
-            handle.remove()
         self._unscaled.discard(id(optimizer))
         self._done.add(id(optimizer))
         if not self._waiting():
@@ -230,8 +227,28 @@ class Fp16Precision(Precision):
             self._done.clear()
             self._unscaled.clear()
 
-    def _count_step(self, *args: Any) -> None:
-        self._steps_taken += 1
+    @contextmanager
+    def _counting_steps(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Count calls of ``optimizer.step`` in the block.
+
+        Not by a hook: that needs what ``Optimizer.__init__`` makes, and optimizers around another one may not call it.
+        """
+        attributes, step = vars(optimizer), optimizer.step
+        own = attributes.get("step")  # as a scheduler sets it
+
+        @functools.wraps(step)  # the scaler looks at the signature
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._steps_taken += 1
+            return step(*args, **kwargs)
+
+        attributes["step"] = counted
+        try:
+            yield
+        finally:
+            if own is None:
+                del attributes["step"]
+            else:
+                attributes["step"] = own
 
 
 _MIXED = (
@@ -268,6 +285,11 @@ class AutocastForward:
         self.original = model.forward
         self.precision = precision
         self.had_own = "forward" in model.__dict__
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The model's own, as :mod:`inspect` looks for it: transformers' generate passes what the signature has."""
+        return self.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision.autocast():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
+import pickle
 import sys
 import types
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
@@ -292,6 +302,15 @@ def test_bf16_is_inside_the_forward_only() -> None:
     assert module.seen is torch.float32
 
 
+def test_a_forward_in_bf16_has_the_signature_of_the_model_s() -> None:
+    module = _Spy()
+    expected = inspect.signature(module.forward)
+    model = Accelerator(mixed_precision="bf16").prepare(module)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert inspect.signature(one.forward) == expected
+        assert one(torch.ones(1, 3))["y"].dtype is torch.float32
+
+
 def test_a_copy_of_a_bf16_model_computes_with_its_own_weights() -> None:
     model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(1, 1))
     average = copy.deepcopy(model)
@@ -351,10 +370,25 @@ def test_fp16_scales_and_unscales_once() -> None:
     assert weight.tolist() == [-2, -2]
 
 
-def test_an_overflow_skips_optimizer_and_scheduler() -> None:
+class _Around(torch.optim.Optimizer):
+    """An optimizer around another one, which makes nothing of its own, as timm's ``Lookahead``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state: Any = {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, _Around])
+def test_an_overflow_skips_optimizer_and_scheduler(wrap: Any) -> None:
     precision, weight, inner = _fp16()
+    inner = wrap(inner)
     optimizer = AcceleratedOptimizer(inner, AccumulationState(), precision, context.current().backend)
     scheduler = AcceleratedScheduler(StepLR(inner, 1, gamma=0.5), [optimizer], AccumulationState())
+    step_of_scheduler = inner.step
     precision.backward((weight * math.inf).sum())
     optimizer.step()
     scheduler.step()
@@ -367,6 +401,7 @@ def test_an_overflow_skips_optimizer_and_scheduler() -> None:
     scheduler.step()
     assert not optimizer.step_was_skipped
     assert scheduler.get_last_lr() == [0.5]
+    assert inner.step is step_of_scheduler
 
 
 # --- accumulation, optimizer, scheduler ------------------------------------------------------------------------------
@@ -473,6 +508,25 @@ def test_a_prepared_optimizer_is_an_optimizer() -> None:
     scheduler = accelerator.prepare(StepLR(optimizer, 1))
     assert scheduler.optimizers == [optimizer]
     assert not accelerator.optimizer_step_was_skipped
+
+
+class _Clearing(torch.optim.SGD):
+    """Its ``zero_grad`` leaves no choice, as that of Apex's fused optimizers."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, _Clearing])
+def test_gradients_are_dropped_unless_zeros_are_asked_for(kind: Any) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Accelerator().prepare(kind([weight], lr=1.0))
+    for chosen in ((), (True,), (False,)) if kind is torch.optim.SGD else ((),):
+        weight.sum().backward()
+        optimizer.zero_grad(*chosen)
+        assert (weight.grad is None) == (chosen != (False,))
 
 
 def test_wrappers_have_the_attributes_of_accelerate_s() -> None:
@@ -584,6 +638,25 @@ def test_a_scheduler_on_its_own_steps_once_per_call() -> None:
     optimizer.step()
     scheduler.step()
     assert inner.last_epoch == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda sgd: SequentialLR(sgd, [StepLR(sgd, 1), StepLR(sgd, 2)], [3]),
+        lambda sgd: ChainedScheduler([StepLR(sgd, 1), StepLR(sgd, 2)]),
+        ReduceLROnPlateau,
+    ],
+)
+def test_schedulers_that_count_no_steps_wait_for_the_end_of_a_window(make: Any) -> None:
+    inner = make(_sgd())
+    accumulation = AccumulationState()
+    scheduler = AcceleratedScheduler(inner, [], accumulation)
+    steps = []
+    inner.step = lambda: steps.append(accumulation.sync_gradients)
+    for accumulation.sync_gradients in (False, True):
+        scheduler.step()
+    assert steps == [True]
 
 
 def test_a_plateau_is_looked_at_once_per_metric() -> None:

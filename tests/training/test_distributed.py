@@ -237,6 +237,21 @@ def test_metrics_of_batches_of_varying_size_count_every_sample_once(rows: int) -
     assert seen == list(range(rows))
 
 
+def _time_first(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"sequences": torch.zeros(9, len(rows)), "labels": torch.stack(rows)}
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_sampler": _Growing(SequentialSampler(range(10)), 4, False)}]
+)
+def test_metrics_of_batches_that_begin_with_another_dimension_are_whole(options: dict[str, Any]) -> None:
+    accelerator = Accelerator()
+    dataset: Any = _Counted(10) if "batch_size" in options else torch.arange(10)
+    loader = accelerator.prepare(DataLoader(dataset, collate_fn=_time_first, **options))
+    seen = [row for batch in loader for row in accelerator.gather_for_metrics(batch["labels"]).tolist()]
+    assert seen == list(range(10))
+
+
 def _compare_on_demand() -> list[str]:
     state = PartialState()
     refused = []

@@ -264,10 +264,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _num_samples(self) -> int | None:
         for counted in (self.get_sampler(), self.sampler, self.dataset):
             source = counted.dataset if isinstance(counted, IterableDatasetShard) else counted
-            try:
-                return len(source)  # type: ignore[arg-type]
-            except TypeError:
-                continue
+            length = length_of(source)
+            if length >= 0:
+                return length
         return None
 
     def _generators(self) -> list[torch.Generator]:
@@ -496,6 +495,7 @@ class DataLoaderShard(PreparedLoader):
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
         elif self._counts_last_rows:
-            self.remainder = rows % self.total_batch_size
+            # As many or more: the batch is full, or its first tensor has other things than samples in its rows.
+            self.remainder = rows if rows < self.total_batch_size else 0
         self.end_of_dataloader = True
         self._note_position(is_end=True)
