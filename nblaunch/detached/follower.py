@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nblaunch import backends
+from nblaunch import backends, env
 from nblaunch.detached.folder import DetachedLaunch, End, JobFolder, Snapshot
 from nblaunch.detached.requests import RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
@@ -271,6 +271,8 @@ class _Stored(Mapping[Any, Any]):
 def _load_values(folder: JobFolder) -> Any:
     try:
         return _load(folder.result_path)
+    except ResultError:
+        raise
     except Exception as error:  # of the user's classes, which this process may not have
         raise ResultError(
             f"the return value of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. If "
@@ -279,10 +281,19 @@ def _load_values(folder: JobFolder) -> Any:
 
 
 def _load(path: Path) -> Any:
-    """Return what a file holds, with tensors on its pages; an empty dictionary without the file."""
+    """Return what a file holds, with tensors on its pages; an empty dictionary without the file.
+
+    Raises:
+        ResultError: its folder was removed.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ResultError(
+                f"result and weights of the job are gone: its folder {path.parent} was removed. The last "
+                f"{env.read('NBLAUNCH_KEEP_JOBS')} jobs are kept (NBLAUNCH_KEEP_JOBS)"
+            ) from None
         return {}
     try:
         return payload.load_mapped(fd)

@@ -266,6 +266,13 @@ def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
     assert outcome.unloaded_weights["args[1]['a']"] == {}
     folder.weights_path.unlink()
     assert dict(follower._outcome_of(folder, end).unloaded_weights) == {}
+    shutil.rmtree(folder.path)
+    for stored in (
+        follower._outcome_of(folder, end).values,
+        follower._outcome_of(folder, end).unloaded_weights,
+    ):
+        with pytest.raises(ResultError):
+            dict(stored)
 
 
 def test_events_that_the_disk_has_no_room_for_cost_no_others(
