@@ -367,7 +367,7 @@ class _KeptWorkers(KeptFailure):
 
     def __init__(self, supervisor: Supervisor, debugger: DebugClient, failed_rank: int) -> None:
         super().__init__(debugger, failed_rank)
-        self._supervisor = supervisor
+        self._supervisor: Supervisor | None = supervisor
         self._timer = threading.Timer(_KEPT_S, self.release)
         self._timer.daemon = True
         self._timer.start()
@@ -376,7 +376,9 @@ class _KeptWorkers(KeptFailure):
         """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
         self._timer.cancel()
         self._debugger.release()
-        self._supervisor.end_kept()
+        supervisor, self._supervisor = self._supervisor, None  # it has the function and its arguments
+        if supervisor is not None:
+            supervisor.end_kept()
 
 
 def _clear_variables(error: BaseException) -> None:

@@ -142,6 +142,20 @@ def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel)
         failed.submit("nblaunch.debug(7)", is_typed_into=True).wait_for_input()
 
 
+def test_release_gives_up_the_arguments(shared: Kernel) -> None:
+    shared.run(
+        """
+import gc, weakref
+def fail(model): raise ValueError("boom")
+model = torch.nn.Linear(2, 2)
+seen = weakref.ref(model)
+"""
+    )
+    shared.run("notebook_launcher(fail, (model,), num_processes=2, post_mortem=True)", raises="ValueError")
+    shared.run("nblaunch.last_job().release()\ndel model\n_ = gc.collect()")
+    assert shared.run("seen() is None").value is True
+
+
 def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -> None:
     assert failed.processes()
     failed.run("nblaunch.last_job().release()")
