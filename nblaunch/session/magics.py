@@ -39,7 +39,7 @@ class RankMagics(Magics):
         __tracebackhide__ = True
         if cell is None:
             return self._control(line.split())
-        session = self._running_or_new()
+        session = self._started_or_new()
         chosen = _parsed_ranks(line, session.local_ranks)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(_shell_of(self).user_ns)
@@ -76,9 +76,12 @@ class RankMagics(Magics):
             raise ValueError(f"%ranks use {name}: there is no session of this name")
         return session
 
-    def _running_or_new(self) -> Session:
-        """Return the session, after the start of a new one where none runs."""
-        if self.session is None or not self.session.is_running:
+    def _started_or_new(self) -> Session:
+        """Return the session, after the start of one where there is none.
+
+        One that has ended raises why at its next command. Another in its place would have none of its names.
+        """
+        if self.session is None:
             RankMagics.session = Session()
         assert self.session is not None
         return self.session

@@ -106,6 +106,7 @@ class SessionOutput:
             yield
             self.pump()
         finally:
+            self._open_rows = None  # it keeps the session
             dashboards, self._dashboards = self._dashboards, ()
             self._shown.release()
             for dashboard in dashboards:

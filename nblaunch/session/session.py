@@ -340,11 +340,14 @@ class Session(RankCommands):
         """Return what :func:`nblaunch.debug` needs.
 
         Raises:
-            RuntimeError: the last command has not failed.
+            RuntimeError: the last command has not failed, or a launch has come since.
             ValueError: it has not failed on this rank.
         """
         if self._failed is None or self._failed.is_released:
-            raise RuntimeError("the last command of the session has not failed: there is nothing to debug")
+            raise RuntimeError(
+                "nothing is kept to be debugged: the last command of the session has not failed, or a launch or "
+                "another session has started since"
+            )
         return self._failed.find_debugger(rank)
 
     # --- the workers -------------------------------------------------------------------------------------------------
@@ -361,7 +364,7 @@ class Session(RankCommands):
 
     @property
     def pids(self) -> dict[int, int]:
-        """Rank -> process."""
+        """Rank -> process, of the ranks of this machine that have started."""
         return dict(self._runner.pids)
 
     @property
@@ -535,14 +538,17 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
             "sync_optimizers=True: workers of a session keep their optimizers themselves, between calls; leave it out, "
             "or launch without session="
         )
-    own = session._runner.spec
+    own, plan = session._runner.spec, session._runner.plan
+    chosen = {
+        "num_processes": session.num_processes, "backend": plan.backend.name, "start_method": plan.start_method,
+    }  # fmt: skip
     for name, default in _START_SETTINGS.items():
-        value = getattr(spec, name)
-        if value not in (default, getattr(own, name)):
+        value, held = getattr(spec, name), chosen.get(name, getattr(own, name))
+        if value not in (default, getattr(own, name), held):
             shown = "strategy='spmd'" if name == "is_spmd" else f"{name}={value!r}"
             raise ValueError(
-                f"{shown}: the workers of the session run already, with {getattr(own, name)!r}. Leave it out, or "
-                "launch without session="
+                f"{shown}: the workers of the session run already, with {held!r}. Leave it out, or launch without "
+                "session="
             )
     spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
     outcome = session._run_call(spec, dashboards.choose(dashboard))
@@ -574,7 +580,8 @@ def execute_and_display(
 
 _SET_AT_START = (
     "num_processes", "mixed_precision", "backend", "engine", "start_method", "num_nodes", "threads_per_process",
-    "log_dir", "is_spmd", "max_restarts", "hang_timeout_s", "on_hang", "interrupt_grace_s",
+    "log_dir", "is_spmd", "max_restarts", "hang_timeout_s", "on_hang", "interrupt_grace_s", "node_rank", "master_addr",
+    "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_timeout_s",
 )  # fmt: skip
 _START_SETTINGS = {field.name: field.default for field in fields(LaunchSpec) if field.name in _SET_AT_START}
 """Settings that hold from the start of the workers to their end, with their defaults."""

@@ -102,6 +102,9 @@ def test_debug_and_restart_start_no_session_of_their_own(kernel: Kernel) -> None
 def test_a_session_that_has_ended_is_restarted_as_it_was(kernel: Kernel) -> None:
     kernel.run("import os\n%load_ext nblaunch\n%ranks start 3")
     kernel.run("%%ranks 1\nos._exit(3)", raises="WorkerDied")
+    # Not by itself: another session would have none of its names.
+    kernel.run("%%ranks\nos.getpid()", raises="LaunchError")
+    assert kernel.processes() == []
     kernel.run("%ranks restart")
     assert kernel.run("%%ranks\nimport os\nint(os.environ['WORLD_SIZE'])").stdout == "[0-2] 3\n"
     kernel.run("%ranks stop")

@@ -418,8 +418,14 @@ def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
         "notebook_launcher(pid, (), session=session, return_all=True) == list(session.pids.values())"
     )
     assert cell.value is True
+    for settings in ("backend='cpu'", "num_processes=session.num_processes", "start_method='fork'"):
+        assert shared.run(
+            f"len(notebook_launcher(pid, (), session=session, return_all=True, {settings}))"
+        ).value
     for settings in (
-        "num_processes=2",
+        "num_processes=7",
+        "use_port=12345",
+        "master_addr='10.9.9.9'",
         "background=True",
         "start_method='spawn'",
         "mixed_precision='bf16'",
@@ -442,8 +448,8 @@ def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:
         "from nblaunch import Session\nfor _ in range(3): session = Session(2)\npids = set(session.pids.values())"
     )
     assert kernel.run("dict(session.execute('1'))").value == {0: 1, 1: 1}
-    kernel.run("session.close()")
-    assert kernel.processes() == []
+    kernel.run("import gc\ndel session\n_ = gc.collect()")
+    kernel.wait_for_no_processes()
 
 
 def test_a_session_outlives_the_thread_that_started_it(kernel: Kernel) -> None:
