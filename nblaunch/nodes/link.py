@@ -183,7 +183,8 @@ class NodeLink:
 
     def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
         """Start an agreement with the other nodes on the step at which all ranks leave their loops."""
-        return NodesStopAgreement(slots, self._leads, self._stop, self._peers.stop_states, time.monotonic())
+        peers = self._peers
+        return NodesStopAgreement(slots, self._leads, self._stop, peers.stop_states, peers.failures)
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]

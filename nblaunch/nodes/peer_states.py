@@ -209,13 +209,14 @@ class NodesStopAgreement:
         leads: this is node 0.
         own: state of this node, sent in every summary.
         peers: node rank -> last state received of that node.
+        remote: labels of the ranks of other nodes, and those that have returned; updated by the owner.
     """
 
     slots: Mapping[int, Slot]
     leads: bool
     own: StopState
     peers: Mapping[int, StopState]
-    now_s: float
+    remote: RemoteFailures
     is_settled: bool = False
     _copies: dict[int, Slot] = field(default_factory=dict)
     _agreement: StopAgreement | None = None
@@ -232,11 +233,14 @@ class NodesStopAgreement:
         for rank, (num_checks, reply) in answers.items():
             copy = self._copies.setdefault(rank, private_slot())
             copy.num_checks, copy.stop_reply = num_checks, reply
-        slots = {**self.slots, **self._copies}
         if self._agreement is None:
-            self._agreement = StopAgreement(slots, self.now_s, ahead_s=_AHEAD_S, patience_s=_PATIENCE_S)
+            # A proposal has to be ahead of all ranks, and a node's first heartbeats say nothing of its own.
+            if not self.remote.labels.keys() <= answers.keys() | self.remote.returned.keys():
+                return
+            slots = {**self.slots, **self._copies}
+            self._agreement = StopAgreement(slots, now_s, ahead_s=_AHEAD_S, patience_s=_PATIENCE_S)
         self._agreement.poll([*running, *answers], now_s)
-        any_slot = next(iter(slots.values()))
+        any_slot = next(iter(self.slots.values()))
         self.own.proposal, self.own.decision = any_slot.stop_proposal, any_slot.stop_decision
         self.is_settled = self._agreement.is_settled
 

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from nblaunch.diagnosis.report import RemoteFailures
+from nblaunch.events import Returned
 from nblaunch.nodes.messages import StopState
 from nblaunch.nodes.peer_states import NodesStopAgreement, answers_of
 from nblaunch.wire.board import private_slot
@@ -25,7 +27,9 @@ class Node:
         self.slots = {rank: private_slot() for rank in ranks}
         self.own = StopState(is_wanted=True)
         self.peers: dict[int, StopState] = {}
-        self.stop = NodesStopAgreement(self.slots, node_rank == 0, self.own, self.peers, time.monotonic())
+        others = range(2) if node_rank else range(2, 4)
+        self.remote = RemoteFailures(labels=dict.fromkeys(others, "the other node"))
+        self.stop = NodesStopAgreement(self.slots, node_rank == 0, self.own, self.peers, self.remote)
         self.steps: dict[int, int] = {}
         self.threads = [threading.Thread(target=self._loop, args=(rank,)) for rank in ranks]
 
@@ -78,3 +82,26 @@ def test_no_rank_follows_before_there_is_a_proposal() -> None:
     follower.stop.poll(follower.slots, 0.0)
     assert not should_stop(follower.slots[2])
     assert follower.slots[2].stop_proposal == 0
+
+
+def test_nothing_is_proposed_before_all_ranks_are_known() -> None:
+    """A stop may be wanted before the other node has reported on its workers, or has sent a heartbeat at all."""
+    leader, follower = Node(0), Node(1)
+    leader.stop.poll(leader.slots, 0.0)
+    leader.peers[1] = StopState()
+    leader.stop.poll(leader.slots, 0.1)
+    assert leader.own.proposal == 0
+    for slot in follower.slots.values():
+        slot.num_checks = 1000
+    follower.send_to(leader)
+    leader.stop.poll(leader.slots, 0.2)
+    assert leader.own.proposal > 1000
+
+
+def test_ranks_that_have_returned_are_not_waited_for() -> None:
+    leader, follower = Node(0), Node(1)
+    leader.remote.returned[2] = Returned(2, 0.0)
+    follower.steps[2] = 5
+    follower.send_to(leader)
+    leader.stop.poll(leader.slots, 0.0)
+    assert leader.own.proposal > 0

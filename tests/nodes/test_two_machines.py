@@ -120,6 +120,15 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
     assert steps[0] > 10
 
 
+def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, static: Settings) -> None:
+    first = pair[0].start("go_on_until_stopped", background=True, **static)
+    first.wait_for("can be stopped")
+    os.kill(first.process.pid, signal.SIGUSR1)
+    second = pair[1].start("go_on_until_stopped", background=True, **static)
+    here, there = (launch.result()["value"] for launch in (first, second))
+    assert here == there
+
+
 def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
     pair: Pair, static: Settings, tmp_path: Path
 ) -> None:
