@@ -140,3 +140,44 @@ kept[0].is_broken = True
     kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {broken!r}), 1)")
     assert kernel.run("nblaunch.last_job().status").value == "done"
     assert (tmp_path / "text").read_text() == "of the worker\n"
+
+
+# A handler with a record that it has not written yet, and a folder that goes at exit.
+KEEPING = """
+import logging.handlers, os, tempfile
+import nblaunch
+from nblaunch import notebook_launcher
+
+def keep(path):
+    global folder
+    handler = logging.handlers.MemoryHandler(100, target=logging.FileHandler(path))
+    logging.getLogger("of a test").addHandler(handler)
+    logging.getLogger("of a test").warning("logged")
+    folder = tempfile.TemporaryDirectory()
+    return folder.name
+
+def do(ending):
+    exec(ending)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_log_handlers_and_finalizers_of_the_worker_do_their_last(
+    kernel: Kernel, tmp_path: Path, start_method: str
+) -> None:
+    kernel.run(KEEPING)
+    launch = f"notebook_launcher(keep, ({str(tmp_path / 'log')!r},), 1, start_method={start_method!r})"
+    folder = kernel.run(launch).value
+    assert (tmp_path / "log").read_text() == "logged\n"
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("ending", ["", "import logging.config; logging.config.dictConfig({'version': 1})"])
+def test_those_of_the_kernel_stay_the_kernels(kernel: Kernel, tmp_path: Path, ending: str) -> None:
+    kernel.run(KEEPING)
+    folder = kernel.run(f"keep({str(tmp_path / 'log')!r})").value
+    kernel.run(f"notebook_launcher(do, ({ending!r},), 2)")
+    assert (tmp_path / "log").read_text() == ""
+    assert Path(folder).exists()
+    kernel.run("logging.shutdown(); folder.cleanup()")
+    assert (tmp_path / "log").read_text() == "logged\n"
