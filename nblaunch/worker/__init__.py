@@ -5,6 +5,7 @@ process_control.py   POSIX session, end with the parent, signals and interrupts,
 inherited.py         what a forked worker must forget of the kernel
 libraries.py         hooks on libraries: progress, plain text, Trainers that were made in the notebook
 output.py            output to the log file, displays to the launcher
+open_files.py        files that the function leaves open
 delivery.py          the return value, then trained weights and states of optimizers
 failure.py           the user's exception, made ready to travel
 debugger.py          answers the kernel about the frames of this worker; pdb

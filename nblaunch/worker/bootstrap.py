@@ -10,8 +10,8 @@
     function         the call is loaded, the user's function called
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
                      (or, where the function raised: ──> Failed; where it called ``sys.exit(n)``: an exit code alone)
-    finish           after success threads are joined; exit handlers run; after success groups are left, but gloo's;
-                     ``os._exit``
+    finish           after success threads are joined; exit handlers run; files that are left open are written;
+                     after success groups are left, but gloo's; ``os._exit``
 
 A worker never returns into the code it was forked from.
 
@@ -43,7 +43,7 @@ from nblaunch.wire.channel import EventSender
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.worker_commands import CommandConnection
-from nblaunch.worker import inherited, libraries, output, process_control
+from nblaunch.worker import inherited, libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import send_failure
 
@@ -284,6 +284,7 @@ class _Worker:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
             multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+            open_files.write_left_open()
             if exit_code == 0:
                 # NCCL waits for what was begun with other ranks; after a failure, until the launcher kills them all.
                 process_group.leave_at_exit()

@@ -15,6 +15,7 @@ import multiprocessing.util
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -31,7 +32,7 @@ def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
     Args:
         kernel_streams: its ``sys.stdout`` and ``sys.stderr``, which the worker's own have replaced already.
     """
-    atexit._clear()  # there is no public way to undo what others have registered
+    _drop_exit_handlers()
     _leave_interactive_mode()
     _refuse_input()
     _redirect_kernel_streams(kernel_streams)
@@ -42,6 +43,22 @@ def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
     accelerate_states.reset_in_worker()
     libraries.renew_trainers()
     process_group.forget_inherited()
+
+
+def _drop_exit_handlers() -> None:
+    """Drop all that the kernel does at its exit, but not what Python does then with finalizers and log handlers.
+
+    It does that in the worker, too, with those that are made from now on. None of this has a public name.
+    """
+    atexit._clear()
+    finalize: Any = weakref.finalize
+    for inherited in finalize._registry.values():
+        inherited.atexit = False
+    finalize._registered_with_atexit = False  # so that the next one registers them again
+    logging: Any = sys.modules.get("logging")
+    if logging is not None:
+        logging._handlerList.clear()
+        atexit.register(logging.shutdown)
 
 
 def _leave_interactive_mode() -> None:

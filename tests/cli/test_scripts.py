@@ -53,6 +53,12 @@ def test_a_script_finds_what_it_would_find_under_python() -> None:
     assert facts_of(ended, 1) == expected
 
 
+def test_what_a_script_writes_to_a_file_that_it_leaves_open_is_there() -> None:
+    name = script("out = open('out.txt', 'w')\nprint('written', file=out)")
+    assert launch("--num_processes", "1", name).code == 0
+    assert Path("out.txt").read_text() == "written\n"
+
+
 def test_a_script_logs_values_of_its_own_classes() -> None:
     """The launcher does not have them: the script is another process's ``__main__``."""
     text = """

@@ -85,7 +85,7 @@ def test_no_rank_follows_before_there_is_a_proposal() -> None:
 
 
 def test_nothing_is_proposed_before_all_ranks_are_known() -> None:
-    """A stop may be wanted before the workers of the other node, or even its heartbeats, have been heard of."""
+    """A stop may be wanted before the other node has reported on its workers, or has sent a heartbeat at all."""
     leader, follower = Node(0), Node(1)
     leader.stop.poll(leader.slots, 0.0)
     leader.peers[1] = StopState()

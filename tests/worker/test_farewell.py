@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,117 @@ def test_only_who_has_done_its_part_leaves_the_group_in_order(
     kernel.run(LEAVING)
     kernel.run(f"notebook_launcher(function, ({str(left)!r}, {how!r}), 1)", raises=error)
     assert left.exists() == leaves
+
+
+OPENING = """
+import gc, gzip, sys, zipfile
+import nblaunch
+from pathlib import Path
+from nblaunch import notebook_launcher
+
+def opening(path, ending):
+    global kept
+    folder = Path(path)
+    text, binary, both = open(folder / "text", "w"), open(folder / "binary", "wb"), open(folder / "both", "w+b")
+    packed, archive = gzip.open(folder / "packed", "wt"), zipfile.ZipFile(folder / "archive", "w")
+    kept = [text, binary, both, packed, archive]
+    print("of the worker", file=text)
+    binary.write(b"of the worker")
+    both.write(b"of the worker")
+    packed.write("of the worker")
+    archive.writestr("name", "of the worker")
+    exec(ending)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_files_that_are_left_open_are_written(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
+    kernel.run(OPENING)
+    kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, ''), 1, start_method={start_method!r})")
+    assert (tmp_path / "text").read_text() == "of the worker\n"
+    assert (tmp_path / "binary").read_bytes() == (tmp_path / "both").read_bytes() == b"of the worker"
+    assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"of the worker"
+    assert zipfile.ZipFile(tmp_path / "archive").read("name") == b"of the worker"
+
+
+@pytest.mark.parametrize(("ending", "error"), [("sys.exit(3)", "WorkerDied"), ("1 / 0", "ZeroDivisionError")])
+def test_they_are_written_after_a_failure_too(
+    kernel: Kernel, tmp_path: Path, ending: str, error: str
+) -> None:
+    kernel.run(OPENING)
+    kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {ending!r}), 1)", raises=error)
+    assert (tmp_path / "text").read_text() == "of the worker\n"
+
+
+@pytest.mark.parametrize("ending", ["", "gc.unfreeze()"])
+def test_what_the_kernel_has_buffered_is_written_by_the_kernel_alone(
+    kernel: Kernel, tmp_path: Path, ending: str
+) -> None:
+    kernel.run(OPENING)
+    kernel.run(f"diary = open({str(tmp_path / 'diary')!r}, 'w'); print('of the kernel', file=diary, end='')")
+    kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {ending!r}), 2)")
+    assert (tmp_path / "diary").read_text() == ""
+    kernel.run("diary.close()")
+    assert (tmp_path / "diary").read_text() == "of the kernel"
+
+
+@pytest.mark.parametrize("error", ["OSError(28, 'No space left on device')", "SystemExit(3)"])
+def test_a_file_that_can_not_be_written_changes_no_outcome(
+    kernel: Kernel, tmp_path: Path, error: str
+) -> None:
+    kernel.run(OPENING)
+    broken = f"""
+import io
+class Broken(io.TextIOWrapper):
+    is_broken = False
+    def flush(self):
+        if self.is_broken:
+            raise {error}
+        super().flush()
+kept.insert(0, Broken(open("/dev/null", "wb")))
+kept[0].is_broken = True
+"""
+    kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {broken!r}), 1)")
+    assert kernel.run("nblaunch.last_job().status").value == "done"
+    assert (tmp_path / "text").read_text() == "of the worker\n"
+
+
+# A handler with a record that it has not written yet, and a folder that goes at exit.
+KEEPING = """
+import logging.handlers, os, tempfile
+import nblaunch
+from nblaunch import notebook_launcher
+
+def keep(path):
+    global folder
+    handler = logging.handlers.MemoryHandler(100, target=logging.FileHandler(path))
+    logging.getLogger("of a test").addHandler(handler)
+    logging.getLogger("of a test").warning("logged")
+    folder = tempfile.TemporaryDirectory()
+    return folder.name
+
+def do(ending):
+    exec(ending)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_log_handlers_and_finalizers_of_the_worker_do_their_last(
+    kernel: Kernel, tmp_path: Path, start_method: str
+) -> None:
+    kernel.run(KEEPING)
+    launch = f"notebook_launcher(keep, ({str(tmp_path / 'log')!r},), 1, start_method={start_method!r})"
+    folder = kernel.run(launch).value
+    assert (tmp_path / "log").read_text() == "logged\n"
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("ending", ["", "import logging.config; logging.config.dictConfig({'version': 1})"])
+def test_those_of_the_kernel_stay_the_kernels(kernel: Kernel, tmp_path: Path, ending: str) -> None:
+    kernel.run(KEEPING)
+    folder = kernel.run(f"keep({str(tmp_path / 'log')!r})").value
+    kernel.run(f"notebook_launcher(do, ({ending!r},), 2)")
+    assert (tmp_path / "log").read_text() == ""
+    assert Path(folder).exists()
+    kernel.run("logging.shutdown(); folder.cleanup()")
+    assert (tmp_path / "log").read_text() == "logged\n"

@@ -1,0 +1,59 @@
+"""Files that the function leaves open. Python closes a script's at its end, which ``os._exit`` leaves out.
+
+Files of the kernel are not this worker's to write: what a fork has copied of their buffers, the kernel writes itself.
+They are in the heap that is frozen for the fork, which the collector does not list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+_WITH_AN_END = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"))
+"""Modules and classes of files that can't be read without what closing writes."""
+
+_imported_in = os.getpid()
+_mark: list[None] = []
+"""Is where the kernel's objects are, in the process that has imported this module and in those forked from it."""
+
+
+def write_left_open() -> None:
+    """Write what is buffered for files that this process has opened; an error of one is shown, and changes nothing."""
+    objects = gc.get_objects()
+    if os.getpid() != _imported_in and any(one is _mark for one in objects):
+        return  # the function has unfrozen the heap: the kernel's files are among them
+    # type() and id(): isinstance() or a hash would run code of objects and classes that pretend to be others.
+    classes = {id(kind): kind for kind in map(type, objects)}
+    wanted = (*_BUFFERED, *_classes_with_an_end())
+    kinds = {number for number, kind in classes.items() if issubclass(kind, wanted)}
+    files = [one for one in objects if id(type(one)) in kinds]
+    texts = [one for one in files if isinstance(one, io.TextIOWrapper)]
+    buffers = [one for one in files if isinstance(one, _BUFFERED[1:])]
+    others = [one for one in files if not isinstance(one, _BUFFERED)]
+    for file in (*texts, *buffers):
+        _attempt(file.flush, file)
+    for file in others:
+        _attempt(file.close, file)
+    for file in buffers:  # to which those have written
+        _attempt(file.flush, file)
+
+
+def _classes_with_an_end() -> tuple[type, ...]:
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _WITH_AN_END)
+    return tuple(kind for kind in found if isinstance(kind, type))
+
+
+def _attempt(write: Callable[[], object], file: Any) -> None:
+    try:
+        write()
+    except OSError as error:
+        with contextlib.suppress(Exception):  # of a class of the user's own
+            print(f"{file!r:.200} was left open and could not be written: {error}", file=sys.stderr)
+    except BaseException:  # closed, or half made
+        return
