@@ -6,6 +6,7 @@ out the calls that gradient accumulation or an overflow makes void.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_reduced = False
         self._is_accelerate_prepared = True
         self.device_placement = place_state
+        self._lets_choose_zeros = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
         precision.register(optimizer)
         if place_state and _has_misplaced_state(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
@@ -99,11 +101,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; nothing in the middle of an accumulation window."""
-        if self._accumulation.sync_gradients:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
-            self._precision.forget_gradients(self.optimizer)
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; nothing in the middle of an accumulation window.
+
+        Args:
+            set_to_none: drop them rather than fill them with zeros. None: True, where the optimizer leaves the choice.
+        """
+        if not self._accumulation.sync_gradients:
+            return
+        if set_to_none is None and not self._lets_choose_zeros:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none is not False)
+        self._precision.forget_gradients(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; do nothing in the middle of an accumulation window."""

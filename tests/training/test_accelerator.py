@@ -510,6 +510,25 @@ def test_a_prepared_optimizer_is_an_optimizer() -> None:
     assert not accelerator.optimizer_step_was_skipped
 
 
+class _Clearing(torch.optim.SGD):
+    """Its ``zero_grad`` leaves no choice, as that of Apex's fused optimizers."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, _Clearing])
+def test_gradients_are_dropped_unless_zeros_are_asked_for(kind: Any) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Accelerator().prepare(kind([weight], lr=1.0))
+    for chosen in ((), (True,), (False,)) if kind is torch.optim.SGD else ((),):
+        weight.sum().backward()
+        optimizer.zero_grad(*chosen)
+        assert (weight.grad is None) == (chosen != (False,))
+
+
 def test_wrappers_have_the_attributes_of_accelerate_s() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3, device_placement=False, split_batches=True)
     _, inner, _, schedule = _parts()

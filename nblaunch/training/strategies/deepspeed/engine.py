@@ -125,7 +125,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         self.engine = engine
         self._step_engine = step
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine clears gradients where it has stepped."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
