@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -531,12 +532,23 @@ def test_nested_batches_move_and_keep_their_types() -> None:
     assert isinstance(moved["c"], UserDict)
     assert moved["c"]["k"].is_meta
     assert moved["d"].device == "meta"
+    edge = nested.send_to_device(namedtuple("Edge", "to")(tensor), torch.device("meta"))
+    assert edge.to.is_meta
     assert nested.count_rows(batch) == 2
     assert nested.count_rows([]) == nested.count_rows("text") == 0
     assert nested.count_rows(torch.tensor(1)) == 1
     halves = {"x": torch.ones(1, dtype=torch.bfloat16), "y": (torch.ones(1, dtype=torch.int64), None)}
     full = nested.convert_to_fp32(halves)
     assert (full["x"].dtype, full["y"][0].dtype, full["y"][1]) == (torch.float32, torch.int64, None)
+
+
+@pytest.mark.parametrize("skip_keys", [None, ["text"]])
+def test_a_packed_sequence_moves_by_its_own_rules(skip_keys: Any) -> None:
+    packed = pack_sequence([torch.ones(1, 2), torch.ones(3, 2)], enforce_sorted=False)
+    moved = nested.send_to_device({"x": packed}, torch.device("meta"), skip_keys=skip_keys)["x"]
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.is_meta
+    assert moved.batch_sizes.tolist() == packed.batch_sizes.tolist()
 
 
 def test_device_placement_decides_where_batches_go() -> None:

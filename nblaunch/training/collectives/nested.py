@@ -101,7 +101,8 @@ def send_to_device(
 ) -> Any:
     """Return ``tensor`` with every leaf that has a ``to`` on ``device``; other leaves as they are.
 
-    An object with its own ``to`` (a tokenizer's batch, a graph) is moved by it as a whole, even if it is a mapping.
+    An object with its own ``to`` (a tokenizer's batch, a graph, a packed sequence) is moved by it as a whole, even if
+    it is a mapping or a tuple.
 
     Args:
         tensor: tensor or nested structure.
@@ -113,7 +114,8 @@ def send_to_device(
         return tensor.to(device, non_blocking=non_blocking)
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
     is_mapping = isinstance(tensor, Mapping)
-    if hasattr(tensor, "to") and not isinstance(tensor, (list, tuple)) and not (is_mapping and skipped):
+    # A named tuple may have a field of this name.
+    if callable(getattr(tensor, "to", None)) and not (is_mapping and skipped):
         try:
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:  # a ``to`` that knows no ``non_blocking``
