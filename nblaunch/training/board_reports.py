@@ -54,10 +54,10 @@ class Loop:
 
 
 def length_of(iterable: Any) -> int:
-    """Return the number of items for a :class:`Loop` over them; -1 where it is unknown."""
+    """Return the number of items; -1 where it is unknown."""
     try:
         return len(iterable)
-    except TypeError:
+    except Exception:  # TypeError, or whatever a user's sampler raises where it can't know
         return -1
 
 

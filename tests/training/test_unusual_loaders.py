@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from nblaunch import Accelerator
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
@@ -37,6 +37,41 @@ def test_single_samples_of_an_indexed_dataset_keep_their_order() -> None:
             LoaderTarget(rank=0, world_size=2, device=torch.device("cpu")),
             DataLoaderConfiguration(dispatch_batches=True),
         )
+
+
+class _Unsized(Sampler[Any]):
+    """What it yields, without a length: as a sampler by the size of samples, which raises ValueError for it."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        raise ValueError("the number of batches is not known")
+
+
+class _Two(BatchSampler):
+    """Two batches, whatever they are made of."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_a_length_that_is_not_known_stops_nothing(rank: int, split_batches: bool) -> None:
+    dynamic = _Unsized([[0, 1], [2, 3, 4], [5, 6]])
+    alone = Accelerator().prepare(DataLoader(_rows(7), batch_sampler=dynamic))
+    assert [batch.tolist() for (batch,) in alone] == dynamic.items
+    given = DataLoader(_rows(7), batch_sampler=_Two(_Unsized(list(range(7))), 4, False))
+    config = DataLoaderConfiguration(split_batches=split_batches, even_batches=False)
+    shard = shard_loader(given, LoaderTarget(rank, 2, rng_types=()), config)
+    whole = [[0, 1], [4, 5], [2, 3], [6]] if split_batches else [[0, 1, 2, 3], [4, 5, 6]]
+    half = len(whole) // 2
+    assert [batch.tolist() for (batch,) in shard] == whole[rank * half : (rank + 1) * half]
+    assert len(shard) == half
 
 
 _UNUSUAL: dict[str, Any] = {

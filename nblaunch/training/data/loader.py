@@ -264,10 +264,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _num_samples(self) -> int | None:
         for counted in (self.get_sampler(), self.sampler, self.dataset):
             source = counted.dataset if isinstance(counted, IterableDatasetShard) else counted
-            try:
-                return len(source)  # type: ignore[arg-type]
-            except TypeError:
-                continue
+            length = length_of(source)
+            if length >= 0:
+                return length
         return None
 
     def _generators(self) -> list[torch.Generator]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from nblaunch.training.board_reports import length_of
 from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, pass_epoch
 
 _CHUNK = 8192
@@ -106,10 +107,10 @@ class BatchSamplerShard(BatchSampler):
 
     def _missing_part(self) -> int:
         """Return 1 where the last batch is so short that this rank's part of it is empty."""
-        try:
-            tail = len(self.sampler) % self._global_size
-        except TypeError:
+        length = length_of(self.sampler)
+        if length < 0:
             return 0
+        tail = length % self._global_size
         return int(0 < tail <= self.process_index * self._part_size)
 
     @property
