@@ -13,6 +13,7 @@ import threading
 import types
 import warnings
 import zlib
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import (
@@ -33,7 +35,7 @@ from nblaunch import (
     set_seed,
 )
 from nblaunch.training.checkpoints import files, model_files, safe_save
-from nblaunch.training.checkpoints.snapshot import Snapshot
+from nblaunch.training.checkpoints.snapshot import CpuCopies, Snapshot
 from nblaunch.training.options import GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
 from tests.training import ranks
@@ -897,6 +899,34 @@ def test_an_asynchronous_checkpoint_keeps_tied_weights_tied(tmp_path: Path) -> N
     accelerator.load_state(tmp_path / "state")
     _assert_same(_weights(model), before)
     assert model[1].weight is model[0].weight
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_schedule_of_several_parts_goes_on(tmp_path: Path, asynchronous: bool) -> None:
+    accelerator, _, optimizer = _prepared()
+    parts = [LinearLR(optimizer, total_iters=2), MultiStepLR(optimizer, [1, 2])]
+    scheduler = accelerator.prepare(SequentialLR(optimizer, parts, [2]))
+    accelerator.save_state(tmp_path / "state", asynchronous=asynchronous)
+    rates: list[list[list[float]]] = [[], []]
+    for seen in rates:
+        accelerator.load_state(tmp_path / "state")
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+            seen.append(scheduler.get_last_lr())
+    assert rates[0] == rates[1]
+    assert rates[0][-1] == pytest.approx([0.001])
+
+
+def test_a_copy_has_dicts_of_the_same_kinds() -> None:
+    state = defaultdict(list, a=OrderedDict(x=torch.ones(1)), b=UserDict(x=torch.ones(1)))
+    copies = CpuCopies().take(state)
+    assert copies["none"] == []
+    assert type(copies["a"]) is OrderedDict
+    assert "none" not in state
+    for key in "ab":
+        assert copies[key]["x"] is not state[key]["x"]
+        assert torch.equal(copies[key]["x"], state[key]["x"])
 
 
 def _asynchronously(folder: str) -> tuple[list[str], str]:

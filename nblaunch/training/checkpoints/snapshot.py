@@ -9,6 +9,7 @@ States are kept as plain numbers and tensors, so that reading a checkpoint execu
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 import sys
@@ -354,12 +355,16 @@ class CpuCopies:
             return dtensor.on_host(state, held)
         if isinstance(state, torch.Tensor):
             view, _ = model_files.view_of(state)
-            copy = seen.get(view) if view is not None else None
-            if copy is None:
-                copy = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())
-            return copy
+            held = seen.get(view) if view is not None else None
+            if held is None:
+                held = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())
+            return held
         if isinstance(state, Mapping):
-            return {key: self._copy(value, (*path, key), before, seen) for key, value in state.items()}
+            # A dict of a kind stays one, as the Counter of a MultiStepLR. Copies of other mappings may share items.
+            made = copy.copy(state) if isinstance(state, dict) else {}
+            for key, value in state.items():
+                made[key] = self._copy(value, (*path, key), before, seen)
+            return made
         if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
             return type(state)(self._copy(item, (*path, i), before, seen) for i, item in enumerate(state))
         return state
