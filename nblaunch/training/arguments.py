@@ -214,16 +214,23 @@ def parallel_plugin(
             f"parallelism_config divides ranks for torch's own parallelism, which {type(plugin).__name__} is not; "
             "leave that out, or pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
         )
-    shards = parallelism.dp_shard_enabled or parallelism.cp_enabled
-    return FullyShardedDataParallelPlugin() if shards else TensorParallelPlugin()
+    return FullyShardedDataParallelPlugin() if parallelism.is_for_fsdp else TensorParallelPlugin()
 
 
-def plugin_if_none_given(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) -> StrategyPlugin:
+def plugin_if_none_given(
+    kept: StrategyPlugin | None, handlers: Mapping[type, Any], parallelism: ParallelismConfig | None = None
+) -> StrategyPlugin:
     """Return the plugin to use where none was passed: the one in use, else that of the launch, else replicas.
 
-    ``kept`` is that of an earlier Accelerator of this process; ``handlers`` may have settings of replicas.
+    Args:
+        kept: that of an earlier Accelerator of this process.
+        handlers: may have settings of replicas.
+        parallelism: how ranks are to be divided from now on; None: as before. Where it has no shards, a plugin that
+            shards is not kept.
     """
-    if kept is not None and kept.is_kept:
+    without_shards = parallelism is not None and not parallelism.is_for_fsdp
+    is_dropped = without_shards and isinstance(kept, FullyShardedDataParallelPlugin)
+    if kept is not None and kept.is_kept and not is_dropped:
         return kept
     launched = context.current().accelerator_defaults
     for name, kind in PLUGINS.items():

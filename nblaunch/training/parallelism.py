@@ -187,7 +187,7 @@ class ParallelismConfig:
                 f"{' x '.join(f'{name}_size={size}' for name, size in self._sizes.items() if size > 1)}. Please adjust "
                 "dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size, or start as many processes"
             )
-        if is_sharded and num_processes > 1 and not (self.dp_shard_enabled or self.cp_enabled):
+        if is_sharded and num_processes > 1 and not self.is_for_fsdp:
             raise ValueError(
                 "fsdp_plugin shards over the ranks of dp_shard_size and cp_size, which are both 1; set dp_shard_size, "
                 "or leave fsdp_plugin out"
@@ -238,6 +238,11 @@ class ParallelismConfig:
     def cp_enabled(self) -> bool:
         """Whether sequences are sharded over ranks."""
         return self._sizes["cp"] > 1
+
+    @property
+    def is_for_fsdp(self) -> bool:
+        """Whether FSDP2 shards replicas: over the ranks of ``dp_shard_size`` and ``cp_size``."""
+        return self.dp_shard_enabled or self.cp_enabled
 
     @property
     def sp_enabled(self) -> bool:

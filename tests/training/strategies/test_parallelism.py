@@ -238,6 +238,27 @@ def _train_language_model(accelerator: Accelerator, model: Any, optimizer: Any) 
     return losses
 
 
+def _one_after_another() -> list[tuple[str, bool]]:
+    plugin, shards = FullyShardedDataParallelPlugin(reshard_after_forward=False), {"dp_shard_size": 2}
+    settings: list[dict[str, Any]] = [
+        {"fsdp_plugin": plugin},
+        {},
+        {"parallelism_config": ParallelismConfig(**shards)},
+        {"parallelism_config": ParallelismConfig(**TENSOR)},
+        {},
+    ]
+    found = []
+    for given in settings:
+        state = Accelerator(**given).state
+        found.append((state.distributed_type.name, state.fsdp_plugin is plugin))
+    return found
+
+
+def test_a_later_accelerator_shards_as_the_one_before_unless_it_is_asked_otherwise() -> None:
+    expected = [("FSDP", True)] * 3 + [("MULTI_CPU", False)] * 2
+    assert ranks.run(_one_after_another, 2) == [expected] * 2
+
+
 def test_a_model_that_transformers_has_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # a thread that stays
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -54,6 +54,9 @@ class ShardingSettings:
     checkpoints are as without sharding. Of the fields below, ``ignored_modules`` has a meaning there; those that ask
     for what the compiler can't do are refused.
 
+    Later Accelerators of the process that are given no strategy shard models by the same plugin; one that is given a
+    ``parallelism_config`` without shards does not.
+
     A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save full weights with
     ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save what
     the main process gets; ``accelerator.save`` refuses shards.

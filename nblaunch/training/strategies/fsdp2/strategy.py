@@ -228,6 +228,7 @@ class FullyShardedDataParallelPlugin(ShardingSettings, StrategyPlugin):
     __doc__ = ShardingSettings.__doc__  # the fields are what users ask help for
 
     name = Fsdp2Strategy.name
+    is_kept = True
 
     def build(self, setup: TrainingSetup) -> Strategy:
         if setup.process.backend.num_spmd_devices:
