@@ -187,8 +187,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
     ) -> tuple[Precision, Strategy]:
         """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
         shared, backend = self._shared, self._shared.process.backend
-        plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
+        plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
         if parallelism is not None:
             plugin = arguments.parallel_plugin(plugin, parallelism, shared.process)
         name = plugin.precision_name(mixed_precision, backend)

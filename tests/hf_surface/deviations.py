@@ -103,8 +103,7 @@ DEVIATIONS: dict[str, list[str]] = {
     "the one of several plugins must be named": ["state.AcceleratorState.select_deepspeed_plugin(name)"],
     "there is one process group": ["*.destroy_process_group(group)"],
     "None means the default there; here the default itself is written": [
-        "Accelerator.clip_grad_norm_(norm_type)", "optimizer.AcceleratedOptimizer.zero_grad(set_to_none)",
-        "utils.GradientAccumulationPlugin(num_steps)",
+        "Accelerator.clip_grad_norm_(norm_type)", "utils.GradientAccumulationPlugin(num_steps)",
     ],
     "a type must be given: without one nothing would happen": ["utils.synchronize_rng_state(rng_type)"],
     "a positional argument": ["tracking.register_tracker_class(tracker_class)"],

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from nblaunch import (
     Accelerator,
@@ -64,7 +64,12 @@ def _dataset() -> TensorDataset:
 
 
 def _train(
-    folder: str, save_at: int | None, is_resumed: bool, options: dict[str, Any], mixed_precision: str = "no"
+    folder: str,
+    save_at: int | None,
+    is_resumed: bool,
+    options: dict[str, Any],
+    mixed_precision: str = "no",
+    sampling: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Three epochs, or what is left of them; what was seen and drawn at every step, and what came of it."""
     set_seed(99 if is_resumed else 5, device_specific=True)
@@ -77,7 +82,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=7)
     wrapped, optimizer, scheduler, loader = accelerator.prepare(
-        model, optimizer, scheduler, DataLoader(_dataset(), batch_size=4, shuffle=True)
+        model, optimizer, scheduler, DataLoader(_dataset(), batch_size=4, **(sampling or {"shuffle": True}))
     )
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
@@ -139,6 +144,22 @@ def test_training_continues_exactly_in_bf16(tmp_path: Path) -> None:
 
 def test_training_continues_exactly_where_one_rank_reads_for_all(tmp_path: Path) -> None:
     _compare(tmp_path / "state", 2, 8, {"dispatch_batches": True})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(1, {}), (2, {}), (2, {"dispatch_batches": True}), (1, {"use_stateful_dataloader": True})],
+)
+def test_training_continues_exactly_where_the_global_generator_draws_the_order(
+    tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    if options.get("use_stateful_dataloader"):
+        pytest.importorskip("torchdata.stateful_dataloader")
+    sampling = {"sampler": SubsetRandomSampler(range(ROWS))}
+    save_at = -(-ROWS // (4 * world_size)) + 2
+    _compare(
+        tmp_path / "state", world_size, save_at, {"use_seedable_sampler": True, **options}, "no", sampling
+    )
 
 
 def _compare(folder: Path, world_size: int, save_at: int, *settings: Any) -> None:

@@ -58,6 +58,15 @@ def test_skipped_batches_are_not_loaded(is_prepared: bool) -> None:
     assert len(_lists(rest)) == 4, "skipped once: the next epoch is whole"
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_batches_are_skipped_where_worker_processes_read(is_prepared: bool) -> None:
+    given_loader: Any = DataLoader(range(8), batch_size=2, num_workers=1)
+    loader = Accelerator().prepare(given_loader) if is_prepared else given_loader
+    rest = skip_first_batches(loader, 2)
+    assert _lists(rest) == [[4, 5], [6, 7]]
+    assert len(_lists(rest)) == 4
+
+
 def test_a_stream_is_read_and_dropped() -> None:
     assert _lists(skip_first_batches(DataLoader(_Stream(), batch_size=2), 3)) == [[6, 7]]
     prepared = Accelerator().prepare(DataLoader(_Stream(), batch_size=2))

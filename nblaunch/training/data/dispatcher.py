@@ -98,6 +98,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _synchronise_order(self) -> None:
         if self._is_reader:  # the others don't read: there is nothing to agree on
+            self._return_to_global_start()
             self._resume_order(self._generators())
 
     @property

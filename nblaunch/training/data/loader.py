@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ``iteration`` is the number of completed epochs, by which samplers shuffle; ``num_partial_epochs`` counts those that
     were left before their end, as with ``break``; ``epoch_start`` has the states, at the start of the epoch, of the
     generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one;
-    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read.
+    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read;
+    ``global_start``, the state of torch's global generator at its start, where that decides the order.
     """
 
     def __init__(
@@ -121,6 +122,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._begins_at = EpochPosition()
         self._resume_at: EpochPosition | None = None
         self.saved_position: EpochPosition | None = None
+        self.global_start: torch.Tensor | None = None
+        self._global_now: torch.Tensor | None = None
 
     def own_options(self) -> dict[str, Any]:
         """Return the arguments that make another loader hand out its batches as this one does."""
@@ -183,11 +186,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
         """Yield batches as they are read here, behind those that are skipped."""
+        global_now, self._global_now = self._global_now, None
         # Making an iterator draws a number; it was drawn before.
-        with torch.random.fork_rng(devices=[], enabled=shared.take_resuming()):
+        with torch.random.fork_rng(devices=[], enabled=shared.take_resuming() and global_now is None):
             batches: Iterator[Any] = iter(self.base_dataloader)
         if num_skipped and not self._skips_indices:
             batches = islice(batches, num_skipped, None)
+        if global_now is not None:
+            batches = chain(list(islice(batches, 1)), batches)  # the order is drawn with the first batch
+            torch.set_rng_state(global_now)
         return batches
 
     @staticmethod
@@ -213,11 +220,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _synchronise_order(self) -> None:
         """Make the generators that decide the order those of rank 0, or those that a loaded state contains."""
+        self._return_to_global_start()
         generators = self._generators()
         for rng_type in self.rng_types:
             for generator in generators if rng_type == "generator" else [None]:
                 rng.synchronize_rng_state(rng_type, generator)
         self._resume_order(generators)
+
+    def _return_to_global_start(self) -> None:
+        """Draw the order of an epoch that is resumed as it was drawn first, where torch's global generator draws it.
+
+        Once that is done, the generator goes on as the checkpoint has it: others draw from it, too.
+        """
+        starts = [loader.global_start for loader in self.followed() if loader.global_start is not None]
+        for loader in self.followed():
+            loader.global_start = None
+        if starts:
+            self._global_now = torch.get_rng_state()
+            torch.set_rng_state(starts[0])
 
     def _resume_order(self, generators: Sequence[torch.Generator]) -> None:
         """Begin an epoch in the order that a loaded state contains, and note it for the next state."""

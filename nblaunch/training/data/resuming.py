@@ -15,6 +15,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.training.data.adapter import (
@@ -138,8 +139,12 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     """
     loader.set_epoch(state["iteration"])
     loader.num_partial_epochs = state.get("num_partial_epochs", 0)  # checkpoints of older versions have none
+    loader.global_start = None
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
-        generator.set_state(saved.cpu())
+        if generator is torch.default_generator and state["is_mid_epoch"]:
+            loader.global_start = saved.cpu()  # the checkpoint has its present state, too
+        else:
+            generator.set_state(saved.cpu())
     sampler = loader.get_sampler()
     if "seed" in state and isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = state["seed"]

@@ -91,8 +91,9 @@ class SkipBatchSampler(BatchSampler):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # A generator, which skips once it is read: a DataLoader with worker processes makes two, and drops the first.
         skipped, self.skip_batches = self.skip_batches, 0
-        return islice(iter(self.batch_sampler), skipped, None)
+        yield from islice(iter(self.batch_sampler), skipped, None)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the batch sampler and to what it is made of."""
