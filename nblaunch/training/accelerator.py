@@ -640,7 +640,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have ``save_state`` and ``load_state`` include these objects.
+        """Have ``save_state`` and ``load_state`` include these objects, in workers, too, if it is called in a cell.
 
         Args:
             *objects: have ``state_dict()`` and ``load_state_dict(state)``.
@@ -741,6 +741,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start the trackers chosen by ``log_with``. They run on the main process, unless their class demands more.
+
+        Those started in a notebook cell are started once more in a worker, with the same arguments, where they are
+        first used there: a run of its own. A call in the function that is launched takes the place of that in the cell.
 
         Args:
             project_name: what runs are filed under.

@@ -7,7 +7,8 @@
 
 A worker inherits the object by fork or receives it pickled. The parts that depend on the process are kept per process
 (:class:`ProcessContext`) and are built at their first use there, so that an object that is not used costs nothing. The
-notebook's own parts stay as they were; with ``engine="inline"`` both exist in one process.
+notebook's own parts stay as they were; with ``engine="inline"`` both exist in one process. What was registered in the
+cell (objects and hooks of checkpoints, the start of trackers) is carried over to them: see :func:`_registered_in`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class PerProcessParts:
     _home: ProcessContext | None
     _own_parts: dict[str, Any]
     _arguments: Mapping[str, Any]
+    _carried: dict[str, Any]
 
     def _keep_arguments(self, variables: Mapping[str, Any]) -> None:
         """Keep the arguments of the constructor, which calls this first: this process is the object's own.
@@ -71,7 +73,7 @@ class PerProcessParts:
         if "_own_parts" not in vars(self):
             named = {name: value for name, value in variables.items() if name not in ("self", "unsupported")}
             self._arguments = {**named, **variables["unsupported"]}
-            self._home, self._own_parts = context.current(), {}
+            self._home, self._own_parts, self._carried = context.current(), {}, {}
 
     def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
         """Build the parts of this process by the constructor: the Accelerator's own, not that of a user's subclass."""
@@ -99,6 +101,7 @@ class PerProcessParts:
         self._home = here
         if not self._own_parts:
             self._call_constructor(self._arguments)
+            _register(self._own_parts, self._carried)
         return self._own_parts
 
     def _build_here(self, here: ProcessContext) -> dict[str, Any]:
@@ -107,15 +110,17 @@ class PerProcessParts:
         Raises:
             RuntimeError: objects were prepared in the notebook.
         """
-        arguments = self._arguments
+        arguments, carried = self._arguments, self._carried
         if self._own_parts:
             if self._own_parts["_preparer"].has_prepared:
                 raise RuntimeError(_HAS_PREPARED)
             arguments = {**arguments, **_arguments_now(self._own_parts)}
+            carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
         here.object_parts[id(self)] = self, parts
         try:
             self._call_constructor(arguments)
+            _register(parts, carried)
         except BaseException:
             del here.object_parts[id(self)]
             raise
@@ -124,9 +129,17 @@ class PerProcessParts:
     def __reduce__(self) -> tuple[Any, ...]:
         _, parts = context.current().object_parts.get(id(self), (self, self._own_parts))
         if not parts:
-            return _unpickled, (type(self), self._arguments, {})
-        kept = parts if parts["_preparer"].has_prepared else {}
-        return _unpickled, (type(self), {**self._arguments, **_arguments_now(parts)}, kept)
+            return _unpickled, (type(self), self._arguments), (self._carried, {})
+        arguments = {**self._arguments, **_arguments_now(parts)}
+        if parts["_preparer"].has_prepared:
+            return _unpickled, (type(self), arguments), ({}, parts)
+        # Only on the way into a worker: what one has registered may be unfit to leave it.
+        carried = _registered_in(parts) if parts is self._own_parts else {}
+        return _unpickled, (type(self), arguments), (carried, {})
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        # Apart from the arguments: what was registered may refer to the Accelerator, as a Trainer does.
+        self._carried, self._own_parts = state
 
 
 def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,16 +159,26 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _unpickled(
-    cls: type[PerProcessParts], arguments: Mapping[str, Any], parts: dict[str, Any]
-) -> PerProcessParts:
+def _registered_in(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was registered with an Accelerator, for :func:`_register`."""
+    return {"_checkpoints": parts["_checkpoints"].registered(), "_trackers": list(parts["_trackers"].starts)}
+
+
+def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
+    """Register with the parts of this process what was registered with those of another one."""
+    for name, registered in carried.items():
+        parts[name].take_over(registered)
+
+
+def _unpickled(cls: type[PerProcessParts], arguments: Mapping[str, Any]) -> PerProcessParts:
     """Return the object without parts: the process that loads a call may not be the one that runs it.
+
+    Its ``__setstate__`` adds what is carried over, and those parts that can't be built anew.
 
     Args:
         cls: its class.
         arguments: of its constructor.
-        parts: those that can't be built anew; empty: all can.
     """
     instance = cls.__new__(cls)
-    instance._home, instance._own_parts, instance._arguments = None, parts, arguments
+    instance._home, instance._own_parts, instance._carried, instance._arguments = None, {}, {}, arguments
     return instance

@@ -246,7 +246,9 @@ def describe_host_memory(model: torch.nn.Module, process: JoinedProcess) -> str 
     A collective on XLA devices. None on other ranks and devices, and where the host can't be read.
     """
     model_bytes = sum(
-        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
+        tensor.numel() * tensor.element_size()
+        for tensor in (*model.parameters(), *model.buffers())
+        if not torch.nn.parameter.is_lazy(tensor)  # its size is known from the first batch on
     )
     device_bytes = process.backend.host_bytes_of_device(model_bytes)
     if device_bytes is None:

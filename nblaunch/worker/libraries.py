@@ -43,8 +43,11 @@ def _watch_optimizers(module: Any, slot: Slot) -> None:
 
 
 def _watch_parameters(module: Any, slot: Slot) -> None:
+    import torch
+
     def count(owner: Any, name: str, parameter: Any) -> None:
-        if parameter is not None and not parameter.is_meta:
+        # A lazy layer's have no size yet.
+        if parameter is not None and not torch.nn.parameter.is_lazy(parameter) and not parameter.is_meta:
             slot.built_bytes += parameter.numel() * parameter.element_size()
 
     module.register_module_parameter_registration_hook(count)

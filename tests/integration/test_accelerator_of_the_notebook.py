@@ -55,6 +55,46 @@ print(notebook_launcher(train, engine="inline"), len(accelerator._models))
     assert cell.stdout.splitlines()[-1] == "1 0"
 
 
+REGISTERED = """
+import json, pathlib, tempfile
+folder = pathlib.Path(tempfile.mkdtemp())
+class Counter:
+    count = 5
+    def state_dict(self): return {"count": self.count}
+    def load_state_dict(self, state): self.count = state["count"]
+counter, saved, loaded = Counter(), [], []
+accelerator = Accelerator(log_with="jsonl", project_dir=folder)
+accelerator.register_for_checkpointing(counter)
+accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: saved.append(len(models)))
+accelerator.register_load_state_pre_hook(lambda models, input_dir: loaded.append(len(models)))
+accelerator.init_trackers("run", {"lr": 1})
+def train():
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state(folder / "checkpoint")
+    counter.count = 0
+    accelerator.load_state(folder / "checkpoint")
+    accelerator.log({"loss": accelerator.process_index})
+    found = [counter.count, saved, loaded, len(accelerator.trackers)]
+    accelerator.end_training()
+    return found
+"""
+
+
+@pytest.mark.parametrize("how", ["2", "2, start_method='spawn'", "engine='inline'"])
+def test_what_was_registered_in_the_cell_counts_in_workers(shared: Kernel, how: str) -> None:
+    cell = shared.run(
+        f"""{CELL}{REGISTERED}
+print(notebook_launcher(train, (), {how}, return_all=True))
+rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+print([json.loads(row)["loss"] for row in rows], len(accelerator.trackers), accelerator._models)
+accelerator.end_training()
+"""
+    )
+    printed = [line for line in cell.stdout.splitlines() if not line.startswith("nblaunch")]
+    of_main, of_other = [5, [1], [1], 1], [5, [1], [1], 0]
+    assert printed == [str([of_main] if "inline" in how else [of_main, of_other]), "[0] 1 []"]
+
+
 COLLECTIVES = """
 import datetime, os, warnings
 from nblaunch import InitProcessGroupKwargs

@@ -116,9 +116,15 @@ def test_streams_are_dispatched_unless_set_otherwise() -> None:
     assert isinstance(_accelerator().prepare(DataLoader(range(4))), DataLoaderShard)
 
 
+def _cut_all(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:
+    return UserDict({key: value[rows] for key, value in batch.items()})
+
+
 def _structures() -> list[Any]:
     accelerator = _accelerator(split_batches=True)
-    loader = accelerator.prepare(DataLoader(_Words(), batch_size=4, collate_fn=_collate))
+    loader = accelerator.prepare_data_loader(
+        DataLoader(_Words(), batch_size=4, collate_fn=_collate), slice_fn_for_dispatch=_cut_all
+    )
     return [
         (type(batch).__name__, batch["number"].tolist(), batch["flag"].tolist(), batch["words"])
         for batch in loader
@@ -133,10 +139,10 @@ def _collate(rows: list[Any]) -> Any:
 
 
 def test_structures_types_and_other_leaves_arrive() -> None:
-    words = [tuple(f"word {i}" for i in range(start, start + 4)) for start in (0, 4)]
+    words = [[(f"word {i}", f"word {i + 1}") for i in (start, start + 2)] for start in (0, 4)]
     assert ranks.run(_structures, 2) == [
-        [("UserDict", [0, 1], [True, False], words[0]), ("UserDict", [4, 5], [True, False], words[1])],
-        [("UserDict", [2, 3], [True, False], words[0]), ("UserDict", [6, 7], [True, False], words[1])],
+        [("UserDict", [0, 1], [True, False], words[0][0]), ("UserDict", [4, 5], [True, False], words[1][0])],
+        [("UserDict", [2, 3], [True, False], words[0][1]), ("UserDict", [6, 7], [True, False], words[1][1])],
     ]
 
 
@@ -156,7 +162,7 @@ def test_a_function_of_the_user_cuts() -> None:
 
 
 def _fail(kind: str) -> tuple[str, str]:
-    accelerator = _accelerator()
+    accelerator = _accelerator(split_batches="split" in kind)
     try:
         list(accelerator.prepare(_failing_loader(kind)))
     except Exception as error:
@@ -171,6 +177,10 @@ def _failing_loader(kind: str) -> DataLoader:
         return DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=1)
     if kind == "words":
         return DataLoader(["a", "b"], batch_size=1)
+    if kind == "numbers and words, split":
+        return DataLoader([(1, "a"), (2, "b")], batch_size=2)
+    if kind == "nothing":
+        return DataLoader([1, 2], batch_size=1, collate_fn=lambda rows: [])
     return DataLoader([1, 2, 3, None], batch_size=1)
 
 
@@ -179,7 +189,9 @@ def _failing_loader(kind: str) -> DataLoader:
     [
         ("uneven in the middle", "one in the middle of the epoch has 3 rows"),
         ("different shapes", "these can't be joined"),
-        ("words", "sends tensors, and found none in a batch of type list"),
+        ("words", "a batch has a str"),
+        ("numbers and words, split", "a batch has a str"),
+        ("nothing", "sends tensors, and found none in a batch of type list"),
         ("the collate_fn fails", "found <class 'NoneType'>"),
     ],
 )

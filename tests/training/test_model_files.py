@@ -205,6 +205,18 @@ def test_names_of_wrappers_are_not_on_disk(tmp_path: Path) -> None:
     assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["0.bias", "0.weight"]
 
 
+def test_lazy_layers_are_prepared_and_load_their_weights(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    models = [nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 2)) for _ in range(2)]
+    first = accelerator.prepare(models[0])
+    first(torch.ones(2, 4))
+    accelerator.save_state(tmp_path)
+    accelerator.free_memory()
+    second = accelerator.prepare(models[1])
+    accelerator.load_state(tmp_path)
+    assert _same(first, second)
+
+
 def test_single_objects(tmp_path: Path) -> None:
     accelerator = Accelerator()
     accelerator.save({"a": torch.ones(2)}, tmp_path / "a.pt")

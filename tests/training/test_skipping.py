@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +161,62 @@ def test_a_loader_goes_on_where_it_was(taken: int, num_workers: int) -> None:
     assert resumed.iteration == (2 if taken < 10 else 3)
     if taken < 10:
         assert _lists(resumed) == epochs[2]
+
+
+def _resumable(kind: str, folder: Path | None = None) -> tuple[Accelerator, PreparedLoader]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    dataset: Any = _Stream() if "stream" in kind else range(8)
+    num_workers = 1 if "worker" in kind else 0
+    loader = DataLoader(dataset, batch_size=1, shuffle=kind == "shuffled", num_workers=num_workers)
+    loader = accelerator.prepare(loader)
+    if folder is not None:
+        accelerator.load_state(folder)
+    return accelerator, loader
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "stream of a worker"])
+@pytest.mark.parametrize("num_seen", [4, 8])
+def test_a_loader_that_knows_its_position_goes_on_where_a_part_of_it_was(
+    tmp_path: Path, kind: str, num_seen: int
+) -> None:
+    _, loader = _resumable(kind)
+    epochs = [_lists(loader) for _ in range(3)]
+    accelerator, loader = _resumable(kind)
+    for number, _ in enumerate(accelerator.skip_first_batches(loader, 2), 3):
+        if number == num_seen:
+            accelerator.save_state(tmp_path / "state")
+    _, loader = _resumable(kind, tmp_path / "state")
+    expected = [epochs[0][4:], epochs[1]] if num_seen == 4 else epochs[1:]
+    assert [_lists(loader) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream"])
+@pytest.mark.parametrize("num_batches", [None, 4])
+def test_epochs_are_whole_behind_one_that_a_part_has_finished(
+    tmp_path: Path, kind: str, num_batches: int | None
+) -> None:
+    accelerator, loader = _resumable(kind)
+    epochs: list[Any] = [_lists(loader) for _ in range(3)]
+    accelerator, loader = _resumable(kind)
+    for number, _ in enumerate(loader, 1):
+        if number == 4:
+            accelerator.save_state(tmp_path / "middle")
+    accelerator, loader = _resumable(kind, tmp_path / "middle")
+    assert _lists(accelerator.skip_first_batches(loader, num_batches)) == epochs[0][4:]
+    accelerator.save_state(tmp_path / "end")
+    assert _lists(loader) == epochs[1]
+    _, loader = _resumable(kind, tmp_path / "end")
+    assert _lists(loader) == epochs[1], "the state in between was that of the epoch's end"
+
+
+def test_a_state_of_an_epoch_s_end_takes_the_place_of_one_that_was_loaded() -> None:
+    loader = _stateful(shuffle=False)
+    end = [loader.state_dict() for _ in loader][-1]
+    middle = [loader.state_dict() for _ in loader][3]
+    loader.load_state_dict(middle)
+    loader.load_state_dict(end)
+    assert len(_lists(loader)) == 10
 
 
 def test_without_torchdata_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

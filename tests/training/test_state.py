@@ -184,6 +184,25 @@ def test_an_accelerator_is_pickled_with_what_it_prepared() -> None:
     assert torch.equal(before, model.weight), "it still knows the window of its process"
 
 
+class _Owner:
+    """Registers itself, as trainers do."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator()
+        self.accelerator.register_for_checkpointing(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_an_accelerator_is_pickled_with_what_was_registered() -> None:
+    owner = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(_Owner()))))
+    assert owner.accelerator._checkpoints.custom == [owner]
+
+
 def test_a_trigger_may_be_what_an_unpickled_accelerator_is_used_for_first() -> None:
     accelerator = pickle.loads(pickle.dumps(Accelerator()))
     assert not accelerator.check_trigger()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -154,6 +155,19 @@ def test_how_a_tracker_is_called() -> None:
         ({"loss": 1}, 3, {"commit": True}),
         "finish",
     ]
+
+
+def test_trackers_of_the_notebook_are_started_in_a_worker_when_they_are_used() -> None:
+    started = Accelerator(log_with=Notebook)
+    started.init_trackers("project", {"lr": 1})
+    copies = [pickle.loads(pickle.dumps(started)) for _ in range(3)]
+    copies[0].log({"loss": 1})
+    assert copies[0].trackers[0].calls[:3] == [("init", "project", {}), "start", ("config", {"lr": 1})]
+    copies[1].init_trackers("own")
+    assert [tracker.calls[0] for tracker in copies[1].trackers] == [("init", "own", {})]
+    copies[2].end_training()
+    started.end_training()
+    assert [copies[2].trackers, pickle.loads(pickle.dumps(started)).trackers] == [[], []]
 
 
 def test_all_trackers_are_ended_if_one_fails() -> None:

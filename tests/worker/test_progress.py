@@ -44,6 +44,7 @@ assert slot.built_bytes == 0
 torch.nn.Linear(16, 16)
 with torch.device("meta"):
     torch.nn.Linear(1 << 14, 1 << 14)
+torch.nn.LazyLinear(1, bias=False)
 assert slot.built_bytes == (16 * 16 + 16) * 4, slot.built_bytes
 
 torch.compile(optimizers[0].step, backend="eager")()

@@ -187,8 +187,11 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
 
 
 def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Return shapes by name; None for what is no tensor, and for parameters of lazy layers, which take any."""
     return {
-        name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        name: tuple(value.shape)
+        if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+        else None
         for name, value in weights.items()
     }
 

@@ -39,7 +39,7 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
     none. Of a sharded tensor: of this rank's shard.
     """
     tensor = dtensor.local(tensor)
-    if hasattr(tensor, "__tensor_flatten__"):
+    if hasattr(tensor, "__tensor_flatten__") or torch.nn.parameter.is_lazy(tensor):
         return None, 0
     if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
         return None, 0

@@ -102,6 +102,20 @@ class CheckpointedObjects:
             )
         self.custom.extend(objects)
 
+    def registered(self) -> tuple[list[Any], list[Callable[..., Any]], list[Callable[..., Any]]]:
+        """Return registered objects, save hooks and load hooks, for :meth:`take_over`."""
+        return list(self.custom), list(self.save_hooks.values()), list(self.load_hooks.values())
+
+    def take_over(
+        self, registered: tuple[Sequence[Any], Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]]
+    ) -> None:
+        """Register what was registered in another process. Hooks get new handles: numbers are per process."""
+        objects, save_hooks, load_hooks = registered
+        self.custom.extend(objects)
+        for hooks, carried in ((self.save_hooks, save_hooks), (self.load_hooks, load_hooks)):
+            for hook in carried:
+                add_hook(hooks, hook)
+
 
 def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
     """Register a hook; the handle removes it."""
@@ -276,7 +290,7 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
     """Return the states of random generators and loaders that every rank has of its own."""
     # Of loaders that know where they are: what they read differs from rank to rank.
     objects = {
-        files.loader_state(index, live.rank): _as_bytes(loader.state_dict())
+        files.loader_state(index, live.rank): _as_bytes(resuming.capture_own(loader, live.shared))
         for index, loader in enumerate(live.preparer.loaders)
         if loader.use_stateful_dataloader and (live.rank == 0 or loader.reads_on_every_rank)
     }

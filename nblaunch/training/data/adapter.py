@@ -141,9 +141,16 @@ class DataLoaderAdapter(Base):
         order = state.get(ORDER, {})
         # At the end of an epoch the next one starts afresh; torchdata would draw its order twice to find that out.
         is_fresh = state.get(FINISHED, True) or "position" in order
+        self._forget_state()
         base.load_state_dict({} if is_fresh else {key: state[key] for key in state if key != ORDER})
         self._resume_order_state(order)
         self._position = state
+
+    def _forget_state(self) -> None:
+        """Drop a state that was loaded, or noted while an epoch was read."""
+        self._position = None
+        if self.use_stateful_dataloader:
+            vars(self.base_dataloader)["next_iter_state"] = None  # torchdata's: load_state_dict({}) leaves it
 
     def _note_position(self, is_end: bool = False) -> None:
         """Keep the state as of now: called before the next batch is read ahead, and when there is none."""

@@ -36,7 +36,7 @@ class DataLoaderDispatcher(PreparedLoader):
         split_batches: a batch is one of all ranks together.
         skip_batches, use_stateful_dataloader, _drop_last, _non_blocking: as for :class:`PreparedLoader`.
         slice_fn: ``slice_fn(batch, rows, process_index=, num_processes=)`` cuts out a rank's part; None: the slice
-            ``rows`` of every tensor.
+            ``rows`` of every tensor. With ``split_batches``, it may cut leaves that are no tensors as well.
         iteration: the epoch that is read first.
         device: where batches go; None: to the device of this process.
         num_processes: ranks that get a part; None: those of the job.
@@ -44,6 +44,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
     Raises:
         RuntimeError: while it is read: batches of a round can't be joined or cut evenly. On all ranks.
+        TypeError: on rank 0, and RuntimeError on the others, while it is read: a leaf is no tensor, and ``slice_fn`` is
+            not given.
     """
 
     def __init__(
@@ -178,6 +180,8 @@ class DataLoaderDispatcher(PreparedLoader):
         """Return one round as one batch; None where there is none, or only a part of one that is dropped."""
         if not batches or (self._drops_last and len(batches) < self.batches_per_round):
             return None
+        if self.slice_fn is None and self.num_processes > 1:
+            _check_leaves(batches[0])
         if nested.count_rows(batches[0]) == 0:
             raise RuntimeError(
                 f"dispatch_batches=True sends tensors, and found none in a batch of type {type(batches[0]).__name__}"
@@ -218,6 +222,17 @@ class DataLoaderDispatcher(PreparedLoader):
 
 def _send_status(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
     operations.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
+
+
+def _check_leaves(batch: Any) -> None:
+    """Raise TypeError where a leaf is no tensor: every rank would get all of it, with its own part of the rows."""
+    for leaf in nested.leaves(batch):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(
+                f"dispatch_batches=True cuts tensors alone, and a batch has a {type(leaf).__name__}. Let the "
+                "collate_fn leave it out, or use dispatch_batches=False, or split_batches=True with a "
+                "slice_fn_for_dispatch that cuts it."
+            )
 
 
 def _first_rows(batch: Any, count: int) -> Any:

@@ -143,6 +143,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for loader in self.followed():
             loader.saved_position = None
+            if loader is not self:
+                loader._forget_state()  # the epoch that it is of goes on here
         resume_at, self._resume_at = self._resume_at, None
         if resume_at is not None:
             yield from self._read_rest(resume_at)
@@ -350,12 +352,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _read_rest(self, position: EpochPosition) -> Iterator[Any]:
         """Read the rest of an epoch, of which another number of ranks has read the first part."""
         rest = self.beginning_at(position)
-        rest._resumed_start, self._resumed_start = self._resumed_start, []
+        self._resumed_start = []
         for batch in rest:
             self.end_of_dataloader, self.remainder = rest.end_of_dataloader, rest.remainder
-            if self.use_stateful_dataloader:  # torchdata's own state would be that of another order
-                self._position = {FINISHED: rest.end_of_dataloader, ORDER: rest._order_now()}
+            if self.use_stateful_dataloader:
+                self._position = rest.state_for_followed()
             yield batch
+
+    def _forget_state(self) -> None:
+        super()._forget_state()
+        self._resumed_start = []
+        self.resume_at(None)
+
+    def state_for_followed(self) -> dict[str, Any]:
+        """Return a state for the loader that this one follows: torchdata's own would be that of another order."""
+        return {FINISHED: self.end_of_dataloader, ORDER: self._order_now()}
 
     def _order_now(self) -> dict[str, Any]:
         order = self._order_state(self.end_of_dataloader)
@@ -416,6 +427,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Go on in the epoch that ``loader`` is in, and let it know of the epochs that are completed here."""
         self.iteration = loader.iteration
         self.num_partial_epochs = loader.num_partial_epochs
+        self._resumed_start = loader._resumed_start
         self._follower = loader
 
     def followed(self) -> list[PreparedLoader]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nblaunch import context
@@ -23,6 +23,9 @@ from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration, Word
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
 from nblaunch.wire.channel import plain
+
+Start = tuple[str, Mapping[str, Any] | None, Mapping[str, Mapping[str, Any]]]
+"""Name of the project, settings, and further arguments by tracker name."""
 
 _MAX_TEXT = 200  # characters of a text that travels to the launcher
 
@@ -62,6 +65,9 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
 class TrackerHub:
     """The trackers of one Accelerator, as its argument ``log_with`` says; ``"all"``: those that have what they need.
 
+    Attributes:
+        starts: the arguments of :meth:`start`, of all runs that have not ended.
+
     Raises:
         ValueError: a name is unknown, or a tracker needs a folder and there is none.
     """
@@ -70,12 +76,31 @@ class TrackerHub:
         self.project = project
         self.process = process
         self.chosen = _chosen(log_with, project.logging_dir)
-        self.trackers: list[GeneralTracker] = []
+        self.starts: list[Start] = []
+        self._trackers: list[GeneralTracker] = []
+        self._carried: list[Start] = []
+
+    def take_over(self, starts: Sequence[Start]) -> None:
+        """Let the first use of a tracker start those that were started in the notebook.
+
+        Not earlier: a run of a function that logs nothing, or starts its own, is none.
+        """
+        self._carried = list(starts)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """Those that run in this process."""
+        carried, self._carried = self._carried, []
+        for start in carried:
+            self.start(*start)
+        return self._trackers
 
     def start(
         self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Make and start the trackers that run on this rank; see ``Accelerator.init_trackers``."""
+        self._carried = []
+        self.starts.append((project_name, config, options))
         for one in self.chosen:
             if one.main_process_only and self.process.topology.rank != 0:
                 continue
@@ -86,7 +111,7 @@ class TrackerHub:
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(copy.copy(dict(config)))
-            self.trackers.append(tracker)
+            self._trackers.append(tracker)
 
     def log(
         self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Mapping[str, Any]]
@@ -118,7 +143,7 @@ class TrackerHub:
 
     def finish(self) -> None:
         """End all runs. If some fail, raise the first error once all were asked."""
-        trackers, self.trackers = self.trackers, []
+        trackers, self._trackers, self.starts, self._carried = self._trackers, [], [], []
         first: Exception | None = None
         for tracker in trackers:
             try:

@@ -50,7 +50,7 @@ class GeneralTracker:
             raise NotImplementedError(f"tracker class {type(self).__name__} needs {', '.join(missing)}")
 
     def start(self) -> None:
-        """Begin a run. Called once, by ``init_trackers``."""
+        """Begin a run. Called by ``init_trackers``, once in each process in which the tracker is used."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keep the settings of the run."""
