@@ -16,7 +16,7 @@ from nblaunch.events import Note
 from nblaunch.user_code import captured_variables
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
-from nblaunch.wire.weights import ShardedTensor, TensorShard, is_quantised_weight
+from nblaunch.wire.weights import ShardedTensor, TensorShard, is_quantised_weight, versions_of, with_versions
 
 _MAX_NAMED = 3  # modules in one line
 
@@ -43,13 +43,13 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
 
 def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     """Return ``state`` with full tensors; those that were not sent are copied from the kernel's ``module``."""
-    own = module.state_dict() if any(isinstance(value, Unchanged) for value in state.values()) else {}
+    own = module.state_dict()
     full = {}
     for name, value in state.items():
         if isinstance(value, ShardedTensor):
             value = value.assembled()
         full[name] = own[name].detach().clone() if isinstance(value, Unchanged) else value
-    return full
+    return with_versions(full, versions_of(own))
 
 
 def load_back(
@@ -224,9 +224,10 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
                 value.put_into(own[name])
     handled = {name for name, value in state.items() if isinstance(value, (ShardedTensor, Unchanged))} | bare
     plain = {name: value for name, value in state.items() if name not in handled}
-    module.load_state_dict(plain, strict=is_complete and not handled)
+    module.load_state_dict(with_versions(plain, versions_of(own)), strict=is_complete and not handled)
     if bare:
-        module.load_state_dict(_made(module, state, bare), strict=False, assign=True)
+        made = with_versions(_made(module, state, bare), versions_of(own))
+        module.load_state_dict(made, strict=False, assign=True)
 
 
 def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:

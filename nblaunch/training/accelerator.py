@@ -687,7 +687,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             model: what :meth:`prepare` returned.
             unwrap: False: with the names that its wrappers give them.
         """
-        return dict(self._checkpoints.strategy.state_dict(bare_module(model) if unwrap else model))
+        return self._checkpoints.strategy.state_dict(bare_module(model) if unwrap else model)
 
     def save_model(
         self,

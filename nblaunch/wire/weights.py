@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,22 @@ class ShardedTensor:
         full = self.shards[0].data.new_empty(self.shape)
         self.put_into(full)
         return full
+
+
+def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the versions of modules that torch keeps beside the entries of a state dict; None where there are none.
+
+    Modules look at them when they load it. A plain copy of the dict loses them.
+    """
+    return getattr(state, "_metadata", None)
+
+
+def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a state dict of ``entries`` with what :func:`versions_of` returned for another of the same modules."""
+    state: OrderedDict[str, Any] = OrderedDict(entries)
+    if versions is not None:
+        state._metadata = versions  # type: ignore[attr-defined]
+    return state
 
 
 def is_sharded(value: Any) -> bool:

@@ -167,3 +167,24 @@ def test_weights_that_stay_out_can_be_had_whole() -> None:
     state = {"weight": torch.randn(5, 2)}
     whole = assembled(merge_ranks(in_shards(state, 3))[0], nn.Linear(2, 5))
     torch.testing.assert_close(whole, state)
+
+
+class Versioned(nn.Linear):
+    """Refuses a state dict without the version that it has been saved by, as some models of torchvision do."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != 2:
+            raise ValueError(f"version {local_metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_modules_learn_the_version_of_what_they_load(device: str) -> None:
+    model = Versioned(2, 2).to(device)
+    state = {name: torch.ones(tensor.shape) for name, tensor in model.state_dict().items()}
+    paths, _lines, warnings = load_back({0: model}, {0: state}, {})
+    assert (paths, warnings) == ({0}, [])
+    assert model.weight.unique().tolist() == [1.0]
+    Versioned(2, 2).load_state_dict(assembled(state, model))

@@ -25,7 +25,7 @@ from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.model_files import view_of
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
-from nblaunch.wire.weights import is_sharded, quantised_entries
+from nblaunch.wire.weights import is_sharded, quantised_entries, versions_of, with_versions
 
 _OF_PIECES = (
     "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict", "skip_keys",
@@ -83,7 +83,8 @@ def load_checkpoint_in_model(
     place = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
     weights: dict[str, Any] = {}
     for file in model_files.files_of(Path(checkpoint)):
-        weights |= model_files.read_weights(file, device)
+        part = model_files.read_weights(file, device)
+        weights = with_versions(weights | part, versions_of(part))
     load_weights(model, weights, Path(checkpoint), strict, place, target)
 
 
@@ -236,7 +237,8 @@ def load_weights(
     _add_twins(rest, state)
     done |= _drop_quantised(module, rest, state, source)
     try:
-        found = module.load_state_dict(dtensor.shard_state_dict(rest, state), strict=False)
+        shards = dtensor.shard_state_dict(rest, state)
+        found = module.load_state_dict(with_versions(shards, versions_of(rest)), strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
     if not strict or found is None:  # a method of the user's own may return nothing
@@ -250,8 +252,10 @@ def load_weights(
 def _without_wrapper(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``saved`` under the module's own names, where all begin with the ``module.`` of a parallel wrapper."""
     if not own.keys() & saved.keys() and all(name.startswith("module.") for name in saved):
-        return {name.removeprefix("module."): value for name, value in saved.items()}
-    return dict(saved)
+        bare = {name.removeprefix("module."): value for name, value in saved.items()}
+        versions = versions_of(saved) or {}
+        return with_versions(bare, {name[len("module.") :]: kept for name, kept in versions.items()})
+    return with_versions(saved, versions_of(saved))
 
 
 def _add_twins(weights: dict[str, Any], own: Mapping[str, Any]) -> None:
