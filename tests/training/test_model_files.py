@@ -288,3 +288,46 @@ def test_without_safetensors_all_but_its_files_works(tmp_path: Path) -> None:
     ended = subprocess.run(script, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["refused True False"] * 3 + ["['before', 'model', 'torch']"]
+
+
+class Versioned(nn.Module):
+    """Refuses a state dict without the version that it has been saved by, as some models of torchvision do."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != 2:
+            raise ValueError(f"version {local_metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("safe_serialization", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["10GB", 20])
+def test_versions_of_modules_are_saved(tmp_path: Path, safe_serialization: bool, max_shard_size: Any) -> None:
+    accelerator, model, other = Accelerator(), Versioned(), Versioned()
+    accelerator.save_model(model, tmp_path / "m", max_shard_size, safe_serialization)
+    load_checkpoint_in_model(other, tmp_path / "m", strict=True)
+    assert _same(model, other)
+    wrapped = nn.Sequential()
+    wrapped.add_module("module", model)  # as the wrappers of parallel training name it
+    accelerator.save_model(wrapped, tmp_path / "w", max_shard_size, safe_serialization)
+    load_checkpoint_in_model(Versioned(), tmp_path / "w", strict=True)
+
+
+@pytest.mark.parametrize("safe_serialization", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_versions_of_modules_are_in_checkpoints(
+    tmp_path: Path, safe_serialization: bool, asynchronous: bool
+) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(Versioned())
+    Versioned().load_state_dict(accelerator.get_state_dict(model))
+    accelerator.save_state(tmp_path / "c", safe_serialization=safe_serialization, asynchronous=asynchronous)
+    before = model.layer.weight.detach().clone()
+    nn.init.zeros_(model.layer.weight)
+    accelerator.load_state(tmp_path / "c")
+    assert torch.equal(model.layer.weight, before)

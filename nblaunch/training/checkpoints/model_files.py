@@ -29,8 +29,9 @@ from nblaunch.training.checkpoints.files import (
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import current_topology
-from nblaunch.wire.weights import is_sharded
+from nblaunch.wire.weights import is_sharded, versions_of, with_versions
 
+_VERSIONS = "nblaunch.versions"  # in the header of a safetensors file: the versions of modules, as JSON
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -108,9 +109,12 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
     """Write a state dict to one file, in safetensors' format or in torch's."""
     if not safe_serialization:
         with path.open("wb") as file:
-            torch.save(dict(weights), file)
+            torch.save(with_versions(weights, versions_of(weights)), file)
         return
     tensors, aliases = _separate(weights, path.name)
+    versions = {name: kept.get("version") for name, kept in (versions_of(weights) or {}).items()}
+    if any(version != 1 for version in versions.values()):  # that of a module which says nothing
+        aliases[_VERSIONS] = json.dumps(versions)
     _safetensors().torch.save_file(tensors, path, metadata={**aliases, "format": "pt"})
 
 
@@ -171,7 +175,8 @@ def save_sharded(
     try:
         staging.create()
         for name, shard in zip(names, shards, strict=True):
-            write_weights(shard, staging.folder / name, safe_serialization)
+            part = with_versions(shard, versions_of(weights))
+            write_weights(part, staging.folder / name, safe_serialization)
         if len(shards) > 1:
             names.append(f"{stem}.{suffix}.index.json")
             (staging.folder / names[-1]).write_text(_index(names, shards))
@@ -238,7 +243,8 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
         if library is not None:
             return _read_safetensors(library, path, device)
         is_zip = zipfile.is_zipfile(path)  # torch's older format can't be mapped
-        return dict(torch.load(path, map_location=device, weights_only=True, mmap=is_zip))
+        weights = torch.load(path, map_location=device, weights_only=True, mmap=is_zip)
+        return with_versions(weights, versions_of(weights))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except Exception as error:  # torch's, pickle's, the system's; TypeError where it is no dict
@@ -248,9 +254,12 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
 def _read_safetensors(library: Any, path: Path, device: str | torch.device) -> dict[str, Any]:
     with library.safe_open(path, framework="pt", device=str(device)) as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        aliases = file.metadata() or {}
-    weights.update({alias: weights[name] for alias, name in aliases.items() if name in weights})
-    return weights
+        header = file.metadata() or {}
+    weights.update({alias: weights[name] for alias, name in header.items() if name in weights})
+    if _VERSIONS not in header:
+        return weights
+    versions = json.loads(header[_VERSIONS])
+    return with_versions(weights, {name: {"version": version} for name, version in versions.items()})
 
 
 def files_of(checkpoint: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
 from nblaunch.training.joining import waiting
-from nblaunch.wire.weights import extent, is_sharded
+from nblaunch.wire.weights import extent, is_sharded, versions_of, with_versions
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     twins = {name: first.setdefault(id(parameter), name) for name, parameter in named}
     state = module.state_dict()
     full = gather({name: value for name, value in state.items() if twins.get(name, name) == name}, keep)
-    return {name: full[twins.get(name, name)] for name in state}
+    return with_versions({name: full[twins.get(name, name)] for name in state}, versions_of(state))
 
 
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:

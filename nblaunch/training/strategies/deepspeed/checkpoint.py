@@ -29,7 +29,7 @@ from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.strategies.dtensor_strategy import loading
-from nblaunch.wire.weights import TensorShard
+from nblaunch.wire.weights import TensorShard, versions_of, with_versions
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
@@ -176,7 +176,8 @@ def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     # Two names of one parameter stay so.
     tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
     copies = {key: _copy(value, keep) for key, value in tensors.items()}
-    return {name: copies.get(id(value), value) for name, value in state.items()} if keep else {}
+    full = {name: copies.get(id(value), value) for name, value in state.items()}
+    return with_versions(full, versions_of(state)) if keep else {}
 
 
 def shards_to_send(module: torch.nn.Module) -> dict[str, Any]:
