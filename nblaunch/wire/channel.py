@@ -110,9 +110,8 @@ class EventSender:
                     packet = packet[os.write(self.fd, packet) :]
         except BrokenPipeError:
             return
-        except (
-            BaseException
-        ):  # of a signal handler: what follows must not be taken for the rest of this event
+        except BaseException:
+            # Of a signal handler: what follows must not be taken for the rest of this event.
             self._name = os.urandom(8)
             raise
 
