@@ -578,8 +578,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         does, without their random states. Where they hold shards of the weights, that is an error.
 
         Args:
-            output_dir: the folder, as the main process names it. Ignored with automatic naming, see
-                ``ProjectConfiguration``.
+            output_dir: the folder, as the main process names it, which may begin with ``~``. Ignored with automatic
+                naming, see ``ProjectConfiguration``.
             safe_serialization: weights in safetensors' format; False: torch's.
             asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
                 next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``. The
@@ -622,7 +622,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         loaders that know their position (``use_stateful_dataloader``) do so by themselves.
 
         Args:
-            input_dir: the folder. None: with automatic naming, the one with the highest number.
+            input_dir: the folder, as for :meth:`save_state`. None: with automatic naming, the highest number.
             load_kwargs: for :func:`torch.load`, as ``{"weights_only": False}``, which lets the files execute code.
                 Without it, states of registered objects may hold objects of the notebook's own classes.
             any_world_size: False: refuse a checkpoint of another number of processes, since its random states don't

@@ -364,6 +364,17 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "nothing")
 
 
+def test_folders_may_be_named_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    accelerator, model, _ = _prepared()
+    saved = _weights(model)
+    assert accelerator.save_state("~/state") == str(tmp_path / "state")
+    nn.init.zeros_(model.weight)
+    accelerator.load_state("~/state")
+    _assert_same(_weights(model), saved)
+
+
 def test_hooks_may_take_models_over(tmp_path: Path) -> None:
     accelerator, model, optimizer = _prepared()
     second = accelerator.prepare(nn.Linear(1, 1))

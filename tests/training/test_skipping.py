@@ -191,7 +191,7 @@ def test_a_loader_that_knows_its_position_goes_on_where_a_part_of_it_was(
     assert [_lists(loader) for _ in range(2)] == expected
 
 
-@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream"])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "stream of a worker"])
 @pytest.mark.parametrize("num_batches", [None, 4])
 def test_epochs_are_whole_behind_one_that_a_part_has_finished(
     tmp_path: Path, kind: str, num_batches: int | None

@@ -378,6 +378,15 @@ def test_batches_shrink_until_they_fit() -> None:
         train(128, "size")
 
 
+def test_a_function_that_takes_any_number_of_arguments_gets_a_batch_size() -> None:
+    def train(batch_size: int, *rest: Any) -> list[Any]:
+        return [batch_size, *rest]
+
+    for function in (train, lambda *args, **kwargs: train(*args, **kwargs)):
+        find = find_executable_batch_size(function, starting_batch_size=4)
+        assert [find(), find("model"), find("model", 2)] == [[4], [4, "model"], [4, "model", 2]]
+
+
 def test_batches_shrink_as_the_user_says_and_end_at_zero() -> None:
     sizes = iter([2, 1, 0])
 

@@ -129,6 +129,21 @@ def test_a_tracker_that_lacks_something_says_what() -> None:
         Poor()
 
 
+def test_a_tracker_may_set_what_it_needs_itself() -> None:
+    class Own(GeneralTracker):
+        def __init__(self) -> None:
+            self.name, self.requires_logging_directory, self.tracker = "own", False, []
+            super().__init__()
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self.tracker.append((values, step))
+
+    accelerator = Accelerator(log_with=Own())
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1}, step=2)
+    assert accelerator.get_tracker("own", unwrap=True) == [({"loss": 1}, 2)]
+
+
 # --- logging ---------------------------------------------------------------------------------------------------------
 
 

@@ -97,7 +97,7 @@ def _find(live: CheckpointedObjects, input_dir: Any) -> Path:
         raise ValueError(
             "load_state needs an input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
-    folder = Path(input_dir) if input_dir is not None else files.latest(live.project.checkpoints)
+    folder = Path(input_dir).expanduser() if input_dir is not None else files.latest(live.project.checkpoints)
     if not folder.is_dir():
         raise ValueError(f"checkpoint {folder.absolute()} does not exist")
     if live.rank == 0:

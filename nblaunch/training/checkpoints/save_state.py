@@ -57,7 +57,7 @@ class Saver:
         if self._project.automatic_checkpoint_naming:
             target = self._project.checkpoints / f"checkpoint_{self._project.iteration}"
         elif output_dir is not None:
-            target = Path(output_dir)
+            target = Path(output_dir).expanduser()
         else:
             raise ValueError(
                 "save_state needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"

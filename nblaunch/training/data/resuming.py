@@ -79,6 +79,8 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
     if num_batches is None:
         if prepared is not None and prepared.saved_position is not None:
             return prepared.beginning_at(prepared.saved_position)
+        if prepared is not None and prepared.use_stateful_dataloader:
+            return prepared  # its own state may hold a position in a stream that nothing else knows
         num_batches = 0
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches} is negative")

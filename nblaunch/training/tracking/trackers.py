@@ -26,13 +26,14 @@ class GeneralTracker:
     """Base of trackers.
 
     A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, the
-    library's own run object. Its constructor must not touch the job: what does belongs into :meth:`start`.
+    library's own run object; or its constructor sets them before it calls this one, where a tracker itself is given to
+    ``log_with``. Its constructor must not touch the job: what does belongs into :meth:`start`.
 
     Args:
         _blank: make one that does nothing: what ``get_tracker`` returns on other ranks.
 
     Raises:
-        NotImplementedError: the class lacks one of these attributes; names them.
+        NotImplementedError: the class lacks one of these attributes, and so does the object; names them.
     """
 
     main_process_only = True
@@ -45,7 +46,8 @@ class GeneralTracker:
         if _blank:
             return
         needed = ("name", "requires_logging_directory", "tracker")
-        missing = [attribute for attribute in needed if not hasattr(type(self), attribute)]
+        # Of the object, only what is set: a property may need what the constructor has not made yet.
+        missing = [name for name in needed if not hasattr(type(self), name) and name not in vars(self)]
         if missing:
             raise NotImplementedError(f"tracker class {type(self).__name__} needs {', '.join(missing)}")
 

@@ -115,7 +115,8 @@ def find_executable_batch_size(
         reduce_batch_size_fn: returns the next one to try; None: 9 tenths of the one before.
 
     Raises:
-        TypeError: when it is called: the caller passes the batch size, or the function takes none.
+        TypeError: when it is called: the caller passes the batch size, or the function takes none. One with ``*args``
+            is called as it is.
         RuntimeError: when it is called: not even one sample fits.
     """
     if function is None:
@@ -145,9 +146,12 @@ def find_executable_batch_size(
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        return  # it takes any number, and may know what they are
     names = [
         name
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in parameters.items()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if not names:
