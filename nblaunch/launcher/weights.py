@@ -16,7 +16,14 @@ from nblaunch.events import Note
 from nblaunch.user_code import captured_variables
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
-from nblaunch.wire.weights import ShardedTensor, TensorShard, is_quantised_weight, versions_of, with_versions
+from nblaunch.wire.weights import (
+    ShardedTensor,
+    TensorShard,
+    is_quantised_weight,
+    special_prefixes,
+    versions_of,
+    with_versions,
+)
 
 _MAX_NAMED = 3  # modules in one line
 
@@ -44,12 +51,15 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
 def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     """Return ``state`` with full tensors; those that were not sent are copied from the kernel's ``module``."""
     own = module.state_dict()
-    full = {}
-    for name, value in state.items():
-        if isinstance(value, ShardedTensor):
-            value = value.assembled()
-        full[name] = own[name].detach().clone() if isinstance(value, Unchanged) else value
+    full = {
+        name: own[name].detach().clone() if isinstance(value, Unchanged) else _whole(value)
+        for name, value in state.items()
+    }
     return with_versions(full, versions_of(own))
+
+
+def _whole(value: Any) -> Any:
+    return value.assembled() if isinstance(value, ShardedTensor) else value
 
 
 def load_back(
@@ -212,18 +222,28 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
     """Put ``state`` into ``module``; shards of tensors are copied one by one, without a full copy of them.
 
     What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
+    Modules that load in a way of their own get all of their tensors, whole.
     """
     if not _is_sent(state):
         return
     torch: Any = sys.modules["torch"]
     own = module.state_dict()
     bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
+    special = tuple(special_prefixes(module))
+    handled = {
+        name
+        for name, value in state.items()
+        if isinstance(value, (ShardedTensor, Unchanged)) and not name.startswith(special)
+    } | bare
     with torch.no_grad():
-        for name, value in state.items():
-            if isinstance(value, ShardedTensor) and name not in bare:
-                value.put_into(own[name])
-    handled = {name for name, value in state.items() if isinstance(value, (ShardedTensor, Unchanged))} | bare
-    plain = {name: value for name, value in state.items() if name not in handled}
+        for name in handled - bare:
+            if isinstance(state[name], ShardedTensor):
+                state[name].put_into(own[name])
+    plain = {
+        name: own[name] if isinstance(value, Unchanged) else _whole(value)
+        for name, value in state.items()
+        if name not in handled
+    }
     module.load_state_dict(with_versions(plain, versions_of(own)), strict=is_complete and not handled)
     if bare:
         made = with_versions(_made(module, state, bare), versions_of(own))
@@ -243,7 +263,7 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
         parameter = parameters.get(name)
         tensor = made.get(id(parameter)) if parameter is not None else None
         if tensor is None:
-            tensor = value.assembled() if isinstance(value, ShardedTensor) else value
+            tensor = _whole(value)
             if parameter is not None:
                 tensor = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                 made[id(parameter)] = tensor
@@ -254,10 +274,13 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
 def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
-    Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
+    Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest. Modules that load in
+    a way of their own are left to it: observers of quantisation-aware training take over other shapes, for one.
     """
-    own = module.state_dict()
-    reasons = [f"{name} is in the worker only" for name in state if name not in own]
+    special = tuple(special_prefixes(module))
+    own = {name: value for name, value in module.state_dict().items() if not name.startswith(special)}
+    plain = [name for name in state if not name.startswith(special)]
+    reasons = [f"{name} is in the worker only" for name in plain if name not in own]
     reasons += [f"{name} is in the kernel only" for name in own if name not in state and is_complete]
     reasons += [
         f"{value.num_missing:,} elements of {name} are on other machines"

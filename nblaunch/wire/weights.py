@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,21 @@ def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any] | None
     if versions is not None:
         state._metadata = versions  # type: ignore[attr-defined]
     return state
+
+
+def special_prefixes(module: Any) -> Iterator[str]:
+    """Yield the prefixes, in a state dict, of the parts of ``module`` that may rename or reshape what they load."""
+    base: Any = sys.modules["torch"].nn.Module
+    for name, part in module.named_modules():
+        if (
+            type(part)._load_from_state_dict is not base._load_from_state_dict
+            or type(part).load_state_dict is not base.load_state_dict
+            or not all(
+                getattr(hook, "keeps_names_and_shapes", False)
+                for hook in part._load_state_dict_pre_hooks.values()
+            )
+        ):
+            yield f"{name}." if name else ""
 
 
 def is_sharded(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from nblaunch.launcher import weights
 from nblaunch.launcher.weights import assembled, merge_ranks, trainable_bytes
 from nblaunch.wire.argument_paths import ArgPath
+from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.weights import TensorShard
 
 
@@ -188,3 +189,45 @@ def test_modules_learn_the_version_of_what_they_load(device: str) -> None:
     assert (paths, warnings) == ({0}, [])
     assert model.weight.unique().tolist() == [1.0]
     Versioned(2, 2).load_state_dict(assembled(state, model))
+
+
+def observed_net() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    return torch.ao.quantization.prepare_qat(model.train())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch would have us use torchao
+def test_modules_that_reshape_what_they_load_are_left_to_it() -> None:
+    model, trained = observed_net(), observed_net()
+    trained(torch.randn(5, 2))  # observers of channels begin without any
+    state = dict(trained.state_dict())
+    weight = state["0.weight"]
+    sent: dict[str, Any] = {**state, "0.weight": TensorShard((2, 2), (0, 0), weight)}
+    paths, _lines, warnings = load_back({0: model}, merge_ranks([{0: sent}]), {})
+    assert (paths, warnings) == ({0}, [])
+    torch.testing.assert_close(dict(model.state_dict()), state)
+    del state["0.bias"]
+    paths, _lines, (line,) = load_back({0: model}, {0: state}, {})
+    assert not paths
+    assert "0.bias is in the kernel only" in line
+
+
+class AllOrNothing(nn.Module):
+    """Needs every one of its tensors where it loads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.kept.data = state[f"{prefix}kept"].clone()
+        self.other.data = state[f"{prefix}other"].clone()
+
+
+def test_modules_that_load_by_themselves_get_all_of_their_tensors() -> None:
+    model = nn.Sequential(AllOrNothing())
+    state = {"0.kept": Unchanged((2,)), "0.other": torch.ones(2)}
+    paths, _lines, warnings = load_back({0: model}, {0: state}, {})
+    assert (paths, warnings) == ({0}, [])
+    assert (model[0].kept.tolist(), model[0].other.tolist()) == ([0.0, 0.0], [1.0, 1.0])

@@ -25,7 +25,13 @@ from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.model_files import view_of
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
-from nblaunch.wire.weights import is_sharded, quantised_entries, versions_of, with_versions
+from nblaunch.wire.weights import (
+    is_sharded,
+    quantised_entries,
+    special_prefixes,
+    versions_of,
+    with_versions,
+)
 
 _OF_PIECES = (
     "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict", "skip_keys",
@@ -171,7 +177,7 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
     held = {views.get(name) for name in saved} - {None}  # what is tied to these may be left out
     frozen = quantised_entries(module, state).keys()
     left_out = {name for name in own if views.get(name) in held} | frozen
-    special = tuple(_special_prefixes(module))
+    special = tuple(special_prefixes(module))
     wrong = [
         f"size mismatch for {name}: {saved[name]} in the file, {shape} in the model"
         for name, shape in own.items()
@@ -192,21 +198,6 @@ def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
         name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
         for name, value in weights.items()
     }
-
-
-def _special_prefixes(module: nn.Module) -> Iterator[str]:
-    """Yield the names of submodules that rename or reshape what they load."""
-    for name, child in module.named_modules():
-        loads = type(child)._load_from_state_dict is not nn.Module._load_from_state_dict
-        if (
-            loads
-            or any(
-                not getattr(hook, "keeps_names_and_shapes", False)
-                for hook in child._load_state_dict_pre_hooks.values()
-            )
-            or type(child).load_state_dict is not nn.Module.load_state_dict
-        ):
-            yield f"{name}." if name else ""
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
