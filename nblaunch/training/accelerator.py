@@ -628,7 +628,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             any_world_size: False: refuse a checkpoint of another number of processes, since its random states don't
                 carry over.
             **model_options: ``strict=False`` accepts other names of weights than the models have; ``map_location``:
-                ``"cpu"`` (default) or ``"on_device"``, where files are read to.
+                ``"cpu"`` (default) or ``"on_device"``, where weights and optimizers are read to.
 
         Raises:
             ValueError: there is no such folder.

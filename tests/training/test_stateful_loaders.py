@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nblaunch import Accelerator, PartialState, context
+from nblaunch import Accelerator, DataLoaderConfiguration, PartialState, context
 from nblaunch.data_loader import (
     DataLoaderAdapter,
     DataLoaderDispatcher,
@@ -160,3 +161,22 @@ def test_a_loader_of_ones_own_takes_part_in_accumulation() -> None:
         assert accelerator.gather_for_metrics(batch).tolist() == batch.tolist()
     assert synchronised == [False, True, True]
     assert not accelerator.gradient_state.in_dataloader
+
+
+def test_states_of_loaders_are_read_on_the_cpu_wherever_weights_go(tmp_path: Path) -> None:
+    """They hold those of generators, which are to be there."""
+
+    def prepared() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        generator = torch.Generator().manual_seed(0)
+        return accelerator, accelerator.prepare(DataLoader(range(6), 2, shuffle=True, generator=generator))
+
+    accelerator, loader = prepared()
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        if len(seen) == 1:
+            accelerator.save_state(tmp_path / "state")
+    accelerator, loader = prepared()
+    accelerator.load_state(tmp_path / "state", load_kwargs={"map_location": "meta"})
+    assert _lists(loader) == seen[1:]

@@ -225,15 +225,18 @@ def _load_models(
 def _read_others(
     live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
 ) -> Iterator[Callable[[], object]]:
-    """Read the states of schedulers, loaders, the scaler, registered objects and generators; yield what loads them."""
+    """Read the states of schedulers, loaders, the scaler, registered objects and generators; yield what loads them.
+
+    On the CPU, wherever weights and optimizers are read to: generators take their states from there alone.
+    """
     prepared, on_cpu = live.preparer, {**reading, "map_location": "cpu"}
     for index, scheduler in enumerate(prepared.schedulers):
-        saved = files.read_object(folder / files.numbered(files.SCHEDULER, index), **reading)
+        saved = files.read_object(folder / files.numbered(files.SCHEDULER, index), **on_cpu)
         yield partial(scheduler.load_state_dict, saved)
     for index, loader in enumerate(prepared.loaders):
-        yield _read_loader(live, folder, manifest, index, loader, reading)
+        yield _read_loader(live, folder, manifest, index, loader, on_cpu)
     if live.scaler is not None and (folder / files.SCALER_NAME).is_file():
-        yield partial(live.scaler.load_state_dict, files.read_object(folder / files.SCALER_NAME, **reading))
+        yield partial(live.scaler.load_state_dict, files.read_object(folder / files.SCALER_NAME, **on_cpu))
     for index, obj in enumerate(live.custom):
         saved = files.read_object(folder / files.custom(index), owner=obj, **on_cpu)
         yield partial(obj.load_state_dict, saved)
