@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from nblaunch import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
+from nblaunch import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, utils
 
 
 @pytest.fixture
@@ -51,3 +53,36 @@ def test_other_mistakes_are_refused(tmp_path: Path) -> None:
         load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, devicemap=None)
     with pytest.raises(ValueError, match="dtype='bf16'"):
         load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, dtype="bf16")
+
+
+class Rotary(torch.nn.Module):
+    """Has a buffer that is not saved, as the frequencies of rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = torch.nn.LayerNorm(2), torch.nn.Linear(2, 2)
+        self.register_buffer("frequencies", torch.tensor([1.0, 0.01]), persistent=False)
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_only_what_was_saved_is_converted(tmp_path: Path, is_empty: bool) -> None:
+    Accelerator(cpu=True).save_model(Rotary(), tmp_path)
+    with init_empty_weights() if is_empty else contextlib.nullcontext():
+        model = Rotary()
+    load_checkpoint_and_dispatch(model, tmp_path, {"": "cpu"}, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in model.state_dict().values()} == {torch.bfloat16}
+    assert torch.equal(model.frequencies, Rotary().frequencies)
+
+
+@pytest.mark.parametrize("load", [load_checkpoint_and_dispatch, utils.load_checkpoint_in_model])
+@pytest.mark.parametrize(
+    ("dtype", "of_norm"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
+def test_modules_can_stay_in_float32_beside_float16(
+    tmp_path: Path, load: Callable[..., object], dtype: torch.dtype, of_norm: torch.dtype
+) -> None:
+    Accelerator(cpu=True).save_model(Rotary(), tmp_path)
+    with init_empty_weights():
+        model = Rotary()
+    load(model, tmp_path, {"": "cpu"}, dtype=dtype, keep_in_fp32_modules=["norm"])
+    assert (model.norm.weight.dtype, model.layer.weight.dtype) == (of_norm, dtype)

@@ -11,7 +11,8 @@ of Hugging Face Accelerate call. A device map that cuts a model into pieces is f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,7 +73,8 @@ def load_checkpoint_in_model(
         strict: raise where names of the files and the model differ.
         device: where weights are read to, before they are copied into the model: those of all files, but for the CPU,
             where they lie on the pages of the files (unless these are of torch's format before 1.6).
-        **of_pieces: Accelerate's other arguments for a map; without effect where there is none.
+        **of_pieces: Accelerate's other arguments. ``keep_in_fp32_modules``: names of modules that stay in float32 where
+            ``dtype`` is float16; the others are for a map.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or they don't fit.
@@ -87,11 +89,9 @@ def load_checkpoint_in_model(
         from_accelerate("load_checkpoint_in_model")(bare_module(model), checkpoint, device_map, **of_pieces)
         return
     place = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
-    weights: dict[str, Any] = {}
-    for file in model_files.files_of(Path(checkpoint)):
-        part = model_files.read_weights(file, device)
-        weights = with_versions(weights | part, versions_of(part))
-    load_weights(model, weights, Path(checkpoint), strict, place, target)
+    weights = _read(Path(checkpoint), device)
+    types = _Types(target, of_pieces.get("keep_in_fp32_modules") or ())
+    load_weights(model, weights, Path(checkpoint), strict, place, types.of)
 
 
 def load_checkpoint_and_dispatch(
@@ -114,10 +114,11 @@ def load_checkpoint_and_dispatch(
             as ``"auto"``, cuts it into pieces: an installed Accelerate does that.
         max_memory: Accelerate's argument for ``device_map="auto"``.
         no_split_module_classes: Accelerate's argument for ``device_map="auto"``.
-        dtype: convert floating point weights to this type, as ``torch.bfloat16`` or ``"bfloat16"``.
+        dtype: convert floating point weights of the files to this type, as ``torch.bfloat16`` or ``"bfloat16"``. What
+            is in the model only, as a buffer that is not saved, keeps its own.
         strict: raise where names of the file and the model differ.
-        **of_pieces: Accelerate's other arguments that say how a model is cut into pieces; without effect on one that
-            stays whole.
+        **of_pieces: as of :func:`load_checkpoint_in_model`; without effect on a model that stays whole, but for
+            ``keep_in_fp32_modules``.
 
     Returns:
         ``model``.
@@ -138,8 +139,53 @@ def load_checkpoint_and_dispatch(
         )
         return cast(torch.nn.Module, dispatched)
     device = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
-    load_checkpoint_in_model(model, checkpoint, device_map, dtype=target, strict=strict)
-    return model.to(device=device, dtype=target)
+    weights = _read(Path(checkpoint))
+    types = _Types(target, of_pieces.get("keep_in_fp32_modules") or ())
+    load_weights(model, weights, Path(checkpoint), strict, device, types.of)
+    if target is not None:
+        _convert(bare_module(model), weights, types)
+    return model.to(device=device)
+
+
+@dataclass(frozen=True)
+class _Types:
+    """The types that weights are converted to; None: as they are.
+
+    Args:
+        dtype: of all but those below.
+        in_fp32: names of modules that stay in float32 where the others are of float16, whose range is small.
+    """
+
+    dtype: torch.dtype | None
+    in_fp32: Sequence[str]
+
+    def of(self, name: str) -> torch.dtype | None:
+        """Return the type for the weight of this name; the rule for names is Accelerate's."""
+        is_kept = any(f"{kept}." in name or kept == name for kept in self.in_fp32)
+        return torch.float32 if is_kept and self.dtype is torch.float16 else self.dtype
+
+
+def _read(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Return the weights of all files of a checkpoint."""
+    weights: dict[str, Any] = {}
+    for file in model_files.files_of(checkpoint):
+        part = model_files.read_weights(file, device)
+        weights = with_versions(weights | part, versions_of(part))
+    return weights
+
+
+def _convert(module: nn.Module, weights: Mapping[str, Any], types: _Types) -> None:
+    """Convert the tensors of ``module`` that ``weights`` were loaded into, those of floating point."""
+    state = module.state_dict()
+    saved, special = _without_wrapper(weights, state), tuple(special_prefixes(module))
+    for name, owner, tensor in list(_tensors(module)):
+        is_loaded = name in saved or (name in state and name.startswith(special))
+        if not (is_loaded and tensor.is_floating_point()):
+            continue
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor.data = tensor.data.to(types.of(name))
+        else:
+            owner._buffers[name.rpartition(".")[2]] = tensor.to(types.of(name))
 
 
 def _check_names(function: str, given: Mapping[str, Any]) -> None:
@@ -209,7 +255,7 @@ def load_weights(
     source: Path,
     strict: bool = True,
     device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    type_of: Callable[[str], torch.dtype | None] = lambda name: None,
 ) -> None:
     """Load a state dict into the module inside ``model``.
 
@@ -219,11 +265,11 @@ def load_weights(
         source: file or index, for messages.
         strict: names of the files and of the module must be the same.
         device: where what is on the meta device goes; None: the CPU.
-        dtype: of what is on the meta device and of floating point; None: as the module says.
+        type_of: name -> type of what is on the meta device and of floating point; None: as the module says.
     """
     module = bare_module(model)
     rest = _without_wrapper(weights, module.state_dict())
-    done = _fill_bare(module, rest, device or torch.device("cpu"), dtype)
+    done = _fill_bare(module, rest, device or torch.device("cpu"), type_of)
     state = module.state_dict()
     _add_twins(rest, state)
     done |= _drop_quantised(module, rest, state, source)
@@ -279,7 +325,10 @@ def _drop_quantised(
 
 
 def _fill_bare(
-    module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
+    module: torch.nn.Module,
+    weights: dict[str, Any],
+    device: torch.device,
+    type_of: Callable[[str], torch.dtype | None],
 ) -> set[str]:
     """Put tensors of ``weights`` in the place of those on the meta device; take them out, and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
@@ -289,7 +338,8 @@ def _fill_bare(
         saved = weights.get(name)
         if id(bare) in made or not isinstance(saved, torch.Tensor) or saved.shape != bare.shape:
             continue
-        to = dtype if dtype is not None and bare.is_floating_point() else bare.dtype
+        to = type_of(name) if bare.is_floating_point() else None
+        to = bare.dtype if to is None else to
         filled = (
             torch.empty_like(bare, device=device, dtype=to, requires_grad=False)
             if _loads_itself(owner)
