@@ -122,9 +122,9 @@ def notebook_launcher(
             (Strategies for models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.)
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
-        sync_optimizers: load what the optimizers in ``args`` have become (moments, steps, learning rates) back into
-            these very optimizers, so that the next launch goes on where this one ended. For data parallel training;
-            sharded states are saved by ``accelerator.save_state``.
+        sync_optimizers: load what the optimizers in ``args`` and torch's schedulers of them have become (moments,
+            steps, learning rates) back into these very objects, so that the next launch goes on where this one ended.
+            For data parallel training; sharded states are saved by ``accelerator.save_state``.
         background: return a :class:`Job` as soon as the workers run and leave the kernel free; the job's ``result()``
             waits. An interrupt before that ends the job.
         detach: with ``background=True``, let the job outlive this process: its own process and workers run apart from

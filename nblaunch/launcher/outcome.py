@@ -19,7 +19,7 @@ from nblaunch.events import Note
 from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.user_code import from_first_user_frame
-from nblaunch.wire.argument_paths import ArgPath, path_name
+from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
 from nblaunch.wire.outbox import RankResult
 
 
@@ -179,26 +179,43 @@ def _load_weights(
 def _load_optimizers(
     attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> list[Note]:
-    """Load the states that optimizers have come to into those of the kernel; return notes."""
+    """Load the states that optimizers have come to into those of the kernel, and those of their schedulers; return
+    notes.
+    """
     result = rank_results.get(attempt.ranks[0])
     if result is None:
         return []
     unsent, notes = _unsent(report), []
-    for path, optimizer in attempt.plan.optimizers.items():
-        name = f"{path_name(path)} ({type(optimizer).__name__})"
+    loaded: set[int] = set()
+    # Optimizers first: a scheduler would go on from learning rates that its optimizer does not have.
+    for path, one in sorted(attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])):
+        kind, name = (
+            "scheduler" if is_scheduler(one) else "optimizer",
+            f"{path_name(path)} ({type(one).__name__})",
+        )
         problem = unsent.get(path) or result.state_errors.get(path, "")
-        if not problem and path in result.states:
-            try:
-                optimizer.load_state_dict(dict(result.states[path]))
-                notes.append(Note.of_job(f"copied the state of the optimizer back into {name}"))
-                continue
-            except Exception as error:  # another model's, or the optimizer's own code refuses
-                problem = f"it does not fit: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+        if not problem and is_scheduler(one) and id(one.optimizer) not in loaded:
+            problem = "that of its optimizer did not"
+        if not problem and path not in result.states:
+            continue
+        problem = problem or _load_optimizer(one, result.states[path])
         if problem:
             notes.append(
-                Note.of_job(f"the state of the optimizer {name} did not come back: {problem}", "warning")
+                Note.of_job(f"the state of the {kind} {name} did not come back: {problem}", "warning")
             )
+            continue
+        loaded.add(id(one))
+        notes.append(Note.of_job(f"copied the state of the {kind} back into {name}"))
     return notes
+
+
+def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> str:
+    """Load a state into an optimizer or scheduler; return why that is not possible, empty if it was done."""
+    try:
+        optimizer.load_state_dict(dict(state))
+    except Exception as error:  # another model's, or the optimizer's own code refuses
+        return f"it does not fit: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+    return ""
 
 
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:

@@ -39,7 +39,7 @@ class LaunchPlan:
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
         modules: those in the arguments whose weights come back, by their argument paths.
-        optimizers: those in the arguments whose state comes back, likewise.
+        optimizers: those in the arguments whose state comes back, and their schedulers, likewise.
         fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
@@ -126,14 +126,14 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
 
 
 def _synced_optimizers(spec: LaunchSpec) -> Mapping[ArgPath, Any]:
-    """Return the optimizers whose state is to come back.
+    """Return the optimizers and schedulers whose state is to come back.
 
     Raises:
         ValueError: it is asked for, and there is none.
     """
     if not spec.sync_optimizers:
         return {}
-    optimizers = optimizers_in(spec.args)
+    optimizers = optimizers_in(spec.args)  # schedulers are with their optimizers, never alone
     if not optimizers:
         raise ValueError(
             "sync_optimizers=True, but there is no optimizer in args; build it in the notebook and pass it with its "

@@ -1,4 +1,5 @@
-"""Torch modules and optimizers in the arguments of a call, by argument paths that kernel and workers have in common.
+"""Torch modules, optimizers and learning rate schedulers in the arguments of a call, by argument paths that kernel and
+workers have in common.
 
 Found are arguments themselves, and what lists, tuples, dicts and objects of the user's classes among them hold. Each
 module is listed once, by the first path that leads to it; a module inside another found one is not, since its weights
@@ -37,16 +38,27 @@ def modules_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
 
 
 def optimizers_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
-    """Return the optimizers in ``args``, each once, as :func:`modules_in` does; all paths are texts."""
+    """Return the optimizers in ``args`` and their schedulers, each once, as :func:`modules_in` does.
+
+    All paths are texts. A scheduler goes on from the learning rates of its optimizer, and is left out where that is not
+    in ``args``.
+    """
     torch: Any = sys.modules.get("torch")
-    found = _objects_in(args, torch.optim.Optimizer) if torch is not None else {}
+    if torch is None:
+        return {}
     once: dict[int, tuple[ArgPath, Any]] = {}
-    for path, optimizer in found.items():
-        once.setdefault(id(optimizer), (path_name(path), optimizer))
-    return dict(once.values())
+    for path, one in _objects_in(args, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)).items():
+        once.setdefault(id(one), (path_name(path), one))
+    return {path: one for path, one in once.values() if not is_scheduler(one) or id(one.optimizer) in once}
 
 
-def _objects_in(args: Sequence[Any], kind: type) -> dict[ArgPath, Any]:
+def is_scheduler(value: Any) -> bool:
+    """Return whether one of :func:`optimizers_in` is a scheduler, and no optimizer."""
+    torch: Any = sys.modules["torch"]
+    return isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+
+
+def _objects_in(args: Sequence[Any], kind: type | tuple[type, ...]) -> dict[ArgPath, Any]:
     found: dict[ArgPath, Any] = {}
     seen: set[int] = set()
     for position, arg in enumerate(args):
@@ -83,7 +95,9 @@ def path_name(path: ArgPath) -> str:
     return path if isinstance(path, str) else f"args[{path}]"
 
 
-def _inside(value: Any, name: str, kind: type, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _inside(
+    value: Any, name: str, kind: type | tuple[type, ...], depth: int, seen: set[int]
+) -> Iterator[tuple[str, Any]]:
     if len(seen) > _MAX_OBJECTS:
         return
     seen.add(id(value))

@@ -52,7 +52,7 @@ class Assignment:
         returns_value: whether what the function returns here is wanted.
         wanted_modules: argument paths of the modules whose weights are wanted back, the same on every rank: which ones
             send them, ``worker/delivery.py`` decides when the function has returned.
-        wanted_optimizers: the same of optimizers and their states.
+        wanted_optimizers: the same of optimizers and their schedulers, whose states are wanted.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.

@@ -15,7 +15,7 @@ from typing import Any
 from nblaunch import context, formatting
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.wire.argument_paths import ArgPath, modules_at, optimizers_at
+from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
 from nblaunch.wire.weights import (
@@ -120,7 +120,8 @@ class Delivery:
 
     def _has_dtensors(self) -> bool:
         """Return whether ranks hold shards, by whomever: a strategy, or the user's own ``fully_shard``."""
-        groups = (group for one in self._optimizers.values() for group in one.param_groups)
+        optimizers = (one for one in self._optimizers.values() if not is_scheduler(one))
+        groups = (group for one in optimizers for group in one.param_groups)
         modules = self._modules.values()
         return (
             any(is_sharded(parameter) for group in groups for parameter in group["params"])
@@ -152,12 +153,12 @@ class Delivery:
         return at, end, "; ".join(filter(None, [lost, _describe_bare(sorted(bare - left_out))]))
 
     def _put_optimizer_state(self, outbox: Outbox, path: ArgPath, is_sharded: bool) -> tuple[int, int, str]:
-        """Write the state of an optimizer, which is the same on all ranks; return as :meth:`_put_weights`.
+        """Write the state of an optimizer or scheduler, the same on all ranks; return as :meth:`_put_weights`.
 
         Raises:
             RuntimeError: every rank has a shard of it.
         """
-        if is_sharded:
+        if is_sharded and not is_scheduler(self._optimizers[path]):
             raise RuntimeError(
                 "ranks hold shards of it; save it by accelerator.save_state(), which load_state() continues from"
             )

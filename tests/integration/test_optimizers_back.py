@@ -39,6 +39,20 @@ def _train(model: Any, held: dict[str, Any], num_steps: int, is_sharded: bool = 
     return losses
 
 
+def _rates(
+    model: Any, optimizer: Any, schedulers: Any, num_steps: int, is_sharded: bool = False
+) -> list[float]:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin() if is_sharded else None)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedulers["main"])
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        accelerator.backward(model(torch.ones(2, 4)).mean())
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
 def _launch(model: nn.Module, optimizer: Any, num_steps: int, **settings: Any) -> Any:
     settings = {"sync_optimizers": True, **settings}
     args = (model, {"optimizer": optimizer}, num_steps)
@@ -58,6 +72,37 @@ def test_a_second_launch_goes_on_where_the_first_has_ended(start_method: str) ->
     # Without the state, the next steps are others.
     fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
     assert parts[1] != pytest.approx(_launch(other, fresh, 2), rel=1e-3)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_schedulers_go_on_with_their_optimizers(start_method: str) -> None:
+    model, optimizer = _built()
+    held = {"main": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)}
+    rates = []
+    for _ in range(2):
+        args = (model, optimizer, held, 3)
+        rates += notebook_launcher(
+            _rates, args, num_processes=1, backend="cpu", start_method=start_method, sync_optimizers=True
+        )
+    own = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(own, T_max=4)
+    expected = []
+    for _ in range(6):
+        expected.append(own.param_groups[0]["lr"])
+        own.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected)
+    assert held["main"].last_epoch == 6
+    assert held["main"].optimizer is optimizer
+
+
+def test_schedulers_stay_as_they_are_where_their_optimizers_do(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = _built()
+    held = {"main": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)}
+    args = (model, optimizer, held, 1, True)
+    notebook_launcher(_rates, args, num_processes=2, backend="cpu", sync_optimizers=True)
+    assert held["main"].last_epoch == 0
+    assert "the state of the scheduler args[2]['main'] (CosineAnnealingLR) did not" in capsys.readouterr().out
 
 
 def test_states_stay_in_the_workers_unless_they_are_asked_for() -> None:

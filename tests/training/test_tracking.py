@@ -343,6 +343,30 @@ def test_wandb(calls: list[Any]) -> None:
     assert [kwargs["step"] for _, kwargs in logged] == [3, 1, 2]
 
 
+def test_mlflow_is_set_up_by_environment_variables_first(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MLflowTracker("project", tags='{"of": "call"}').start()
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "other")
+    monkeypatch.setenv("MLFLOW_TAGS", '{"of": "environment"}')
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "true")
+    MLflowTracker("project", tags={"of": "call"}).start()
+    monkeypatch.setenv("MLFLOW_RUN_ID", "known")
+    MLflowTracker("project").start()  # a run is in its experiment, and in no other
+    assert [args for path, args, _ in calls if path == "mlflow.set_experiment"] == [("project",), ("other",)]
+    options = [kwargs for path, _, kwargs in calls if path == "mlflow.start_run"]
+    assert [each["tags"] for each in options] == [{"of": "call"}, *[{"of": "environment"}] * 2]
+    assert [each["nested"] for each in options] == [False, True, True]
+    assert [each["run_id"] for each in options] == [None, None, "known"]
+    monkeypatch.setenv("MLFLOW_TAGS", "of=environment")
+    with pytest.raises(ValueError, match="MLFLOW_TAGS"):
+        MLflowTracker("project")
+    monkeypatch.delenv("MLFLOW_TAGS")
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "perhaps")
+    with pytest.raises(ValueError, match="MLFLOW_NESTED_RUN='perhaps'"):
+        MLflowTracker("project")
+
+
 def test_mlflow(calls: list[Any]) -> None:
     accelerator = Accelerator(log_with="mlflow")
     settings = {f"setting {i}": "x" * 7000 if i == 0 else i for i in range(150)}

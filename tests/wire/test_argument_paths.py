@@ -154,3 +154,13 @@ def test_what_is_not_in_the_other_process_is_left_out() -> None:
     assert modules_at(sent, (1,)) == {}
     assert list(optimizers_in(args)) == ["args[0].optimizer"]
     assert optimizers_at(sent, tuple(optimizers_in(args))) == {}
+
+
+def test_schedulers_are_found_beside_their_optimizers_only() -> None:
+    optimizers = [torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1) for _ in range(2)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0])
+    args = (schedulers, {"of": optimizers[0]}, plateau)
+    assert list(optimizers_in(args)) == ["args[0][0]", "args[1]['of']", "args[2]"]
+    assert list(optimizers_at(args, ("args[2]",))) == ["args[2]"]
+    assert optimizers_in(schedulers) == {}

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 
+from nblaunch import env
 from nblaunch.training.joining import current_topology
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -164,15 +165,20 @@ _MAX_PARAM_LENGTH = 6000
 class MLflowTracker(GeneralTracker):
     """A run of ``mlflow``.
 
+    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN have priority.
+
     Args:
         experiment_name: the project's name.
         logging_dir: folder or address of the tracking store; None: as MLflow is set up, by MLFLOW_TRACKING_URI
             among others.
-        run_id: an existing run to continue; None: a new one.
-        tags: of the run.
+        run_id: an existing run to continue, in its own experiment; None: a new one.
+        tags: of the run; a dict, or one as JSON.
         nested_run: whether it is part of a run that is active.
         run_name: of the run; None: MLflow makes one up.
         description: of the run.
+
+    Raises:
+        ValueError: tags are no JSON, or MLFLOW_NESTED_RUN is no truth value.
     """
 
     name = "mlflow"
@@ -184,19 +190,20 @@ class MLflowTracker(GeneralTracker):
         experiment_name: str | None = None,
         logging_dir: str | None = None,
         run_id: str | None = None,
-        tags: dict[str, Any] | None = None,
+        tags: dict[str, Any] | str | None = None,
         nested_run: bool = False,
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
         super().__init__()
-        self.experiment_name = experiment_name
+        variables = env.snapshot()
+        self.experiment_name = variables.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self._run_options = {
-            "run_id": run_id,
+            "run_id": variables.get("MLFLOW_RUN_ID", run_id),
             "run_name": run_name,
-            "nested": nested_run,
-            "tags": tags,
+            "nested": _is_nested(variables.get("MLFLOW_NESTED_RUN"), nested_run),
+            "tags": _tags(variables.get("MLFLOW_TAGS", tags)),
             "description": description,
         }
         self.active_run: Any = None
@@ -247,6 +254,24 @@ class MLflowTracker(GeneralTracker):
         import mlflow
 
         mlflow.end_run()
+
+
+def _is_nested(variable: str | None, argument: bool) -> bool:
+    try:
+        return argument if variable is None else env.as_flag(variable)
+    except ValueError:
+        raise ValueError(f"MLFLOW_NESTED_RUN={variable!r} must be true or false") from None
+
+
+def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    if not isinstance(tags, str):
+        return tags
+    try:
+        return cast(dict[str, Any], json.loads(tags))
+    except ValueError as error:
+        raise ValueError(
+            f"tags={tags!r} of MLflow, or MLFLOW_TAGS, must be a dict as JSON: {error}"
+        ) from error
 
 
 _HPARAM_TYPES = (bool, int, float, str)
