@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import math
 import os
 import statistics
 import subprocess
@@ -30,7 +31,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
-from tests.benchmarks.bench import ROOT, Row, batches, call, free_port, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, ROOT, Row, batches, call, free_port, kernel, show
+from tests.kernels import KernelTimeout
 
 MIN_STEPS, MIN_LAUNCH = 0.98, 3.0
 HAS_PEER = importlib.util.find_spec("accelerate") is not None
@@ -150,22 +152,26 @@ def _first_launch_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
-    with kernel(extent.first_cell, dict(extent.env)) as started:
-        found = call(started, in_kernel_launches, size, extent.backend, extent.launches)
+    """Ours beside a bare fork, then beside accelerate, in a kernel each: a peer that hangs ends its own row only."""
     what = f"launch to first step, {size} process{'es' if size > 1 else ''}"
-    ours = statistics.median(one["nblaunch"] for one in found)
-    for peer in ("bare fork", "accelerate"):
-        if peer not in found[0]:
-            continue
-        theirs = statistics.median(one[peer] for one in found)
-        ratio = statistics.median(one[peer] / one["nblaunch"] for one in found)
-        if peer == "bare fork":
-            yield Row(f"{what}, times a bare fork's", f"{1 / ratio:.2f} ({ours:.2f} s / {theirs:.2f} s)")
-        else:
-            text = f"{ratio:.2f} ({theirs:.2f} s / {ours:.2f} s)"
-            yield Row(
-                f"{what}, times faster than accelerate", text, f">= {MIN_LAUNCH:g}", ratio >= MIN_LAUNCH
-            )
+    ours, theirs, ratio = _launches(extent, size, "bare fork")
+    yield Row(f"{what}, times a bare fork's", f"{1 / ratio:.2f} ({ours:.2f} s / {theirs:.2f} s)")
+    if size == 1 or not HAS_PEER:
+        return
+    try:
+        ours, theirs, ratio = _launches(extent, size, "accelerate")
+        text = f"{ratio:.2f} ({theirs:.2f} s / {ours:.2f} s)"
+    except KernelTimeout:
+        ratio, text = math.inf, f"accelerate hung for {CELL_TIMEOUT_S:.0f} s"
+    yield Row(f"{what}, times faster than accelerate", text, f">= {MIN_LAUNCH:g}", ratio >= MIN_LAUNCH)
+
+
+def _launches(extent: Extent, size: int, peer: str) -> tuple[float, float, float]:
+    """Seconds of ours and of the peer, and the ratio of its to ours; medians."""
+    with kernel(extent.first_cell, dict(extent.env), check=peer == "bare fork") as started:
+        found = call(started, in_kernel_launches, peer, size, extent.backend, extent.launches)
+    ours, theirs = (statistics.median(one[name] for one in found) for name in ("nblaunch", peer))
+    return ours, theirs, statistics.median(one[peer] / one["nblaunch"] for one in found)
 
 
 def _script_rows(extent: Extent, size: int) -> Iterator[Row]:
@@ -227,18 +233,19 @@ def in_kernel_first_launch(library: str, backend: str) -> tuple[float, bool]:
     return seconds, torch.cuda.is_initialized()
 
 
-def in_kernel_launches(size: int, backend: str, num_launches: int) -> list[dict[str, float]]:
-    """Seconds from the call to the first step's end, by launcher, in turn, after one launch of each."""
+def in_kernel_launches(peer: str, size: int, backend: str, num_launches: int) -> list[dict[str, float]]:
+    """Seconds from the call to the first step's end, of ours and of a peer, in turn, after one launch of each."""
     from nblaunch import notebook_launcher
 
     launchers: dict[str, Callable[[str], object]] = {
-        "nblaunch": lambda path: notebook_launcher(_first_step, ("nblaunch", path), size, backend=backend),
-        "bare fork": lambda path: _fork_bare(size, backend, path),
+        "nblaunch": lambda path: notebook_launcher(_first_step, ("nblaunch", path), size, backend=backend)
     }
-    if size > 1 and HAS_PEER:
-        from accelerate import notebook_launcher as peer
+    if peer == "bare fork":
+        launchers[peer] = lambda path: _fork_bare(size, backend, path)
+    else:
+        from accelerate import notebook_launcher as peer_launcher
 
-        launchers["accelerate"] = lambda path: peer(
+        launchers[peer] = lambda path: peer_launcher(
             _first_step, ("accelerate", path), num_processes=size, use_port=str(free_port())
         )
     with _Timer() as timer:
