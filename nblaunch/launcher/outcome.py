@@ -179,9 +179,7 @@ def _load_weights(
 def _load_optimizers(
     attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> list[Note]:
-    """Load the states that optimizers have come to into those of the kernel, and those of their schedulers; return
-    notes.
-    """
+    """Load the states of optimizers and their schedulers into those of the kernel; return notes."""
     result = rank_results.get(attempt.ranks[0])
     if result is None:
         return []
@@ -189,10 +187,8 @@ def _load_optimizers(
     loaded: set[int] = set()
     # Optimizers first: a scheduler would go on from learning rates that its optimizer does not have.
     for path, one in sorted(attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])):
-        kind, name = (
-            "scheduler" if is_scheduler(one) else "optimizer",
-            f"{path_name(path)} ({type(one).__name__})",
-        )
+        kind = "scheduler" if is_scheduler(one) else "optimizer"
+        name = f"{path_name(path)} ({type(one).__name__})"
         problem = unsent.get(path) or result.state_errors.get(path, "")
         if not problem and is_scheduler(one) and id(one.optimizer) not in loaded:
             problem = "that of its optimizer did not"

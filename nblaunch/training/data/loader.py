@@ -456,7 +456,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             vars(self)["sampler"] = sampler
 
 
-def _none(batch: Any) -> int:
+def _count_none(batch: Any) -> int:
     """Count no rows: another rank reads the same batch, and counts them."""
     return 0
 
@@ -480,7 +480,7 @@ class DataLoaderShard(PreparedLoader):
         if current is nothing:
             return
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
-        advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _none
+        advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
         rows = count(current)
         is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
         counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
