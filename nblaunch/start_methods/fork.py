@@ -28,18 +28,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
+from nblaunch.host import proc
 from nblaunch.start_methods.base import StartMethod, WorkerGroup
 from nblaunch.start_methods.children import Children, kill_and_reap
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
-from nblaunch.worker import bootstrap, process_control
+from nblaunch.worker import bootstrap, output, process_control
 
 
 class Fork(StartMethod):
@@ -62,9 +63,7 @@ def fork_workers(
 ) -> dict[int, int]:
     """Fork one worker per assignment; return rank -> process id. Only the parent returns."""
     pids: dict[int, int] = {}
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
-            stream.flush()  # or every worker would carry a copy of what is buffered
+    output.flush_before_fork()
     _prepare(backends.find(assignments[0].backend))
     is_paused = pause_pools()
     parent_pid = os.getpid()
@@ -176,6 +175,8 @@ def _refusal(error: OSError, started: int, wanted: int) -> str:
 
 _PAUSE_HARD = 2  # omp_pause_hard; source: OpenMP 5.0, section 3.2.43
 _OWN_MAPS = Path("/proc/self/maps")
+_OWN_STATUS = Path("/proc/self/status")
+_LIBRARIES_SIZE = re.compile(rb"^VmLib:\s*(\d+)", re.MULTILINE)  # source: proc_pid_status(5)
 _LIBRARY = re.compile(r"/lib(?:gomp|omp|iomp5)(?:-[0-9a-f]+)?\.(?:so|dylib)[.0-9]*$")
 _DELETED = " (deleted)"  # source: proc_pid_maps(5)
 
@@ -194,9 +195,9 @@ def pause_pools() -> bool:
 def _loaded_libraries(maps: Path) -> tuple[str, ...]:
     """Return paths of loaded OpenMP libraries. torch, scikit-learn and others each bring a copy of their own."""
     global _known
-    num_loads = _count_loads()
-    key = (maps, num_loads)
-    if num_loads is None or _known is None or _known[0] != key:
+    size = _executable_size()
+    key = (maps, size)
+    if size is None or _known is None or _known[0] != key:
         _known = (key, _find_libraries(maps))
     return _known[1]
 
@@ -219,14 +220,13 @@ def _loaded_name(line: str) -> str:
     without the ``..`` of a search path, the system looks for the file.
     """
     info = _SymbolInfo()
-    dladdr = _system_function("dladdr")
     address = ctypes.c_void_p(int(line.partition("-")[0], 16))
-    if dladdr is not None and dladdr(address, ctypes.byref(info)) and info.file_name:
+    if ctypes.CDLL(None).dladdr(address, ctypes.byref(info)) and info.file_name:
         return os.fsdecode(info.file_name)
     return line[line.index("/") :]
 
 
-_known: tuple[tuple[Path, int | None], tuple[str, ...]] | None = None
+_known: tuple[tuple[Path, bytes | None], tuple[str, ...]] | None = None
 """The libraries found last, and when: reading the maps of a process with torch in it takes a millisecond."""
 
 
@@ -241,44 +241,14 @@ class _SymbolInfo(ctypes.Structure):
     ]
 
 
-class _LoadInfo(ctypes.Structure):
-    """Source: dl_iterate_phdr(3), ``struct dl_phdr_info`` up to ``dlpi_adds``."""
+def _executable_size() -> bytes | None:
+    """Return how much of this process's memory holds code of libraries; None where the system does not count it.
 
-    _fields_: ClassVar = [
-        ("address", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("headers", ctypes.c_void_p),
-        ("num_headers", ctypes.c_uint16),
-        ("num_loads", ctypes.c_ulonglong),
-    ]
-
-
-_VISITOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadInfo), ctypes.c_size_t, ctypes.c_void_p)
-
-
-def _count_loads() -> int | None:
-    """Return how many libraries this process has ever loaded; None where the system does not count them."""
-    iterate = _system_function("dl_iterate_phdr")
-    if iterate is None:
-        return None
-    counts: list[int] = []
-
-    def visit(info: Any, size: int, data: object) -> int:
-        if size >= ctypes.sizeof(_LoadInfo):
-            counts.append(info.contents.num_loads)
-        return 1  # one is enough: the count is the same in all
-
-    iterate(_VISITOR(visit), None)
-    return counts[0] if counts else None
-
-
-@cache
-def _system_function(name: str) -> Any:
-    """Return a function of the system's loader; None where it has none of this name."""
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError):
-        return None
+    It grows when a library is loaded. The loader's own count is not asked for: it is given to a callback under the
+    loader's lock, which a thread that imports a module waits for while it holds the interpreter's.
+    """
+    found = _LIBRARIES_SIZE.search(proc.read_bytes(_OWN_STATUS))
+    return found[1] if found else None
 
 
 def _pause(library: str) -> bool:

@@ -11,6 +11,7 @@ because ``display`` and matplotlib's inline backend only work where there is one
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import sys
@@ -25,6 +26,7 @@ from nblaunch.host import disk
 
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_LINE_BUFFERED = 1  # _IOLBF; source: <stdio.h> of glibc and musl
 _outputs: list[tuple[io.TextIOWrapper, io.BufferedWriter[_Output]]] = []
 
 
@@ -87,6 +89,36 @@ def capture(log_path: str) -> None:
     sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
 
+    _c_stdout.write_lines()
+
+
+class _CStdout:
+    """The C library's buffered ``stdout``: what native code prints by ``printf`` or ``std::cout``.
+
+    Into a file it is written a block at a time, and ``os._exit`` leaves out the last one.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        try:
+            stream = ctypes.c_void_p.in_dll(library, "stdout")
+        except ValueError:  # another name on this system (macOS)
+            stream = ctypes.c_void_p.in_dll(library, "__stdoutp")
+        self._stream = stream
+        self._fflush, self._setvbuf = library.fflush, library.setvbuf
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._fflush(self._stream)
+
+    def write_lines(self) -> None:
+        """Write each line when it ends, from now on."""
+        self._setvbuf(self._stream, None, _LINE_BUFFERED, 0)
+
+
+_c_stdout = _CStdout()
+"""Looked up once, in the kernel, instead of in every worker."""
+
 
 def renew_buffers() -> None:
     """Give the streams of :func:`capture` empty buffers, in a process that was forked from the worker.
@@ -102,6 +134,7 @@ def renew_buffers() -> None:
 
 def flush() -> int:
     """Write what is buffered; returns how many bytes the disk had no room for since the start."""
+    _c_stdout.flush()
     lost = 0
     for stream in (sys.stdout, sys.stderr):
         if stream is None or stream.closed:
@@ -110,6 +143,14 @@ def flush() -> int:
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
         lost += raw.lost_bytes if isinstance(raw, _Output) else 0
     return lost
+
+
+def flush_before_fork() -> None:
+    """Write what this process has buffered, or every worker would carry a copy of it."""
+    _c_stdout.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
+            stream.flush()
 
 
 def append_to_log(log_path: str, text: str) -> None:

@@ -115,6 +115,40 @@ notebook_launcher(train, ({"to_kernels_streams" if method == "fork" else "print"
     assert cell.stderr == ""
 
 
+@pytest.mark.parametrize("end", ["return", "sys.exit(1)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_native_code_has_not_flushed_is_captured(fresh: Kernel, method: str, end: str) -> None:
+    cell = fresh.run(
+        f"""
+import ctypes
+def train():
+    import ctypes, os, sys
+    libc = ctypes.CDLL(None)
+    for i in range(3):
+        libc.printf(b"line %d\\n", i)
+    print("from Python")
+    libc.printf(b"no end")
+    if os.environ["RANK"] == "0":
+        {end}
+libc = ctypes.CDLL(None)
+os.environ.pop("PYTHONUNBUFFERED", None)  # under which Python takes C's buffer away, too
+buffer = ctypes.create_string_buffer(4096)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))  # for good
+libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), buffer, 0, 4096)
+libc.printf(b"of the kernel ")  # not yet written, and not for the workers to write
+try:
+    notebook_launcher(train, num_processes=2, start_method={method!r})
+except Exception as error:
+    assert type(error).__name__ == "WorkerDied", error
+nblaunch.last_job().logs(0).splitlines()
+"""
+    )
+    expected = ["line 0", "line 1", "line 2", "from Python", "no end"]
+    if "kill" in end:
+        expected.remove("no end")  # a process that is killed can't write what is no line yet
+    assert cell.value == expected
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_bars_of_every_kind_are_status_lines(shared: Kernel, method: str) -> None:
     cell = shared.run(

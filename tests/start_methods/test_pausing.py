@@ -80,6 +80,35 @@ def test_a_library_whose_file_is_gone_is_paused(tmp_path: Path, then: str) -> No
     assert result.stdout == "True 0\n"
 
 
+# dlopen keeps the interpreter's lock, as an import of an extension does, and takes the loader's.
+IMPORTING = """
+import _ctypes, threading, sys
+from nblaunch.start_methods import fork
+
+stop = threading.Event()
+def load():
+    while not stop.is_set():
+        _ctypes.dlclose(_ctypes.dlopen(sys.argv[1], 2))
+
+sys.setswitchinterval(1e-6)
+thread = threading.Thread(target=load, daemon=True)
+thread.start()
+counts = {fork._executable_size() for _ in range(5_000)}
+stop.set()
+thread.join()
+print(len(counts) > 1)
+"""
+
+
+@pytest.mark.timeout(100)
+def test_another_thread_may_load_libraries_meanwhile() -> None:
+    library = next((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORTING, library], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert result.stdout == "True\n"
+
+
 def test_a_process_without_openmp_needs_no_pause() -> None:
     program = "from nblaunch.start_methods.fork import pause_pools; assert pause_pools() is True"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -113,12 +142,12 @@ def test_one_that_cannot_be_paused_keeps_no_other_from_it(monkeypatch: pytest.Mo
     assert paused == ["first", "second"]
 
 
-def test_where_loads_are_not_counted_libraries_are_looked_for_each_time(
+def test_where_their_size_is_not_counted_libraries_are_looked_for_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with C libraries other than GNU's."""
     monkeypatch.setattr(fork, "_known", None)
-    monkeypatch.setattr(fork, "_count_loads", lambda: None)
+    monkeypatch.setattr(fork, "_executable_size", lambda: None)
     maps = tmp_path / "maps"
     maps.write_text("")
     assert fork._loaded_libraries(maps) == ()
