@@ -10,9 +10,10 @@ silent worker can't hold up the others; a sender waits while the pipe is full.
 
 The events of a detached job are kept in a file in the same form (``detached/``).
 
-Processes that a worker forks share its pipe, and each is a sender of its own: a packet names its sender and is small
-enough for the system to write it in one piece, whichever processes write at the same time (source: pipe(7), PIPE_BUF).
-A sender that is killed in the middle of an event leaves an event that is never complete, and cuts no other sender's.
+Threads of a worker, its signal handlers and processes that it forks share its pipe and send without a lock: a packet
+names its event by a random number, and is small enough for the system to write it in one piece, whoever writes at the
+same time (source: pipe(7), PIPE_BUF). A sender that is killed or interrupted in the middle of an event leaves one that
+is never complete, and cuts no other.
 
 A class of the user's script or notebook may not exist where the event arrives (a launcher that runs scripts, a fresh
 interpreter, a class inside a function). So an event's pickle names classes of nblaunch and of ``builtins`` alone; other
@@ -27,17 +28,15 @@ import os
 import pickle
 import select
 import struct
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from types import BuiltinFunctionType
 from typing import Any
 
 from nblaunch.events import Event, Note
 
 _HEADER = struct.Struct("<8sQ")
-"""Of a packet: its sender, and how many bytes of the event are still to come, those of this packet included."""
+"""Of a packet: its event, and how many bytes of that are still to come, those of this packet included."""
 
 _BODY_BYTES = select.PIPE_BUF - _HEADER.size
 _READ_BYTES = 1 << 18
@@ -48,33 +47,19 @@ _CLOSED = (
 
 
 class EventSender:
-    """The worker's end. Threads of a worker may share it; a forked process calls :meth:`renew_after_fork`.
-
-    Signal handlers may send, too: one that has interrupted a send of its own thread leaves its event to that.
+    """The worker's end. Threads, signal handlers and forked processes may share it.
 
     Args:
         fd: writing end of the pipe.
-        uninterrupted: makes a context in which an interrupt is held back, so that no event is ever cut in two.
 
     Attributes:
         num_sent: how many events were sent.
     """
 
-    def __init__(
-        self, fd: int, uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd = fd
         self.num_sent = 0
-        self._uninterrupted = uninterrupted
         self._file = _identity(fd)
-        self.renew_after_fork()
-
-    def renew_after_fork(self) -> None:
-        """Send as a sender of its own from now on, and wait for no thread that a fork has left behind."""
-        self._name = os.urandom(8)
-        self._lock = threading.RLock()
-        self._waiting: deque[memoryview] = deque()
-        self._is_writing = False
 
     def send(self, event: Event) -> None:
         """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too.
@@ -87,37 +72,20 @@ class EventSender:
         except Exception as error:  # what the user's code has put into it
             text = f"an event could not be sent, and is lost: {_why_lost(type(event).__name__, error)}"
             body = _body_of(Note(event.rank, event.time_s, text, "warning"))
-        with self._uninterrupted(), self._lock:
-            self.num_sent += 1
-            self._waiting.append(body)
-            # Under the mark a handler leaves its event to the send that it has interrupted. That looks again once the
-            # mark is gone: the handler may have come just before.
-            while self._waiting and not self._is_writing:
-                self._is_writing = True
-                try:
-                    while self._waiting:
-                        self._write(self._waiting.popleft())
-                finally:
-                    self._is_writing = False
-
-    def _write(self, body: memoryview) -> None:
         if _identity(self.fd) != self._file:
             raise RuntimeError(_CLOSED)
-        try:
-            for packet in self._packets(body):
+        self.num_sent += 1
+        with suppress(BrokenPipeError):
+            for packet in _packets(body):
                 while packet:
                     # A pipe takes it whole, a file on a full disk may not.
                     packet = packet[os.write(self.fd, packet) :]
-        except BrokenPipeError:
-            return
-        except BaseException:
-            # Of a signal handler: what follows must not be taken for the rest of this event.
-            self._name = os.urandom(8)
-            raise
 
-    def _packets(self, body: memoryview) -> Iterator[bytes]:
-        for start in range(0, len(body), _BODY_BYTES):
-            yield _HEADER.pack(self._name, len(body) - start) + body[start : start + _BODY_BYTES]
+
+def _packets(body: memoryview) -> Iterator[bytes]:
+    name = os.urandom(8)
+    for start in range(0, len(body), _BODY_BYTES):
+        yield _HEADER.pack(name, len(body) - start) + body[start : start + _BODY_BYTES]
 
 
 def _body_of(event: Event) -> memoryview:
@@ -155,7 +123,7 @@ class EventReceiver:
         self.fd = fd
         self._source = source
         self._pending = bytearray()
-        self._begun: dict[bytes, bytearray] = {}  # sender -> what has arrived of its present event
+        self._begun: dict[bytes, bytearray] = {}  # name of an event -> what has arrived of it
         os.set_blocking(fd, False)
 
     def receive(self) -> tuple[list[Event], bool]:
@@ -176,14 +144,14 @@ class EventReceiver:
         events: list[Event] = []
         start = 0
         while len(self._pending) - start >= _HEADER.size:
-            sender, missing = _HEADER.unpack_from(self._pending, start)
+            name, missing = _HEADER.unpack_from(self._pending, start)
             body_at = start + _HEADER.size
             end = body_at + min(missing, _BODY_BYTES)
             if len(self._pending) < end:
                 break
-            self._begun.setdefault(sender, bytearray()).extend(self._pending[body_at:end])
+            self._begun.setdefault(name, bytearray()).extend(self._pending[body_at:end])
             if end - body_at == missing:
-                events.append(self._read(self._begun.pop(sender)))
+                events.append(self._read(self._begun.pop(name)))
             start = end
         del self._pending[:start]
         return events

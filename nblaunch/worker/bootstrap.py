@@ -93,7 +93,7 @@ class _Worker:
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
         self.locks = WorkerLocks(assignment.board_fd, assignment.rank)
         self.interrupts = process_control.Interrupts(self.slot)
-        self.sender = EventSender(assignment.event_fd, self.interrupts.deferred)
+        self.sender = EventSender(assignment.event_fd)
         self.interrupts.install()
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
@@ -244,7 +244,6 @@ class _Worker:
     def _become_subprocess(self) -> None:
         """Give up the rank, in a process that was just forked from the worker."""
         self._is_subprocess = True
-        self.sender.renew_after_fork()
         self.slot.detach()
         self.locks.detach()
         self.interrupts.reset_in_subprocess()

@@ -30,7 +30,7 @@ class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt`` while the user's code runs, and only then.
 
     One that comes earlier is raised when that code begins, and one that comes later is only counted: it never
-    interrupts what the worker does by itself, nor an event on its way to the launcher.
+    interrupts what the worker does by itself.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -63,29 +63,13 @@ class Interrupts:
     def allow(self) -> None:
         """Raise interrupts from now on, and one that has come before."""
         self._held -= 1
-        self._raise_pending()
+        if self._is_pending and not self._held:
+            self._is_pending = False
+            raise KeyboardInterrupt
 
     def hold(self) -> None:
         """Hold interrupts back from now on."""
         self._held += 1
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Hold interrupts back until the block ends. Only the main thread is ever interrupted."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._held += 1
-        try:
-            yield
-        finally:
-            self._held -= 1
-            self._raise_pending()
-
-    def _raise_pending(self) -> None:
-        if self._is_pending and not self._held:
-            self._is_pending = False
-            raise KeyboardInterrupt
 
 
 class _Raised(AbstractContextManager[None]):

@@ -30,11 +30,6 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def interrupt_twice() -> None:
-    interrupt()
-    interrupt()
-
-
 def test_an_interrupt_before_the_function_is_raised_when_it_begins(
     interrupts: Interrupts, slot: Slot
 ) -> None:
@@ -54,8 +49,5 @@ def test_an_interrupt_after_the_function_is_only_counted(interrupts: Interrupts,
 
 
 def test_an_interrupt_of_the_function_is_raised_where_it_is(interrupts: Interrupts) -> None:
-    with interrupts.raised_in_block():
-        with pytest.raises(KeyboardInterrupt):
-            interrupt()
-        with pytest.raises(KeyboardInterrupt), interrupts.deferred():
-            interrupt_twice()
+    with interrupts.raised_in_block(), pytest.raises(KeyboardInterrupt):
+        interrupt()
