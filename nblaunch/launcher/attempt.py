@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from nblaunch import env, start_methods
+from nblaunch import env
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.errors import LaunchError
@@ -31,7 +31,8 @@ from nblaunch.launcher.monitor import Monitor
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
-from nblaunch.start_methods.base import StartMethod, WorkerGroup
+from nblaunch.start_methods import STARTERS, Starter
+from nblaunch.start_methods.base import WorkerGroup
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.topology import Topology
 from nblaunch.wire import signing
@@ -180,20 +181,20 @@ class RunningAttempt:
         self._resources.close()
 
 
-def start_attempt(attempt: Attempt, method: StartMethod | None = None) -> RunningAttempt:
+def start_attempt(attempt: Attempt, starter: Starter | None = None) -> RunningAttempt:
     """Start the workers of an attempt.
 
     Args:
         attempt: what to start.
-        method: how; None = by the start method of the plan.
+        starter: starts them; None = that of the plan's start method.
 
     Raises:
         PayloadError: the call can't be sent to workers.
         LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
     """
-    method = method or start_methods.find(attempt.plan.start_method)
+    starter = starter or STARTERS[attempt.plan.start_method]
     with ExitStack() as stack, refusals_as_launch_errors(attempt):
-        return _start(attempt, method, stack)
+        return _start(attempt, starter, stack)
 
 
 @contextmanager
@@ -208,7 +209,7 @@ def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
         ) from error
 
 
-def _start(attempt: Attempt, method: StartMethod, stack: ExitStack) -> RunningAttempt:
+def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttempt:
     """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     descendants = Descendants()
@@ -224,7 +225,7 @@ def _start(attempt: Attempt, method: StartMethod, stack: ExitStack) -> RunningAt
     with ExitStack() as worker_ends:
         assignments, connections = assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
-        group = method.start(call, assignments, board, attempt.saved)
+        group = starter(call, assignments, board, attempt.saved)
     left_running: list[str] = []
     # After the group was closed: then no worker is left that could start another process.
     stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)

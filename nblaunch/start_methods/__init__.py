@@ -1,9 +1,9 @@
-"""Start methods, one file each.
+"""Start methods, one file each, with a function ``start`` that :data:`STARTERS` lists.
 
 The argument ``engine`` of ``notebook_launcher`` chooses between worker processes (``"local"``, and ``"elastic"`` with
 other machines: both are started by these) and ``"inline"``.
 
-base.py               StartMethod, which starts workers, and WorkerGroup, by which they are watched
+base.py               WorkerGroup, by which workers are watched
 fork.py               forks of this process
 forkserver.py         forks of a clean interpreter
 spawn.py              fresh interpreters
@@ -16,13 +16,26 @@ interpreter_main.py   what that does
 
 from __future__ import annotations
 
-from nblaunch.start_methods.base import StartMethod
-from nblaunch.start_methods.fork import Fork
-from nblaunch.start_methods.forkserver import Forkserver
-from nblaunch.start_methods.spawn import Spawn
+from collections.abc import Callable, Mapping, Sequence
 
+from nblaunch.start_methods import fork, forkserver, spawn
+from nblaunch.start_methods.base import WorkerGroup
+from nblaunch.start_methods.saved_call import SavedCall
+from nblaunch.wire.assignment import Assignment, FunctionCall
+from nblaunch.wire.board import Board
 
-def find(name: str) -> StartMethod:
-    """Return a start method by its name: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
-    known = {method.name: method for method in (Fork, Forkserver, Spawn)}
-    return known[name]()
+Starter = Callable[[FunctionCall, Sequence[Assignment], Board, SavedCall | None], WorkerGroup]
+"""Starts one worker per assignment. It knows nothing of events, logs or results.
+
+Args:
+    call: the function and its arguments.
+    assignments: one per worker.
+    board: their progress.
+    saved: the call as it was earlier, which fresh processes load in place of ``call``; None = save it now.
+
+Raises:
+    PayloadError: the call can't be sent to workers; names the variable.
+    LaunchError: the system refused a process; those already started are gone again.
+"""
+
+STARTERS: Mapping[str, Starter] = {"fork": fork.start, "forkserver": forkserver.start, "spawn": spawn.start}

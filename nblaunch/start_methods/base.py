@@ -1,18 +1,10 @@
-"""How workers come to be: a :class:`StartMethod` starts them and gives a :class:`WorkerGroup` to watch them by.
-
-A start method knows nothing of events, logs or results; a group knows nothing but processes. Each method is one
-file of this folder.
-"""
+"""How workers are watched: as a :class:`WorkerGroup`, which knows nothing but processes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 from nblaunch.events import ExitStatus
-from nblaunch.start_methods.saved_call import SavedCall
-from nblaunch.wire.assignment import Assignment, FunctionCall
-from nblaunch.wire.board import Board
 
 KILL_PATIENCE_S = 10.0
 """From SIGKILL until a process is given up. Tearing down some hundred GB, or a device, takes seconds."""
@@ -53,31 +45,4 @@ class WorkerGroup(ABC):
         """Kill what still runs, reap it and all helpers, release descriptors. Called once.
 
         Waits at most :data:`KILL_PATIENCE_S` for processes that were killed, and leaves those that still do not end.
-        """
-
-
-class StartMethod(ABC):
-    """One way to start workers."""
-
-    name: str
-
-    @abstractmethod
-    def start(
-        self,
-        call: FunctionCall,
-        assignments: Sequence[Assignment],
-        board: Board,
-        saved: SavedCall | None = None,
-    ) -> WorkerGroup:
-        """Start one worker per assignment.
-
-        Args:
-            call: the function and its arguments.
-            assignments: one per worker.
-            board: their progress.
-            saved: the call as it was earlier, which fresh processes load in place of ``call``; None = save it now.
-
-        Raises:
-            PayloadError: the call can't be sent to workers; names the variable.
-            LaunchError: the system refused a process; those already started are gone again.
         """

@@ -34,7 +34,7 @@ from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
 from nblaunch.host import proc
-from nblaunch.start_methods.base import StartMethod, WorkerGroup
+from nblaunch.start_methods.base import WorkerGroup
 from nblaunch.start_methods.children import Children, kill_and_reap
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.wire.assignment import Assignment, FunctionCall
@@ -43,19 +43,11 @@ from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, output, process_control
 
 
-class Fork(StartMethod):
-    """Forks from the calling thread: the main one, while no other code of the user can run."""
-
-    name = "fork"
-
-    def start(
-        self,
-        call: FunctionCall,
-        assignments: Sequence[Assignment],
-        board: Board,
-        saved: SavedCall | None = None,
-    ) -> WorkerGroup:
-        return Children(fork_workers(lambda: call, assignments, board))
+def start(
+    call: FunctionCall, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None
+) -> WorkerGroup:
+    """Fork from the calling thread: the main one, while no other code of the user can run."""
+    return Children(fork_workers(lambda: call, assignments, board))
 
 
 def fork_workers(

@@ -13,38 +13,29 @@ from collections.abc import Sequence
 
 from nblaunch.events import ExitStatus
 from nblaunch.host import descriptors
-from nblaunch.start_methods.base import StartMethod, WorkerGroup
-from nblaunch.start_methods.children import kill_and_reap, open_pidfd, reap_with_group, signal_group
+from nblaunch.start_methods.base import WorkerGroup
+from nblaunch.start_methods.children import disown, kill_and_reap, open_pidfd, reap_with_group, signal_group
 from nblaunch.start_methods.interpreter import start_interpreter
 from nblaunch.start_methods.interpreter_main import REPORT, STARTED
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
-from nblaunch.start_methods.spawn import disown
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 
-class Forkserver(StartMethod):
-    """Starts one fresh process that loads the call and forks the workers."""
-
-    name = "forkserver"
-
-    def start(
-        self,
-        call: FunctionCall,
-        assignments: Sequence[Assignment],
-        board: Board,
-        saved: SavedCall | None = None,
-    ) -> WorkerGroup:
-        with saved_or_now(saved, call) as file:
-            reading, writing = os.pipe()
-            try:
-                server = disown(start_interpreter(assignments, file, writing))
-            except BaseException:
-                os.close(reading)
-                raise
-            finally:
-                os.close(writing)
-        return ForkserverGroup(server, reading, [assignment.rank for assignment in assignments])
+def start(
+    call: FunctionCall, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None
+) -> WorkerGroup:
+    """Start one fresh process that loads the call and forks the workers."""
+    with saved_or_now(saved, call) as file:
+        reading, writing = os.pipe()
+        try:
+            server = disown(start_interpreter(assignments, file, writing))
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+    return ForkserverGroup(server, reading, [assignment.rank for assignment in assignments])
 
 
 class ForkserverGroup(WorkerGroup):

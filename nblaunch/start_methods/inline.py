@@ -1,7 +1,7 @@
 """The function in this very process, as the only rank: for pdb, profilers and tests.
 
-No :class:`~nblaunch.start_methods.base.StartMethod`, because there is no process to watch: exceptions and interrupts
-take their ordinary way, and breakpoints work.
+Not among the starters, because there is no process to watch: exceptions and interrupts take their ordinary way, and
+breakpoints work.
 """
 
 from __future__ import annotations

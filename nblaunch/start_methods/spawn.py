@@ -5,28 +5,20 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
-from nblaunch.start_methods.base import StartMethod, WorkerGroup
-from nblaunch.start_methods.children import Children, kill_and_reap
+from nblaunch.start_methods.base import WorkerGroup
+from nblaunch.start_methods.children import Children, disown, kill_and_reap
 from nblaunch.start_methods.interpreter import start_interpreter
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 
-class Spawn(StartMethod):
-    """Starts every worker as a new Python process."""
-
-    name = "spawn"
-
-    def start(
-        self,
-        call: FunctionCall,
-        assignments: Sequence[Assignment],
-        board: Board,
-        saved: SavedCall | None = None,
-    ) -> WorkerGroup:
-        with saved_or_now(saved, call) as file:
-            return Children(spawn_workers(assignments, file))
+def start(
+    call: FunctionCall, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None
+) -> WorkerGroup:
+    """Start every worker as a new Python process."""
+    with saved_or_now(saved, call) as file:
+        return Children(spawn_workers(assignments, file))
 
 
 def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[int, int]:
@@ -43,9 +35,3 @@ def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[in
         kill_and_reap(map(disown, processes.values()))
         raise
     return {rank: disown(process) for rank, process in processes.items()}
-
-
-def disown(process: subprocess.Popen[bytes]) -> int:
-    """Take the waiting for a process out of ``subprocess``'s hands, which would warn and reap it behind our back."""
-    process.returncode = 0
-    return process.pid

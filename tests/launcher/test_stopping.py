@@ -20,7 +20,7 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
-from nblaunch.start_methods.base import StartMethod, WorkerGroup
+from nblaunch.start_methods.base import WorkerGroup
 from nblaunch.topology import Topology
 
 pytestmark = pytest.mark.timeout(30)
@@ -74,18 +74,6 @@ class Group(WorkerGroup):
         self.is_closed = True
 
 
-class Starting(StartMethod):
-    """Starts nothing, and gives this group."""
-
-    name = "test"
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def start(self, *args: object, **options: object) -> WorkerGroup:
-        return self._group
-
-
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     """Rank 0 ends by nothing; rank 1 by an interrupt, and by a second one that comes with it."""
@@ -105,7 +93,7 @@ def watch(
     spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=grace_s, log_dir=str(folder))
     topology = Topology(world_size=2, local_world_size=2)
     attempt = Attempt(spec, plan_launch(spec), 0, 0, topology, JobLog(spec.log_dir))
-    running = start_attempt(attempt, Starting(group))
+    running = start_attempt(attempt, lambda *args: group)
     report, rank_results = Supervisor(running, requests, events.append, lambda samples: None).run()
     assert rank_results == {}
     assert group.is_closed
