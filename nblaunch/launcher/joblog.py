@@ -5,7 +5,6 @@
         .nblaunch_job.json             stamps the folder as ours: its name, its kernel, when it was made
         attempt_0/
           rank_0.log                   everything that rank 0 printed
-          rank_0.message                 text of its exception, where that is too long to be shown
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
 Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned. Only a

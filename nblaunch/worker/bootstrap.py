@@ -45,7 +45,7 @@ from nblaunch.wire.originals import Originals
 from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import inherited, libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
-from nblaunch.worker.failure import send_failure
+from nblaunch.worker.failure import describe_failure
 
 if TYPE_CHECKING:
     from nblaunch.worker.debugger import Debugger
@@ -152,8 +152,7 @@ class _Worker:
             traceback.print_exception(error)
             return _end_subprocess(1)
         self.slot.set_state(WorkerState.FAILED)
-        rank, log_path = self.assignment.rank, self.assignment.log_path
-        send_failure(self.sender.send, rank, error, self._evidence(error), log_path)
+        self.sender.send(describe_failure(self.assignment.rank, error, self._evidence(error)))
         if self._debugger is not None and self.assignment.post_mortem:
             self._wait_at(error, self._debugger)
         return 1

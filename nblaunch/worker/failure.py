@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import linecache
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from types import TracebackType
 
-from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
+from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import from_first_user_frame, is_user_file
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
@@ -24,9 +19,9 @@ _MAX_PARTS = 20  # of an exception group
 _MAX_FORMATTED_FRAMES = 2000
 """Beyond, only the last of a traceback are formatted: Python takes seconds for those of a runaway recursion."""
 
-_KEPT_CHARACTERS = 8000  # of a message that is longer than that
+_KEPT_CHARACTERS = 8000
+"""Of a text that is too long to be shown."""
 
-_PATIENCE_S = 5.0
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
     "connection closed by peer",
@@ -43,35 +38,8 @@ _CONSEQUENCE_WORDS = (
 )
 
 
-def describe_failure(rank: int, error: BaseException) -> Failed:
-    """Return the event that reports ``error`` to the launcher."""
-    return replace(_described(rank, error, ()), exception=exceptions.dump(error))
-
-
-def send_failure(
-    send: Callable[[Event], None], rank: int, error: BaseException, evidence: tuple[str, ...], log_path: str
-) -> None:
-    """Send what :func:`describe_failure` makes, with what the device explains about ``error``.
-
-    A message that is too long to be shown is written to a file beside ``log_path``.
-
-    Of an exception that takes for ever to be pickled, only the text is sent: its own code may wait for a lock that
-    will never be released, and the other ranks would wait for this one.
-    """
-    event = _with_short_message(
-        _described(rank, error, evidence), error, Path(log_path).with_suffix(".message")
-    )
-    timer = threading.Timer(_PATIENCE_S, send, (event,))
-    timer.daemon = True
-    with suppress(RuntimeError):  # no thread can be had, for want of memory maybe: then without that patience
-        timer.start()
-    exception = exceptions.dump(error)
-    timer.cancel()
-    send(replace(event, exception=exception))
-
-
-def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Failed:
-    """Return the event without the exception itself."""
+def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
+    """Return the event that reports ``error`` to the launcher, with what the device explains about it."""
     error = error.with_traceback(from_first_user_frame(error.__traceback__))
     return Failed(
         rank=rank,
@@ -79,31 +47,8 @@ def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Fa
         info=_info(error),
         is_consequence=not evidence and _is_consequence(error),
         evidence=evidence,
+        exception=exceptions.dump(error),
     )
-
-
-def _with_short_message(event: Failed, error: BaseException, path: Path) -> Failed:
-    """Return ``event``; of a message that is too long, its two ends and the path of a file with all of it."""
-    with suppress(BaseException):  # its own code; then there is no message
-        message = str(error)
-        if len(message) > MAX_CHARACTERS:
-            where = _written(message, path)
-            info = replace(
-                event.info,
-                message=f"{shortened(message, _KEPT_CHARACTERS)}\n{where}",
-                text=f"{shortened(event.info.text, _KEPT_CHARACTERS)}\n{where}\n",
-            )
-            return replace(event, info=info)
-    return event
-
-
-def _written(message: str, path: Path) -> str:
-    """Write ``message`` to a file; return a line with its path."""
-    try:
-        path.write_text(message, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        return f"(the complete message, {len(message):,} characters, could not be written to {path}: {error.strerror})"
-    return f"(the complete message, {len(message):,} characters, is in {path})"
 
 
 def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:
@@ -143,14 +88,18 @@ def _formatted(error: BaseException) -> str:
         lines = traceback.format_exception(type(error), error, error.__traceback__, limit)
     except BaseException as broken:  # a __str__ that raises, or exits, must not hide the error itself
         return f"{_qualified_name(type(error))} (can't be formatted: {type(broken).__name__})\n"
-    return shortened("".join(lines), MAX_CHARACTERS)
+    return _two_ends("".join(lines))
 
 
 def _message_of(error: BaseException) -> str:
     try:
-        return shortened(str(error), MAX_CHARACTERS)
+        return _two_ends(str(error))
     except BaseException as broken:
         return f"<its message can't be shown: str() raises {type(broken).__name__}>"
+
+
+def _two_ends(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else shortened(text, _KEPT_CHARACTERS)
 
 
 def _qualified_name(cls: type) -> str:
