@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,6 @@ from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import payload
-from nblaunch.wire.assignment import FunctionCall, restore_host_random_states, restore_sources
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import output, process_control
@@ -85,8 +83,6 @@ class _DetachedJob:
         self._folder = JobFolder(self._log.path)
         self._recorder = Recorder(self._folder, self._present_outcome)
         self._server = RequestServer(self._log.path, self._requests)
-        restore_sources(task.call.sources)
-        sys.argv[:] = task.call.argv
         self._record = Record(
             task.launch, task.call.sources, socket.gethostname(), pid=os.getpid(), started_s=time.time()
         )
@@ -116,13 +112,10 @@ class _DetachedJob:
     def _load(self) -> LaunchSpec:
         """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""
         launch, saved = self._task.launch, self._task.call
-        if saved.has_shell:
-            output.ensure_shell()
+        saved.restore_surroundings()
         backends.find(launch.backend, launch.registered_backend)
-        call: FunctionCall = payload.load_mapped(saved.fd)
-        os.close(saved.fd)
-        restore_host_random_states(pickle.loads(saved.random_states))
-        function, args = call
+        (function, args), _ = saved.load()
+        saved.close()
         return replace(launch.spec, function=function, args=args, num_processes=launch.num_processes)
 
     def _end_unstarted(self, error: BaseException) -> None:

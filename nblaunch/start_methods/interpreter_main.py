@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import struct
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -29,8 +28,8 @@ from nblaunch.start_methods.fork import fork_workers
 from nblaunch.start_methods.interpreter import Boot
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.start_methods.spawn import spawn_workers
-from nblaunch.wire import exceptions, payload
-from nblaunch.wire.assignment import FunctionCall, restore_host_random_states, restore_sources
+from nblaunch.wire import exceptions
+from nblaunch.wire.assignment import FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.originals import Originals
@@ -47,30 +46,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Run what the launcher wrote to the memory file whose descriptor is given: a worker, or the server of all."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         boot: Boot = pickle.load(file)
-    sys.argv[:] = boot.call.argv
-    restore_sources(boot.call.sources)
     if boot.report_fd < 0:
-        _ensure_shell(boot)  # first: it is connected to the launcher before the call is loaded
         _run_worker(boot)
     _run_forkserver(boot)
 
 
 def _run_worker(boot: Boot) -> NoReturn:
-    call_fd = boot.call.fd
-    os.set_inheritable(call_fd, False)
-    originals = Originals(call_fd)
+    boot.call.restore_surroundings()  # first: displays are connected to the launcher before the call is loaded
+    os.set_inheritable(boot.call.fd, False)
+    originals = Originals(boot.call.fd)
 
     def load() -> FunctionCall:
-        call, originals.address = payload.load_mapped_with_address(call_fd)
-        restore_host_random_states(pickle.loads(boot.call.random_states))
+        call, originals.address = boot.call.load()
         return call
 
     bootstrap.run(boot.assignments[0], load, originals=originals)
-
-
-def _ensure_shell(boot: Boot) -> None:
-    if boot.call.has_shell:
-        output.ensure_shell()
 
 
 def _run_forkserver(boot: Boot) -> NoReturn:
@@ -82,9 +72,8 @@ def _run_forkserver(boot: Boot) -> NoReturn:
         output.capture(boot.log_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         process_control.unblock_signals()
-        _ensure_shell(boot)
-        call: FunctionCall = payload.load_mapped(boot.call.fd)
-        restore_host_random_states(pickle.loads(boot.call.random_states))
+        boot.call.restore_surroundings()
+        call, _ = boot.call.load()
         with process_control.signals_blocked():
             pids = _start_workers(boot, call)
             # The launcher interrupts the server until it knows the workers.

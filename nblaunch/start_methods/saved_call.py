@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from nblaunch import env
 from nblaunch.errors import PayloadError
 from nblaunch.host import descriptors
 from nblaunch.spec import name_of
 from nblaunch.wire import payload, pickle_errors
-from nblaunch.wire.assignment import FunctionCall, capture_host_random_states, capture_sources
+from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sources
 from nblaunch.wire.board import create_memory_file
+from nblaunch.worker import output
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class SavedCall:
         """Return the call in the memory file ``fd``, with what else this process has at present."""
         return cls(
             fd=fd,
-            random_states=pickle.dumps(capture_host_random_states()),
+            random_states=pickle.dumps(_random_states()),
             environment=env.snapshot(),
             path=tuple(sys.path),
             folder=present_folder(),
@@ -60,6 +63,19 @@ class SavedCall:
             sources=capture_sources(),
             has_shell="IPython.core.interactiveshell" in sys.modules,
         )
+
+    def restore_surroundings(self) -> None:
+        """Give this process the command line, the sources of cells and the shell that the call was saved with."""
+        sys.argv[:] = self.argv
+        restore_sources(self.sources)
+        if self.has_shell:
+            output.ensure_shell()
+
+    def load(self) -> tuple[FunctionCall, int]:
+        """Return the call, and the address of its memory file; put the states of random generators back."""
+        loaded = payload.load_mapped_with_address(self.fd)
+        _restore_random_states(pickle.loads(self.random_states))
+        return loaded
 
     def close(self) -> None:
         """Release the memory, as far as no process has it mapped."""
@@ -102,6 +118,30 @@ def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedC
         yield own
     finally:
         own.close()
+
+
+def _random_states() -> dict[str, Any]:
+    """Return the states of the generators that this process has loaded."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        states["torch"] = torch.get_rng_state().numpy().tobytes()
+    return states
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["random"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if "torch" in states:
+        import torch
+
+        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
 
 
 def present_folder() -> str | None:

@@ -1,15 +1,13 @@
 """What a worker receives when it starts: a call, and an assignment as one plain value, whatever the start method.
 
-A fresh interpreter is sent what a forked worker would have without that: cells' sources, states of generators.
+A fresh interpreter is sent the sources of cells, too, which a forked worker has without that.
 """
 
 from __future__ import annotations
 
 import linecache
 import os
-import random
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,28 +108,3 @@ def restore_sources(sources: Mapping[str, str]) -> None:
     """Let tracebacks show the lines of files that do not exist: file name -> text."""
     for name, text in sources.items():
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-
-
-def capture_host_random_states() -> dict[str, Any]:
-    """Return the states of the generators that this process has loaded."""
-    states: dict[str, Any] = {"random": random.getstate()}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy"] = numpy.random.get_state()
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        states["torch"] = torch.get_rng_state().numpy().tobytes()
-    return states
-
-
-def restore_host_random_states(states: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_host_random_states` returned in another process."""
-    random.setstate(states["random"])
-    if "numpy" in states:
-        import numpy
-
-        numpy.random.set_state(states["numpy"])
-    if "torch" in states:
-        import torch
-
-        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
