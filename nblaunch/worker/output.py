@@ -27,7 +27,7 @@ from nblaunch.host import disk
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _LINE_BUFFERED = 1  # _IOLBF; source: <stdio.h> of glibc and musl
-_outputs: list[tuple[io.TextIOWrapper, io.BufferedWriter[_Output]]] = []
+_outputs: list[tuple[io.TextIOWrapper, io.BufferedWriter[_Output], _Output]] = []
 
 
 class _Output(io.RawIOBase):
@@ -84,8 +84,10 @@ def capture(log_path: str) -> None:
     os.close(log)
     os.close(null)
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
-    buffers = [io.BufferedWriter(_Output(fd)) for fd in (1, 2)]
-    _outputs[:] = [(io.TextIOWrapper(buffer, **_TEXT), buffer) for buffer in buffers]
+    _outputs.clear()
+    for raw in (_Output(1), _Output(2)):
+        buffer = io.BufferedWriter(raw)
+        _outputs.append((io.TextIOWrapper(buffer, **_TEXT), buffer, raw))
     sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
 
@@ -127,22 +129,22 @@ def renew_buffers() -> None:
     writing: Python does not reset it (source: https://github.com/python/cpython/issues/50970). Both are made anew in
     place, since log handlers hold the streams.
     """
-    for stream, buffer in _outputs:
-        buffer.__init__(buffer.raw)  # type: ignore[misc]
+    for stream, buffer, raw in _outputs:
+        buffer.__init__(raw)  # type: ignore[misc]
         stream.__init__(buffer, **_TEXT)  # type: ignore[misc]
 
 
 def flush() -> int:
-    """Write what is buffered; returns how many bytes the disk had no room for since the start."""
+    """Write what is buffered, also in what the user's code has put in place of the outputs.
+
+    Returns:
+        How many bytes the disk had no room for since the start.
+    """
     _c_stdout.flush()
-    lost = 0
-    for stream in (sys.stdout, sys.stderr):
-        if stream is None or stream.closed:
-            continue
-        stream.flush()
-        raw = getattr(getattr(stream, "buffer", None), "raw", None)
-        lost += raw.lost_bytes if isinstance(raw, _Output) else 0
-    return lost
+    for stream in (sys.stdout, sys.stderr, *(stream for stream, *_ in _outputs)):
+        with contextlib.suppress(Exception):  # it may be closed, or have no such method
+            stream.flush()
+    return sum(raw.lost_bytes for *_, raw in _outputs)
 
 
 def flush_before_fork() -> None:
@@ -155,8 +157,7 @@ def flush_before_fork() -> None:
 
 def append_to_log(log_path: str, text: str) -> None:
     """Append ``text`` to the log, also where descriptors 1 and 2 are no longer what they were."""
-    with contextlib.suppress(OSError, ValueError):
-        flush()
+    flush()
     with open(log_path, "a", encoding="utf-8", errors="backslashreplace") as log:
         log.write(text)
 

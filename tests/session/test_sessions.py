@@ -65,6 +65,22 @@ def test_what_a_call_without_a_display_prints_is_nowhere(shared: Kernel) -> None
     assert shared.run("_ = session.execute('print(\"next\")')").stdout == "[0-3] next\n"
 
 
+REPLACE_OUTPUT = """
+import sys
+class Logger:
+    terminal = sys.stdout
+    def write(self, text):
+        self.terminal.write(text)
+sys.stdout = Logger()
+"""
+
+
+def test_output_may_be_replaced_by_what_is_no_file(shared: Kernel) -> None:
+    shared.run(f"session.execute({REPLACE_OUTPUT!r})")
+    assert shared.run("_ = session.execute('print(\"said\")')").stdout == "[0-3] said\n"
+    shared.run("session.execute('sys.stdout = sys.stdout.terminal')")
+
+
 DISPLAYS = """
 from IPython.display import HTML, display
 display(HTML('<b>bold</b>'))

@@ -181,3 +181,41 @@ def test_those_of_the_kernel_stay_the_kernels(kernel: Kernel, tmp_path: Path, en
     assert Path(folder).exists()
     kernel.run("logging.shutdown(); folder.cleanup()")
     assert (tmp_path / "log").read_text() == "logged\n"
+
+
+REPLACING = """
+import sys
+import nblaunch
+from nblaunch import notebook_launcher
+
+class Logger:
+    def __init__(self):
+        self.terminal = sys.stdout
+    def write(self, text):
+        self.terminal.write(text)
+
+class FlushedLogger(Logger):
+    def flush(self):
+        pass
+
+def talk(make):
+    sys.stdout = make()
+    print("said", end="")
+    return 5
+
+def close():
+    sys.stdout.close()
+"""
+
+
+@pytest.mark.parametrize("stream", ["Logger", "FlushedLogger"])
+def test_output_may_be_replaced_by_what_is_no_file(kernel: Kernel, stream: str) -> None:
+    kernel.run(REPLACING)
+    assert kernel.run(f"notebook_launcher(talk, ({stream},), 1)").value == 5
+    assert kernel.run("nblaunch.last_job().status, nblaunch.last_job().logs(0)").value == ("done", "said")
+
+
+def test_output_may_be_closed(kernel: Kernel) -> None:
+    kernel.run(REPLACING)
+    kernel.run("notebook_launcher(close, (), 1)")
+    assert kernel.run("nblaunch.last_job().status").value == "done"
