@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent)
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+"""With its symbolic links, as in the file names of code objects."""
+
 _LIBRARY_FOLDERS = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")

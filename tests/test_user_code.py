@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
+from nblaunch import user_code
 from nblaunch.user_code import is_user_file
 
 
@@ -20,7 +23,22 @@ from nblaunch.user_code import is_user_file
         ("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", False),
         ("/tmp/ipykernel_7/1234.py", True),
         ("/home/ada/project/train.py", True),
+        (user_code.__file__, False),
+        (f"{Path(user_code.__file__).parent}_extras/train.py", True),
     ],
 )
 def test_installed_packages_are_not_the_users_wherever_they_are(filename: str, is_users: bool) -> None:
     assert is_user_file(filename) is is_users
+
+
+def test_nblaunch_knows_its_own_files_behind_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(Path(user_code.__file__).parent)
+    spec = importlib.util.spec_from_file_location("linked", tmp_path / "link" / "user_code.py")
+    assert spec is not None
+    assert spec.loader is not None
+    linked = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(linked)
+    filename = linked.is_own_file.__code__.co_filename
+    assert filename.startswith(str(tmp_path))
+    assert linked.is_own_file(filename)
+    assert not linked.is_user_file(filename)
