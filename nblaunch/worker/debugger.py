@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
-from nblaunch.user_code import from_first_user_frame, is_user_file, line_of
+from nblaunch.user_code import from_first_user_frame, is_user_file
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
     CommandConnection,
@@ -171,12 +172,8 @@ class Debugger:
         return [] if self._is_idle else frames.frames_of_main_thread()
 
     def _line_of(self, frame: FrameType) -> int:
-        tb = self._traceback
-        while tb is not None:
-            if tb.tb_frame is frame:
-                return line_of(tb)
-            tb = tb.tb_next
-        return frame.f_lineno or frame.f_code.co_firstlineno
+        lines = (line for one, line in walk_tb(self._traceback) if one is frame)
+        return next(lines, frame.f_lineno) or frame.f_code.co_firstlineno
 
 
 class _Closed(Exception):

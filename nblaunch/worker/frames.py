@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence, Sized
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,16 +18,13 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 def frames_of_main_thread() -> list[FrameType]:
     """Return the frames of the thread that runs the function, innermost first."""
-    return _with_callers(sys._current_frames().get(threading.main_thread().ident or 0))
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [] if frame is None else [one for one, _ in walk_stack(frame)]
 
 
 def frames_of_traceback(tb: TracebackType | None) -> list[FrameType]:
     """Return the frames that an exception has passed, innermost first."""
-    frames: list[FrameType] = []
-    while tb is not None:
-        frames.append(tb.tb_frame)
-        tb = tb.tb_next
-    return frames[::-1]
+    return [frame for frame, _ in walk_tb(tb)][::-1]
 
 
 def up_to_user_code(tb: TracebackType | None) -> TracebackType | None:
@@ -39,14 +37,6 @@ def up_to_user_code(tb: TracebackType | None) -> TracebackType | None:
         return None
     last.tb_next = None
     return tb
-
-
-def _with_callers(frame: FrameType | None) -> list[FrameType]:
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
 
 
 def innermost_user_frame(frames: Sequence[FrameType]) -> FrameType | None:
