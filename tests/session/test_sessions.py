@@ -77,7 +77,7 @@ sys.stdout = Logger()
 
 def test_output_may_be_replaced_by_what_is_no_file(shared: Kernel) -> None:
     shared.run(f"session.execute({REPLACE_OUTPUT!r})")
-    assert shared.run("_ = session.execute('print(\"said\")')").stdout == "[0-3] said\n"
+    assert shared.run("_ = session.execute('print(\"seen\")')").stdout == "[0-3] seen\n"
     shared.run("session.execute('sys.stdout = sys.stdout.terminal')")
 
 

@@ -200,7 +200,7 @@ class FlushedLogger(Logger):
 
 def talk(make):
     sys.stdout = make()
-    print("said", end="")
+    print("seen", end="")
     return 5
 
 def close():
@@ -212,7 +212,7 @@ def close():
 def test_output_may_be_replaced_by_what_is_no_file(kernel: Kernel, stream: str) -> None:
     kernel.run(REPLACING)
     assert kernel.run(f"notebook_launcher(talk, ({stream},), 1)").value == 5
-    assert kernel.run("nblaunch.last_job().status, nblaunch.last_job().logs(0)").value == ("done", "said")
+    assert kernel.run("nblaunch.last_job().status, nblaunch.last_job().logs(0)").value == ("done", "seen")
 
 
 def test_output_may_be_closed(kernel: Kernel) -> None:
