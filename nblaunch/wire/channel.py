@@ -11,9 +11,9 @@ silent worker can't hold up the others; a sender waits while the pipe is full.
 The events of a detached job are kept in a file in the same form (``detached/``).
 
 Threads of a worker, its signal handlers and processes that it forks share its pipe and send without a lock: a packet
-names its event by a random number, and is small enough for the system to write it in one piece, whatever else writes at the
-same time (source: pipe(7), PIPE_BUF). A sender that is killed or interrupted in the middle of an event leaves one that
-is never complete, and cuts no other.
+names its event by a random number, and is small enough for the system to write it in one piece, whatever else writes
+at the same time (source: pipe(7), PIPE_BUF). A sender that is killed or interrupted in the middle of an event leaves
+one that is never complete, and cuts no other.
 
 A class of the user's script or notebook may not exist where the event arrives (a launcher that runs scripts, a fresh
 interpreter, a class inside a function). So an event's pickle names classes of nblaunch and of ``builtins`` alone; other
