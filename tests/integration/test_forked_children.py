@@ -116,7 +116,6 @@ def test_no_forked_process_waits_for_a_thread_of_its_worker(shared: Kernel) -> N
         + """
 def train():
     from tqdm import tqdm
-    sender = context.current().emit.__self__
     is_held, is_over = threading.Event(), threading.Event()
 
     def hold():
@@ -126,7 +125,7 @@ def train():
             is_held.set(); is_over.wait()
             return write(self, data)
         type(raw).write = slow
-        with sender._lock, tqdm.get_lock():
+        with tqdm.get_lock():
             print("held")
         type(raw).write = write
 
