@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 class Debugged(Protocol):
     """What :func:`debug` can look into: a job, or a session."""
 
-    @property
-    def has_debugged_workers(self) -> bool:
-        """Whether its ranks can be asked."""
-
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return the client of the debugger, and the rank to be debugged; None = that with the root cause."""
 
@@ -75,7 +71,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
             )
         debugger, rank = job.find_debugger(rank)
         debugger.open_pdb(rank)
-        while (prompt := debugger.wait_for_prompt(rank, lambda: job.has_debugged_workers)) is not None:
+        while (prompt := debugger.wait_for_prompt(rank)) is not None:
             debugger.send_line(rank, _ask(rank, prompt))
         _print(debugger.take_printed(rank))
 

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,13 @@ class DebugClient:
     Attributes:
         prompts: rank -> what pdb of this rank waits with.
         printed: rank -> what pdb has printed when it was left, until it is taken.
-        gone: ranks whose process has ended.
+        gone: ranks whose process has ended; all of them, once the client was closed.
         announced_stops: breakpoints that were reported to the user.
     """
 
     def __init__(self, connections: Mapping[int, CommandConnection]) -> None:
         self.connections = dict(connections)
+        self._ranks = sorted(connections)
         self.prompts: dict[int, Prompted] = {}
         self.printed: dict[int, str] = {}
         self.gone: set[int] = set()
@@ -83,10 +84,8 @@ class DebugClient:
         Raises:
             ValueError: there is no such rank.
         """
-        if rank is not None and rank not in self.connections:
-            raise ValueError(
-                f"rank={rank} is not one of these ranks ({min(self.connections)} to {max(self.connections)})"
-            )
+        if rank is not None and rank not in self._ranks:
+            raise ValueError(f"rank={rank} is not one of these ranks ({self._ranks[0]} to {self._ranks[-1]})")
         return default if rank is None else rank
 
     def inspect(self, expression: str, timeout_s: float) -> RankValues:
@@ -165,12 +164,13 @@ class DebugClient:
     def close(self) -> None:
         """Close the connections, of workers that end: nothing can be asked any more."""
         with self._receiving:
+            self.gone.update(self.connections)
             self.connections = {}
 
-    def wait_for_prompt(self, rank: int, may_go_on: Callable[[], bool]) -> Prompted | None:
+    def wait_for_prompt(self, rank: int) -> Prompted | None:
         """Wait until pdb of a rank waits for a line; return None when it was left, or the rank has ended."""
         while (prompt := self.prompts.get(rank)) is None:
-            if rank in self.printed or rank in self.gone or not may_go_on():
+            if rank in self.printed or rank in self.gone:
                 return None
             self.receive_available(_POLL_S)
         return prompt

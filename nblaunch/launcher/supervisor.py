@@ -289,7 +289,7 @@ class Supervisor:
         assert self._debugger is not None, "only its connections are waited for"
         self._debugger.receive_available()
         if rank in self._debugger.gone:
-            self._selector.unregister(self._debugger.connections[rank])
+            self._selector.unregister(self._running.connections.debug[rank])  # the client may be closed
 
     def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)

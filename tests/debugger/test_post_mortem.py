@@ -197,11 +197,30 @@ def test_the_environment_asks_for_it_where_it_is_possible_and_time_ends_it(kerne
         PREAMBLE + "from nblaunch.launcher import runner\nrunner._KEPT_S = 5.0\n%env NBLAUNCH_POST_MORTEM=1"
     )
     kernel.run("notebook_launcher(train, num_processes=2)", raises="ValueError")
-    assert kernel.run("nblaunch.last_job().has_debugged_workers").value is True
+    assert kernel.run("nblaunch.last_job().find_debugger()[1]").value == 1
     kernel.wait_for_no_processes(20.0)
     kernel.run("nblaunch.debug()", raises="RuntimeError")
     elsewhere = "num_nodes=2, node_rank=1, use_port=1, rdzv_timeout_s=0.1"
     kernel.run(f"notebook_launcher(train, {elsewhere})", raises="LaunchError")  # and no ValueError
+
+
+def test_jobs_that_have_ended_keep_no_connections(shared: Kernel) -> None:
+    shared.run("""
+import os
+from contextlib import suppress
+jobs = []
+def end_well_and_badly():
+    for bad_rank in (5, 1):
+        with suppress(ValueError):
+            notebook_launcher(train, (bad_rank,), num_processes=2, post_mortem=True)
+        jobs.append(nblaunch.last_job())
+        jobs[-1].release()
+def num_sockets():
+    return sum("socket:" in os.path.realpath(file.path) for file in os.scandir("/proc/self/fd"))
+""")
+    shared.run("end_well_and_badly(); before = num_sockets(); end_well_and_badly()")
+    assert shared.run("num_sockets() - before").value == 0
+    shared.wait_for_no_processes()
 
 
 def test_exit_handlers_of_the_failed_rank_run_when_it_is_released(shared: Kernel) -> None:
