@@ -377,7 +377,6 @@ class _KeptWorkers(KeptFailure):
     def _release(self) -> None:
         """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
         self._timer.cancel()
-        self._debugger.release()
         supervisor, self._supervisor = self._supervisor, None  # it has the function and its arguments
         try:
             if supervisor is not None:

@@ -344,7 +344,7 @@ class Supervisor:
         elif self._escalation is not None:
             self._escalation.add_interrupt(now)
         else:
-            self._escalation = Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s)
+            self._escalate_by(Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s))
 
     def _is_decided(self) -> bool:
         """Return whether the attempt's outcome stands while processes still run: a rank failed, or all have delivered.
@@ -375,9 +375,14 @@ class Supervisor:
     def _begin_escalation(self) -> None:
         """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are being stopped."""
         if self._escalation is None:
-            self._escalation = Escalation.after_failure(
-                time.monotonic(), self._attempt.spec.interrupt_grace_s
-            )
+            grace_s = self._attempt.spec.interrupt_grace_s
+            self._escalate_by(Escalation.after_failure(time.monotonic(), grace_s))
+
+    def _escalate_by(self, escalation: Escalation) -> None:
+        """Stop all ranks by these steps; none waits at its failure for a debugger any more, but goes on to its end."""
+        self._escalation = escalation
+        if self._debugger is not None:
+            self._debugger.release()
 
     def _escalate(self) -> None:
         if self._escalation is None:

@@ -240,6 +240,32 @@ def fails():
     shared.wait_for_no_processes()
 
 
+@pytest.mark.parametrize(
+    ("death", "error"), [("pass", "KeyboardInterrupt"), ("os.kill(os.getpid(), 9)", "WorkerDied")]
+)
+def test_exit_handlers_run_where_nothing_is_kept(shared: Kernel, death: str, error: str) -> None:
+    """An interrupt ends the job, and so does the death of a rank by a signal."""
+    shared.run(f"""
+def waits():
+    import atexit, os, time
+    atexit.register(print, "handler ran", flush=True)
+    print("waits", flush=True)
+    if Accelerator().process_index == 1:
+        {death}
+    time.sleep(3600)
+""")
+    cell = shared.submit("notebook_launcher(waits, num_processes=2, start_method='fork', post_mortem=True)")
+    if error == "KeyboardInterrupt":
+        for rank in (0, 1):
+            cell.wait_for_text(f"[{rank}] waits")
+        shared.interrupt()
+    cell.wait()
+    assert cell.error is not None
+    assert cell.error.name == error, cell.describe()
+    assert "handler ran" in shared.run("nblaunch.last_job().logs(0)").value
+    shared.wait_for_no_processes()
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_nothing_outlives_a_kernel_that_is_killed(profile: str) -> None:
     with Kernel.start(python=python_of(profile)) as kernel:
