@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
+from nblaunch.dashboard.terminal import is_terminal
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
 from nblaunch.launcher import post_mortem
@@ -107,7 +108,7 @@ def can_type() -> bool:
     """Return whether a user can answer ``input()`` in this process."""
     if dashboards.kernel_shell() is not None:
         return dashboards.is_interactive()
-    return bool(sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty())
+    return is_terminal(sys.stdin) and is_terminal(sys.stdout)
 
 
 def takes_breakpoints(background: bool) -> bool:
