@@ -9,12 +9,12 @@ Values of several ranks are shown by :class:`RankValues`, the variables of a fun
 from __future__ import annotations
 
 import itertools
-import select
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from nblaunch import formatting
@@ -214,10 +214,7 @@ class DebugClient:
                 for rank, connection in self.connections.items()
                 if rank not in self.gone
             }
-            poller = select.poll()
-            for fd in ranks:
-                poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll(timeout_s * 1000):
+            for fd in ranks.keys() & wait(ranks, timeout_s):
                 self._receive(ranks[fd])
 
     def _receive(self, rank: int) -> None:
