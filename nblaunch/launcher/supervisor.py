@@ -27,7 +27,6 @@ from nblaunch.events import (
     Exited,
     ExitStatus,
     Failed,
-    HostMemory,
     Note,
     Returned,
     Started,
@@ -39,6 +38,7 @@ from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.hang_watch import HangWatch
+from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.start_methods.base import KILL_PATIENCE_S
@@ -110,6 +110,7 @@ class Supervisor:
         self._killed_s: dict[int, float] = {}
         self._lingering_since: float | None = None
         self._started: set[int] = set()
+        self._memory_sampler = MemorySampler()
         self._hangs = HangWatch(running, requests, emit)
 
     @property
@@ -452,10 +453,11 @@ class Supervisor:
         self._read_logs()
         readings = self._read_board()
         self._emit_readings(readings)
-        for event in self._running.monitor.sample(self._active_pids()):
-            if isinstance(event, HostMemory):
-                self._report.host_memory[event.rank] = event
+        for event in self._memory_sampler.sample(self._active_pids()):
+            self._report.host_memory[event.rank] = event
             self._emit(event)
+        for use in self._running.devices.sample():
+            self._emit(use)
         self._inspect(readings)
         self._check_lingering()
 
