@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -323,10 +322,7 @@ def _differs_by_nature(values: Mapping[int, str]) -> bool:
 
 def _grouped(values: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     """Return (text, ranks that have it), the most frequent first."""
-    return [
-        (text, [rank for rank, one in values.items() if one == text])
-        for text, _ in Counter(values.values()).most_common()
-    ]
+    return sorted(formatting.ranks_by_text(values).items(), key=lambda group: -len(group[1]))
 
 
 def _place(frame: FrameVariables) -> str:
@@ -352,10 +348,8 @@ class RankValues(dict[int, Any]):
     """rank -> value. Its text shows equal values once: ``[0-3] 2``."""
 
     def __repr__(self) -> str:
-        ranks_of: dict[str, list[int]] = {}
-        for rank in sorted(self):
-            ranks_of.setdefault(repr(self[rank]), []).append(rank)
-        return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in ranks_of.items())
+        grouped = formatting.ranks_by_text({rank: repr(value) for rank, value in self.items()})
+        return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in grouped.items())
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
         """Show the same text in IPython, whose own one is that of a dict."""
