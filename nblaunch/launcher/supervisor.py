@@ -212,7 +212,7 @@ class Supervisor:
     def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
         for rank, receiver in self._running.connections.receivers.items():
-            self._selector.register(receiver.fd, selectors.EVENT_READ, self._reader_of(rank))
+            self._selector.register(receiver.fd, selectors.EVENT_READ, partial(self._read_pipe, rank))
         if self._running.store is not None and self._running.store.fileno() >= 0:
             self._selector.register(
                 self._running.store, selectors.EVENT_READ, partial(self._start_store, self._running.store)
@@ -248,12 +248,10 @@ class Supervisor:
 
     # --- what happens --------------------------------------------------------------------------------------------
 
-    def _reader_of(self, rank: int) -> Callable[[], None]:
-        def read() -> None:
-            if self._receive(rank):
-                self._selector.unregister(self._running.connections.receivers[rank].fd)
-
-        return read
+    def _read_pipe(self, rank: int) -> None:
+        """Handle the events of a rank; wait for no more of them where its pipe was closed."""
+        if self._receive(rank):
+            self._selector.unregister(self._running.connections.receivers[rank].fd)
 
     def _receive(self, rank: int) -> bool:
         """Handle the events of a rank; returns whether its pipe was closed."""
@@ -284,7 +282,7 @@ class Supervisor:
         receivers = self._running.connections.receivers
         for rank in receivers if ranks is None else ranks:
             if receivers[rank].fd in self._selector.get_map():
-                self._reader_of(rank)()
+                self._read_pipe(rank)
 
     def _receive_from_debugger(self, rank: int) -> None:
         assert self._debugger is not None, "only its connections are waited for"
