@@ -119,9 +119,8 @@ def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
     """Return the memory of each process, in one line."""
     if not own_bytes:
         return []
-    most = ", ".join(f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
-    more = f", and {len(own_bytes) - 8} more" if len(own_bytes) > 8 else ""
-    return [f"Peak memory of each process: {most}{more}."]
+    texts = [f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())]
+    return [f"Peak memory of each process: {formatting.first(texts, 8)}."]
 
 
 def _remedy(readings: Sequence[SlotReading], before: MemoryFacts) -> str:

@@ -105,7 +105,7 @@ def test_models_built_in_workers_lead_to_the_remedy() -> None:
 def test_many_ranks_stay_one_line() -> None:
     record = MemoryRecord(BEFORE, own_bytes=dict.fromkeys(range(11), GB))
     found = judge(record, [], is_killed=False, message="MemoryError: ")
-    assert found[2].endswith("rank 7 1.00 GB, and 3 more.")
+    assert found[2].endswith("rank 7 1.00 GB and 3 more.")
 
 
 def test_a_full_shm_is_named() -> None:
