@@ -93,23 +93,19 @@ class DebugClient:
         A ValueError stands for a value that can't be rebuilt in the kernel.
         """
         number = next(self._numbers)
-        replies = self._ask(
-            Inspect(expression=expression, number=number), number, list(self.connections), timeout_s
-        )
+        replies = self._ask(Inspect(expression=expression, number=number), number, self._ranks, timeout_s)
         return RankValues({rank: _value_or_error(rank, received) for rank, received in replies.items()})
 
     def compare(self, first: int, timeout_s: float) -> Comparison:
         """Compare the variables of the innermost function of rank ``first`` that all ranks are in."""
-        frames = self._read_variables(None, list(self.connections), timeout_s)
+        frames = self._read_variables(None, self._ranks, timeout_s)
         running = {rank: frame for rank, frame in frames.items() if frame.stack}
         for function in running[first].stack if first in running else ():
             if all(function in frame.stack for frame in running.values()):
                 others = [rank for rank, frame in running.items() if frame.function != function]
                 frames |= self._read_variables(function, others, timeout_s)
                 break
-        return Comparison(
-            dict(sorted(frames.items())), [rank for rank in self.connections if rank not in frames]
-        )
+        return Comparison(dict(sorted(frames.items())), [rank for rank in self._ranks if rank not in frames])
 
     def _read_variables(
         self, function: tuple[str, int] | None, ranks: Sequence[int], timeout_s: float
