@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
+from nblaunch.dashboard.terminal import is_terminal
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
 from nblaunch.launcher import post_mortem
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
 class Debugged(Protocol):
     """What :func:`debug` can look into: a job, or a session."""
-
-    @property
-    def has_debugged_workers(self) -> bool:
-        """Whether its ranks can be asked."""
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return the client of the debugger, and the rank to be debugged; None = that with the root cause."""
@@ -75,7 +72,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
             )
         debugger, rank = job.find_debugger(rank)
         debugger.open_pdb(rank)
-        while (prompt := debugger.wait_for_prompt(rank, lambda: job.has_debugged_workers)) is not None:
+        while (prompt := debugger.wait_for_prompt(rank)) is not None:
             debugger.send_line(rank, _ask(rank, prompt))
         _print(debugger.take_printed(rank))
 
@@ -111,7 +108,7 @@ def can_type() -> bool:
     """Return whether a user can answer ``input()`` in this process."""
     if dashboards.kernel_shell() is not None:
         return dashboards.is_interactive()
-    return bool(sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty())
+    return is_terminal(sys.stdin) and is_terminal(sys.stdout)
 
 
 def takes_breakpoints(background: bool) -> bool:

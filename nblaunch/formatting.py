@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 
 _MAX_LENGTH = 400  # characters
@@ -64,6 +64,14 @@ def ranks(numbers: Iterable[int]) -> str:
     """Return ranks as ``rank 3`` or ``ranks 0, 2, 5-63``."""
     numbers = sorted(numbers)
     return f"rank{'' if len(numbers) == 1 else 's'} {spans(numbers)}"
+
+
+def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return text -> the ranks that have it, in the order of their first rank; ``texts``: rank -> text."""
+    grouped: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        grouped.setdefault(texts[rank], []).append(rank)
+    return grouped
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -85,6 +85,11 @@ def test_spans_name_every_rank_once(ranks: set[int]) -> None:
     assert named == sorted(ranks)
 
 
+def test_ranks_with_equal_texts_are_in_the_order_of_the_first_one() -> None:
+    grouped = formatting.ranks_by_text({3: "b", 0: "a", 2: "a", 1: "b"})
+    assert list(grouped.items()) == [("a", [0, 2]), ("b", [1, 3])]
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [

@@ -215,11 +215,8 @@ def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
     if record is None or root.left_early:
         return []
     return memory.judge(
-        before=record.before,
-        after=memory.read_facts(),
-        lowest_available=record.lowest_available,
-        own_bytes=record.own_bytes,
-        built_bytes={reading.rank: reading.built_bytes for reading in report.last_readings},
+        record,
+        report.last_readings,
         is_killed=root.status is not None and root.status.signal_name in _KILLING_SIGNALS,
         message=f"{root.failed.info.type_name}: {root.failed.info.message}" if root.failed else "",
     )

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch import formatting
-from nblaunch.diagnosis import stacks
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.events import WorkerState
 from nblaunch.wire.board import SlotReading
@@ -239,7 +238,7 @@ def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = 
         rank: f"{position} (computing)" if rank in busy else str(position)
         for rank, position in positions.items()
     }
-    return [f"{formatting.ranks(ranks)}: {text}" for text, ranks in stacks.merge(texts).items()]
+    return [f"{formatting.ranks(ranks)}: {text}" for text, ranks in formatting.ranks_by_text(texts).items()]
 
 
 def describe_hang(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch import formatting
 from nblaunch.host import proc
 from nblaunch.host.memory import limit_and_available
+from nblaunch.wire.board import SlotReading
 
 _SCARCE_SHARE = 0.05
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc|MemoryError",
     re.I,
 )
+_KILLED_CHILD = re.compile(
+    r"is killed by signal|\) exited unexpectedly|terminated abruptly|unexpectedly terminated|"
+    r"died with <Signals\.SIGKILL"
+)
+"""What torch's DataLoader, ``concurrent.futures``, joblib and ``subprocess`` say of a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -71,34 +77,24 @@ class MemoryRecord:
 
 
 def judge(
-    *,
-    before: MemoryFacts,
-    after: MemoryFacts,
-    lowest_available: int | None,
-    own_bytes: Mapping[int, int],
-    built_bytes: Mapping[int, int],
-    is_killed: bool,
-    message: str = "",
+    record: MemoryRecord, readings: Sequence[SlotReading], *, is_killed: bool, message: str = ""
 ) -> list[str]:
     """Return the evidence that a failure was caused by memory, line by line; empty without evidence.
 
+    The system counts kills in a whole container, where other kernels may run: they explain only the death of a process
+    and errors that tell of one.
+
     Args:
-        before: at the start of the attempt.
-        after: at its end.
-        lowest_available: minimum of the available memory.
-        own_bytes: rank -> largest private memory of its process.
-        built_bytes: rank -> bytes of parameters of models built inside it.
+        record: of the attempt that has just ended.
+        readings: the last ones of the board.
         is_killed: the process died by SIGKILL, SIGSEGV or SIGBUS.
         message: of the exception, if there was one.
     """
-    kills = after.oom_kills - before.oom_kills
+    before, lowest = record.before, record.lowest_available
+    kills = read_facts().oom_kills - before.oom_kills
     is_refused = bool(_OUT_OF_MEMORY.search(message))
-    is_scarce = (
-        lowest_available is not None
-        and before.limit is not None
-        and lowest_available < _SCARCE_SHARE * before.limit
-    )
-    if kills > 0:
+    is_scarce = lowest is not None and before.limit is not None and lowest < _SCARCE_SHARE * before.limit
+    if kills > 0 and (is_killed or is_refused or _KILLED_CHILD.search(message)):
         first = f"Memory ran out: the system killed {formatting.count(kills, 'process')} of this job for it."
     elif is_refused:
         first = "Memory ran out: an allocation was refused."
@@ -106,8 +102,8 @@ def judge(
         first = "Memory most likely ran out: hardly any was left when it happened."
     else:
         return []
-    host = _host_line(before, lowest_available)
-    return [first, host, *_worker_lines(own_bytes), _remedy(built_bytes, before)]
+    host = _host_line(before, lowest)
+    return [first, host, *_worker_lines(record.own_bytes), _remedy(readings, before)]
 
 
 def _host_line(before: MemoryFacts, lowest: int | None) -> str:
@@ -123,15 +119,14 @@ def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
     """Return the memory of each process, in one line."""
     if not own_bytes:
         return []
-    most = ", ".join(f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
-    more = f", and {len(own_bytes) - 8} more" if len(own_bytes) > 8 else ""
-    return [f"Peak memory of each process: {most}{more}."]
+    texts = [f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())]
+    return [f"Peak memory of each process: {formatting.first(texts, 8)}."]
 
 
-def _remedy(built_bytes: Mapping[int, int], before: MemoryFacts) -> str:
-    built = {rank: num_bytes for rank, num_bytes in built_bytes.items() if num_bytes > 1 << 20}
+def _remedy(readings: Sequence[SlotReading], before: MemoryFacts) -> str:
+    built = [reading.built_bytes for reading in readings if reading.built_bytes > 1 << 20]
     if built:
-        each = formatting.size(max(built.values()))
+        each = formatting.size(max(built))
         host = f" on a host with {formatting.size(before.limit)}" if before.limit else ""
         return (
             f"{len(built)} process{'es each' if len(built) > 1 else ''} built a model of {each}{host}: build it once "

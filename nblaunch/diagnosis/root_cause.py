@@ -179,11 +179,9 @@ def _of_other_signal(status: ExitStatus) -> tuple[str, str]:
 
 def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
     """Return how the other ranks ended, in one line: ``ranks 0, 2: ...; rank 3: ...``; empty if there are none."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(report.exits):
-        if rank != root.rank:
-            groups.setdefault(_outcome(report, rank), []).append(rank)
-    return "; ".join(f"{formatting.ranks(ranks)}: {outcome}" for outcome, ranks in groups.items())
+    outcomes = {rank: _outcome(report, rank) for rank in report.exits if rank != root.rank}
+    grouped = formatting.ranks_by_text(outcomes)
+    return "; ".join(f"{formatting.ranks(ranks)}: {outcome}" for outcome, ranks in grouped.items())
 
 
 def _outcome(report: AttemptReport, rank: int) -> str:

@@ -264,11 +264,3 @@ def describe(frames: Sequence[StackFrame]) -> list[str]:
         where = f"{cell_name(frame.filename)}, line {frame.line} in {frame.name}"
         lines.append(f"{where}: {source}" if source else where)
     return lines
-
-
-def merge(stacks: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return text -> the ranks with this text, in the order of their first rank."""
-    merged: dict[str, list[int]] = {}
-    for rank in sorted(stacks):
-        merged.setdefault(stacks[rank], []).append(rank)
-    return merged

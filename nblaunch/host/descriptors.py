@@ -1,11 +1,9 @@
-"""File descriptors: those that forked children must not keep, and waiting for any.
+"""File descriptors, and which of them forked children must not keep.
 
 Every process forked from the kernel, by us or by other code, inherits its descriptors. A child that kept the writing
 end of a guardian's pipe would hide the kernel's death from that guardian, one that kept a listening socket would keep
 its port open. What is registered here is closed in every child, the moment it is forked. What exists for a moment only
 is kept from children by :func:`forks_held_back`.
-
-Waiting is done by ``poll``: ``select.select`` takes no descriptor from 1024 on, and a kernel may have many files open.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 _kernel_only: set[int] = set()
@@ -86,23 +84,8 @@ os.register_at_fork(
 )
 
 
-def wait_until_readable(fds: Iterable[int], timeout_s: float | None = None) -> None:
-    """Wait until one of ``fds`` has something to read or was closed by the other side.
-
-    Args:
-        fds: without any, the time is waited out.
-        timeout_s: seconds to wait at most; None = as long as it takes.
-    """
-    _poll(fds, select.POLLIN, timeout_s)
-
-
 def is_writable(fd: int) -> bool:
     """Return whether a write to ``fd`` would be taken now, or refused because the reader has gone."""
-    return _poll([fd], select.POLLOUT, 0.0)
-
-
-def _poll(fds: Iterable[int], what: int, timeout_s: float | None) -> bool:
-    poller = select.poll()
-    for fd in fds:
-        poller.register(fd, what)
-    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+    poller = select.poll()  # select.select takes no descriptor from 1024 on
+    poller.register(fd, select.POLLOUT)
+    return bool(poller.poll(0))

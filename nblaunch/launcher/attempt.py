@@ -27,7 +27,7 @@ from nblaunch.host.descendants import Descendants
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.logtail import LogTail
-from nblaunch.launcher.monitor import Monitor
+from nblaunch.launcher.monitor import DeviceSampler
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
@@ -157,7 +157,7 @@ class RunningAttempt:
         store: the store that workers may ask for; None where an agent hosts it.
         selector: to wait for all of these.
         memory: host memory from before the start on.
-        monitor: samples the workers' memory and devices.
+        devices: samples the use of the workers' devices.
         guardian: kills the workers if this process dies; not started yet.
         left_running: what was ended when the attempt was closed, though it had left the workers' POSIX process groups.
     """
@@ -171,7 +171,7 @@ class RunningAttempt:
     store: StoreHost | None
     selector: selectors.BaseSelector
     memory: MemoryRecord
-    monitor: Monitor
+    devices: DeviceSampler
     guardian: Guardian
     left_running: list[str]
     _resources: ExitStack = field(repr=False)
@@ -230,13 +230,13 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
     # After the group was closed: then no worker is left that could start another process.
     stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)
     stack.callback(group.close)
-    monitor = Monitor(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
-    stack.callback(monitor.close)
+    devices = DeviceSampler(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
+    stack.callback(devices.close)
     guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
         attempt, assignments, group, board, connections, tails, store,
-        selector, memory, monitor, guardian, left_running, stack.pop_all(),
+        selector, memory, devices, guardian, left_running, stack.pop_all(),
     )  # fmt: skip
 
 

@@ -9,12 +9,11 @@ Values of several ranks are shown by :class:`RankValues`, the variables of a fun
 from __future__ import annotations
 
 import itertools
-import select
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from nblaunch import formatting
@@ -56,12 +55,13 @@ class DebugClient:
     Attributes:
         prompts: rank -> what pdb of this rank waits with.
         printed: rank -> what pdb has printed when it was left, until it is taken.
-        gone: ranks whose process has ended.
+        gone: ranks whose process has ended; all of them, once the client was closed.
         announced_stops: breakpoints that were reported to the user.
     """
 
     def __init__(self, connections: Mapping[int, CommandConnection]) -> None:
         self.connections = dict(connections)
+        self._ranks = sorted(connections)
         self.prompts: dict[int, Prompted] = {}
         self.printed: dict[int, str] = {}
         self.gone: set[int] = set()
@@ -83,10 +83,8 @@ class DebugClient:
         Raises:
             ValueError: there is no such rank.
         """
-        if rank is not None and rank not in self.connections:
-            raise ValueError(
-                f"rank={rank} is not one of these ranks ({min(self.connections)} to {max(self.connections)})"
-            )
+        if rank is not None and rank not in self._ranks:
+            raise ValueError(f"rank={rank} is not one of these ranks ({self._ranks[0]} to {self._ranks[-1]})")
         return default if rank is None else rank
 
     def inspect(self, expression: str, timeout_s: float) -> RankValues:
@@ -95,23 +93,19 @@ class DebugClient:
         A ValueError stands for a value that can't be rebuilt in the kernel.
         """
         number = next(self._numbers)
-        replies = self._ask(
-            Inspect(expression=expression, number=number), number, list(self.connections), timeout_s
-        )
+        replies = self._ask(Inspect(expression=expression, number=number), number, self._ranks, timeout_s)
         return RankValues({rank: _value_or_error(rank, received) for rank, received in replies.items()})
 
     def compare(self, first: int, timeout_s: float) -> Comparison:
         """Compare the variables of the innermost function of rank ``first`` that all ranks are in."""
-        frames = self._read_variables(None, list(self.connections), timeout_s)
+        frames = self._read_variables(None, self._ranks, timeout_s)
         running = {rank: frame for rank, frame in frames.items() if frame.stack}
         for function in running[first].stack if first in running else ():
             if all(function in frame.stack for frame in running.values()):
                 others = [rank for rank, frame in running.items() if frame.function != function]
                 frames |= self._read_variables(function, others, timeout_s)
                 break
-        return Comparison(
-            dict(sorted(frames.items())), [rank for rank in self.connections if rank not in frames]
-        )
+        return Comparison(dict(sorted(frames.items())), [rank for rank in self._ranks if rank not in frames])
 
     def _read_variables(
         self, function: tuple[str, int] | None, ranks: Sequence[int], timeout_s: float
@@ -165,12 +159,13 @@ class DebugClient:
     def close(self) -> None:
         """Close the connections, of workers that end: nothing can be asked any more."""
         with self._receiving:
+            self.gone.update(self.connections)
             self.connections = {}
 
-    def wait_for_prompt(self, rank: int, may_go_on: Callable[[], bool]) -> Prompted | None:
+    def wait_for_prompt(self, rank: int) -> Prompted | None:
         """Wait until pdb of a rank waits for a line; return None when it was left, or the rank has ended."""
         while (prompt := self.prompts.get(rank)) is None:
-            if rank in self.printed or rank in self.gone or not may_go_on():
+            if rank in self.printed or rank in self.gone:
                 return None
             self.receive_available(_POLL_S)
         return prompt
@@ -214,10 +209,7 @@ class DebugClient:
                 for rank, connection in self.connections.items()
                 if rank not in self.gone
             }
-            poller = select.poll()
-            for fd in ranks:
-                poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll(timeout_s * 1000):
+            for fd in ranks.keys() & wait(ranks, timeout_s):
                 self._receive(ranks[fd])
 
     def _receive(self, rank: int) -> None:
@@ -326,10 +318,7 @@ def _differs_by_nature(values: Mapping[int, str]) -> bool:
 
 def _grouped(values: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     """Return (text, ranks that have it), the most frequent first."""
-    return [
-        (text, [rank for rank, one in values.items() if one == text])
-        for text, _ in Counter(values.values()).most_common()
-    ]
+    return sorted(formatting.ranks_by_text(values).items(), key=lambda group: -len(group[1]))
 
 
 def _place(frame: FrameVariables) -> str:
@@ -355,10 +344,8 @@ class RankValues(dict[int, Any]):
     """rank -> value. Its text shows equal values once: ``[0-3] 2``."""
 
     def __repr__(self) -> str:
-        ranks_of: dict[str, list[int]] = {}
-        for rank in sorted(self):
-            ranks_of.setdefault(repr(self[rank]), []).append(rank)
-        return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in ranks_of.items())
+        grouped = formatting.ranks_by_text({rank: repr(value) for rank, value in self.items()})
+        return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in grouped.items())
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
         """Show the same text in IPython, whose own one is that of a dict."""

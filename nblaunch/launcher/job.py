@@ -341,12 +341,6 @@ class Job:
             )
         return debugger, debugger.checked_rank(rank, min(debugger.prompts, default=self.ranks[0]))
 
-    @property
-    def has_debugged_workers(self) -> bool:
-        """Whether workers run, or are kept after a failure."""
-        kept = self._state.kept
-        return self.is_running or (kept is not None and not kept.is_released)
-
     def _checked_debugger(self) -> tuple[DebugClient, int]:
         """Return what :meth:`find_debugger` does, where the debugger runs on every rank.
 

@@ -1,7 +1,8 @@
 """What workers print, on disk: one folder a job, one file a rank and attempt.
 
     <log folder, mode 0700>/
-      20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel
+      20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel;
+                                       where another container has made that one, a random number besides
         .nblaunch_job.json             stamps the folder as ours: its name, its kernel, when it was made
         attempt_0/
           rank_0.log                   everything that rank 0 printed
@@ -96,7 +97,7 @@ class JobLog(LogFolder):
         self._root = log_root(folder)
         self._max_jobs: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
-        super().__init__(self._root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"))
+        super().__init__(_make_folder(self._root, name, number))
         stamp = {
             "job": self.path.name,
             "host": socket.gethostname(),
@@ -104,10 +105,6 @@ class JobLog(LogFolder):
             "number": number,  # of the job in this process
             "made_s": time.time(),
         }
-        try:
-            self.path.mkdir(mode=0o700)
-        except OSError as error:
-            raise _refusal(f"the job's log folder {self.path} can't be made", self.path, error) from error
         # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
         with suppress(OSError):
             (self.path / _STAMP_NAME).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
@@ -155,6 +152,19 @@ class JobLog(LogFolder):
         except OSError as error:
             raise _refusal(f"the log {path} can't be made", path, error) from error
         return path
+
+
+def _make_folder(root: Path, name: str | None, number: int) -> Path:
+    """Make the folder of a job, as :class:`JobLog` describes it; return its path."""
+    path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}")
+    try:
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and name is None:
+            # Of another container, in which a process has the same number.
+            return _make_folder(root, f"{path.name}-{os.urandom(4).hex()}", number)
+        raise _refusal(f"the job's log folder {path} can't be made", path, error) from error
+    return path
 
 
 def log_root(folder: str | None = None) -> Path:

@@ -1,6 +1,7 @@
 """What workers take of the host and of its devices, read from outside while they run.
 
-    Monitor     events about each rank's host memory and the utilisation of its device, once a second
+    MemorySampler   events about each rank's host memory, once a second
+    DeviceSampler   events about the utilisation of each rank's device, once a second
 
 Workers notice nothing of it. A device is read in about a millisecond (NVML for GPUs). What a worker has taken of its
 device's memory it reports by itself.
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nblaunch.backends.base import Backend
-from nblaunch.events import DeviceUse, Event, HostMemory
+from nblaunch.events import DeviceUse, HostMemory
 from nblaunch.host import memory, proc
 from nblaunch.host.gpus import DeviceMeter
 
@@ -26,35 +27,13 @@ PROPORTIONAL_INTERVAL_S = 2.0
 _MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
 
 
-class Monitor:
-    """Samples the workers of this machine once a second, until it is closed. Made when they have started.
+class DeviceSampler:
+    """Reads the utilisation of the devices of this machine's workers, until it is closed. Made when they have started.
 
     Args:
         backend: what they compute on.
         first_rank: of the workers of this machine.
         num_workers: on this machine; where there are more than devices, they share devices in turn.
-    """
-
-    def __init__(self, backend: Backend, first_rank: int, num_workers: int) -> None:
-        self._memory = MemorySampler()
-        self._devices = DeviceSampler(backend, first_rank, num_workers)
-
-    def sample(self, pids: Mapping[int, int]) -> list[Event]:
-        """Return events about the ranks in ``pids`` (rank -> process); none most of the time."""
-        return [*self._memory.sample(pids), *self._devices.sample()]
-
-    def close(self) -> None:
-        """Close what reads the devices."""
-        self._devices.close()
-
-
-class DeviceSampler:
-    """Reads the utilisation of the devices of this machine's workers.
-
-    Args:
-        backend: whose devices.
-        first_rank: of the workers of this machine.
-        num_workers: on this machine.
         clock: seconds on a clock that never jumps.
     """
 

@@ -5,8 +5,6 @@ It reads the machine and makes no device context: with one in the kernel, worker
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import threading
 from collections.abc import Mapping
@@ -19,9 +17,8 @@ from nblaunch.backends.cpu import usable_cores
 from nblaunch.diagnosis import memory
 from nblaunch.errors import LaunchError
 from nblaunch.launcher import fork_safety, post_mortem
-from nblaunch.launcher.weights import trainable_bytes
+from nblaunch.launcher.weights import trainable_bytes, used_by
 from nblaunch.spec import LaunchSpec
-from nblaunch.user_code import captured_variables
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
 
 _IS_MACOS = sys.platform == "darwin"
@@ -269,12 +266,9 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
 def _fallback_text(spec: LaunchSpec, backend: Backend, start_method: str, reason: str) -> str:
     """Return a sentence where workers can't be forked: fresh processes start slower and need the call pickled."""
     is_usual = _IS_MACOS or start_method in ("fork", "inline") or reason == backend.clean_start_reason()
-    is_fallback = spec.start_method == "auto" and not is_usual
-    return (
-        f"workers start through a {start_method}: {reason}; nothing has to be restarted"
-        if is_fallback
-        else ""
-    )
+    if spec.start_method != "auto" or is_usual:
+        return ""
+    return f"workers start through a {start_method}: {reason}; nothing has to be restarted"
 
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:
@@ -334,30 +328,19 @@ def _refuse_foreign_accelerators(spec: LaunchSpec) -> None:
 
 
 def _foreign_accelerator_warnings(spec: LaunchSpec) -> tuple[str, ...]:
-    """Return a sentence for each that the function uses as a global name or in its closure."""
-    function: Any = spec.function
-    while isinstance(function, functools.partial):
-        function = function.func
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if _foreign_accelerator_type() is None or not inspect.isfunction(plain):
-        return ()
+    """Return a sentence for each that the function uses without getting it in its arguments."""
     return tuple(
         f"{spec.function_name} uses {name} of the notebook, {_HAS_PREPARED}. Call prepare inside the function alone; "
         "free_memory() in the notebook drops what was prepared"
-        for name, value in captured_variables(plain)
+        for name, value in used_by(spec.function)
         if _has_prepared(value)
     )
 
 
-def _foreign_accelerator_type() -> type | None:
-    """Return the class, where it is imported."""
-    module: Any = sys.modules.get("accelerate.accelerator")
-    return getattr(module, "Accelerator", None)
-
-
 def _has_prepared(value: Any) -> bool:
     """Return whether ``value`` is an Accelerator of Hugging Face Accelerate with prepared objects."""
-    kind = _foreign_accelerator_type()
+    module: Any = sys.modules.get("accelerate.accelerator")
+    kind = getattr(module, "Accelerator", None)
     if kind is None or not issubclass(type(value), kind):
         return False
     return any(

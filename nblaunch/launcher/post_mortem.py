@@ -36,11 +36,6 @@ class KeptFailure(ABC):
         """Whether nothing is kept any more."""
         return self._released.is_set()
 
-    @property
-    def has_debugged_workers(self) -> bool:
-        """Whether its ranks can be asked."""
-        return not self.is_released
-
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return the client of the debugger, and the rank to be debugged: None = the one that failed.
 

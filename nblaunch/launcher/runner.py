@@ -239,6 +239,8 @@ class JobRunner(JobState):
         self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={}, optimizers={})
         self.requests.close()
         self.command_connections = {}
+        if self.debugger is not None and self.kept is None:
+            self.debugger.close()
         self.log.end()
         self._ended.set()
 
@@ -375,10 +377,12 @@ class _KeptWorkers(KeptFailure):
     def _release(self) -> None:
         """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
         self._timer.cancel()
-        self._debugger.release()
         supervisor, self._supervisor = self._supervisor, None  # it has the function and its arguments
-        if supervisor is not None:
-            supervisor.end_kept()
+        try:
+            if supervisor is not None:
+                supervisor.end_kept()
+        finally:
+            self._debugger.close()
 
 
 def _clear_variables(error: BaseException) -> None:

@@ -27,7 +27,6 @@ from nblaunch.events import (
     Exited,
     ExitStatus,
     Failed,
-    HostMemory,
     Note,
     Returned,
     Started,
@@ -39,6 +38,7 @@ from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.hang_watch import HangWatch
+from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.start_methods.base import KILL_PATIENCE_S
@@ -110,6 +110,7 @@ class Supervisor:
         self._killed_s: dict[int, float] = {}
         self._lingering_since: float | None = None
         self._started: set[int] = set()
+        self._memory_sampler = MemorySampler()
         self._hangs = HangWatch(running, requests, emit)
 
     @property
@@ -211,7 +212,7 @@ class Supervisor:
     def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
         for rank, receiver in self._running.connections.receivers.items():
-            self._selector.register(receiver.fd, selectors.EVENT_READ, self._reader_of(rank))
+            self._selector.register(receiver.fd, selectors.EVENT_READ, partial(self._read_pipe, rank))
         if self._running.store is not None and self._running.store.fileno() >= 0:
             self._selector.register(
                 self._running.store, selectors.EVENT_READ, partial(self._start_store, self._running.store)
@@ -247,12 +248,10 @@ class Supervisor:
 
     # --- what happens --------------------------------------------------------------------------------------------
 
-    def _reader_of(self, rank: int) -> Callable[[], None]:
-        def read() -> None:
-            if self._receive(rank):
-                self._selector.unregister(self._running.connections.receivers[rank].fd)
-
-        return read
+    def _read_pipe(self, rank: int) -> None:
+        """Handle the events of a rank; wait for no more of them where its pipe was closed."""
+        if self._receive(rank):
+            self._selector.unregister(self._running.connections.receivers[rank].fd)
 
     def _receive(self, rank: int) -> bool:
         """Handle the events of a rank; returns whether its pipe was closed."""
@@ -283,13 +282,13 @@ class Supervisor:
         receivers = self._running.connections.receivers
         for rank in receivers if ranks is None else ranks:
             if receivers[rank].fd in self._selector.get_map():
-                self._reader_of(rank)()
+                self._read_pipe(rank)
 
     def _receive_from_debugger(self, rank: int) -> None:
         assert self._debugger is not None, "only its connections are waited for"
         self._debugger.receive_available()
         if rank in self._debugger.gone:
-            self._selector.unregister(self._debugger.connections[rank])
+            self._selector.unregister(self._running.connections.debug[rank])  # the client may be closed
 
     def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)
@@ -344,7 +343,7 @@ class Supervisor:
         elif self._escalation is not None:
             self._escalation.add_interrupt(now)
         else:
-            self._escalation = Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s)
+            self._escalate_by(Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s))
 
     def _is_decided(self) -> bool:
         """Return whether the attempt's outcome stands while processes still run: a rank failed, or all have delivered.
@@ -375,9 +374,14 @@ class Supervisor:
     def _begin_escalation(self) -> None:
         """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are being stopped."""
         if self._escalation is None:
-            self._escalation = Escalation.after_failure(
-                time.monotonic(), self._attempt.spec.interrupt_grace_s
-            )
+            grace_s = self._attempt.spec.interrupt_grace_s
+            self._escalate_by(Escalation.after_failure(time.monotonic(), grace_s))
+
+    def _escalate_by(self, escalation: Escalation) -> None:
+        """Stop all ranks by these steps; none waits at its failure for a debugger any more, but goes on to its end."""
+        self._escalation = escalation
+        if self._debugger is not None:
+            self._debugger.release()
 
     def _escalate(self) -> None:
         if self._escalation is None:
@@ -447,10 +451,11 @@ class Supervisor:
         self._read_logs()
         readings = self._read_board()
         self._emit_readings(readings)
-        for event in self._running.monitor.sample(self._active_pids()):
-            if isinstance(event, HostMemory):
-                self._report.host_memory[event.rank] = event
+        for event in self._memory_sampler.sample(self._active_pids()):
+            self._report.host_memory[event.rank] = event
             self._emit(event)
+        for use in self._running.devices.sample():
+            self._emit(use)
         self._inspect(readings)
         self._check_lingering()
 

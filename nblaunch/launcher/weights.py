@@ -114,18 +114,14 @@ def notes_of_detached(
         full: argument path -> state dict.
         lost: argument path -> why weights, or parts of them, are missing.
     """
-    notes = (
-        [
-            Note.of_job(
-                f"kept the trained weights of {_listed(modules, list(full))}: job.load_weights(model) loads them"
-            )
-        ]
-        if full
-        else []
-    )
-    for path, reason in lost.items():
-        notes.append(
-            Note.of_job(f"trained weights of {_name(modules[path], path)} are missing: {reason}", "warning")
+    notes = [
+        Note.of_job(f"trained weights of {_name(modules[path], path)} are missing: {reason}", "warning")
+        for path, reason in lost.items()
+    ]
+    if full:
+        named = _listed(modules, list(full))
+        notes.insert(
+            0, Note.of_job(f"kept the trained weights of {named}: job.load_weights(model) loads them")
         )
     return notes
 
@@ -303,8 +299,7 @@ def _has_shape(value: Any) -> bool:
 def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str:
     """Describe the modules that a function takes from the notebook without getting them in its arguments.
 
-    Workers train such a module like any other, but its weights were not asked for, and end with the workers. Only what
-    is in plain sight is found: closures, global names, the object of a bound method, the arguments of a ``partial``.
+    Workers train such a module like any other, but its weights were not asked for, and end with the workers.
 
     Args:
         function: what the workers ran.
@@ -331,19 +326,23 @@ def _modules(function: Callable[..., Any]) -> dict[str, Any]:
     if torch is None:
         return {}
     found: dict[str, Any] = {}
-    for where, value in _reached(function):
+    for where, value in used_by(function):
         is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own idea of its class may raise
         if is_module and not any(value is other for other in found.values()) and trainable_bytes(value):
             found[where] = value
     return found
 
 
-def _reached(function: Any) -> Iterator[tuple[str, Any]]:
+def used_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function uses without getting it in its arguments, by the name that it has there.
+
+    Only what is in plain sight: closures, global names, the object of a bound method, the arguments of a ``partial``.
+    """
     if isinstance(function, functools.partial):
         for position, value in enumerate(function.args):
             yield f"argument {position} of the partial", value
         yield from function.keywords.items()
-        yield from _reached(function.func)
+        yield from used_by(function.func)
         return
     owner = getattr(function, "__self__", None) if inspect.ismethod(function) else function
     if owner is not None and not inspect.isroutine(owner) and not inspect.isclass(owner):

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import (
@@ -33,7 +34,6 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
-from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages
 from nblaunch.nodes.heartbeats import HeartbeatExchange, RankTakenError
@@ -144,7 +144,7 @@ class LauncherClient:
         """Handle each message of the launcher; leave the job when the launcher has died."""
         receiver = EventReceiver(self._reading_fd)
         while True:
-            wait_until_readable([receiver.fd])
+            wait([receiver.fd])
             received, is_closed = receiver.receive()
             for message in received:
                 self._handle(message)

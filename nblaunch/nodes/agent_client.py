@@ -8,12 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 from nblaunch import env
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event
 from nblaunch.host import descriptors
-from nblaunch.host.descriptors import is_writable, wait_until_readable
+from nblaunch.host.descriptors import is_writable
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages, network
@@ -152,7 +153,7 @@ class AgentClient:
             if self._pidfd is None:
                 time.sleep(0.02)
             else:
-                wait_until_readable([self._pidfd], 0.1)
+                wait([self._pidfd], 0.1)
         if status is None:
             kill_and_reap([self._pid])
         if self._pidfd is not None:
@@ -271,7 +272,7 @@ class RendezvousWait:
         patience_s = self._patience_for_agent()
         last_note = ""
         while True:
-            wait_until_readable([self._agent.fileno(), self._requests.fileno()], _TICK_S)
+            wait([self._agent.fileno(), self._requests.fileno()], _TICK_S)
             is_any_expected = receive()
             world = self._agent.take_world()
             if world is not None:

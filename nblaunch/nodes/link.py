@@ -15,12 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.connection import wait
 
 from nblaunch import env
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.events import Event, Note, ValueLocation
-from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.plan import replan_start_method
 from nblaunch.launcher.requests import JobRequests
@@ -235,7 +235,7 @@ class NodeLink:
         while peers.can_be_waited_for and not peers.must_end and time.monotonic() < deadline:
             if self._requests.interrupts or self._requests.is_cancelled:
                 return
-            wait_until_readable([self._agent.fileno(), self._requests.fileno()], _TICK_S)
+            wait([self._agent.fileno(), self._requests.fileno()], _TICK_S)
             self._requests.acknowledge()
             self.receive()
             for text in peers.check(time.monotonic()):

@@ -224,7 +224,8 @@ class SessionClient:
 
     def _wait(self, ranks: Sequence[int]) -> list[int]:
         """Return those of the ranks that have replied, after a tick at the latest; a prompt ends the wait, too."""
-        prompting = [self.debugger.connections[rank].fileno() for rank in self.busy - self.debugger.gone]
+        debugged = self.debugger.connections  # the end of the job replaces them, in another thread
+        prompting = [debugged[rank].fileno() for rank in self.busy & debugged.keys() - self.debugger.gone]
         descriptors = {rank: self._connections[rank].fileno() for rank in ranks}
         ready = wait([*descriptors.values(), *prompting], _TICK_S)
         return [rank for rank, descriptor in descriptors.items() if descriptor in ready]

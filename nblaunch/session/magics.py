@@ -103,10 +103,8 @@ class RankMagics(Magics):
 
     def _show(self, bundles: dict[int, dict[str, Any]]) -> None:
         """Show the last values of the ranks, equal ones once: text behind the ranks, anything else below them."""
-        ranks_of: dict[str, list[int]] = {}
-        for rank, bundle in bundles.items():
-            ranks_of.setdefault(repr(sorted(bundle.items())), []).append(rank)
-        for ranks in ranks_of.values():
+        texts = {rank: repr(sorted(bundle.items())) for rank, bundle in bundles.items()}
+        for ranks in formatting.ranks_by_text(texts).values():
             bundle, label = bundles[ranks[0]], f"[{formatting.spans(ranks)}]"
             if set(bundle) <= {"text/plain"}:
                 text = bundle.get("text/plain", "")

@@ -331,11 +331,6 @@ class Session(RankCommands):
             first = failed.failed_rank if failed else self.local_ranks[0]
             return self._client.debugger.compare(first, timeout_s)
 
-    @property
-    def has_debugged_workers(self) -> bool:
-        """Whether the ranks can be asked."""
-        return self.is_running
-
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return what :func:`nblaunch.debug` needs.
 

@@ -16,13 +16,13 @@ import signal
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import NoReturn
 
 from nblaunch import backends, env
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed, Note
 from nblaunch.host import descendants
-from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.start_methods.children import Children, signal_group
 from nblaunch.start_methods.fork import fork_workers
 from nblaunch.start_methods.interpreter import Boot
@@ -139,7 +139,7 @@ def _report_until_all_ended(boot: Boot, pids: Mapping[int, int]) -> None:
     num_alive = len(pids)
     while num_alive:
         fds = children.waitables()
-        wait_until_readable(fds, None if fds else 0.1)
+        wait(fds, None if fds else 0.1)
         for rank, status in children.poll():
             num_alive -= 1
             os.write(boot.report_fd, REPORT.pack(ENDED, rank, status.code))

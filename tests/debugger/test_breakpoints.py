@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from nblaunch.debugging import takes_breakpoints
 from tests.kernels import Kernel
 from tests.profiles import PROFILES, python_of
 
@@ -97,3 +100,34 @@ def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
         cell.type(line)
     cell.wait()
     assert "for step in range(3):" in cell.stdout, cell.describe()
+
+
+class Terminal(io.StringIO):
+    """A stream at which a user is."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Tee:
+    """What scripts put in the place of ``sys.stdout``, to write to a file as well."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def test_breakpoints_are_passed_over_where_a_script_has_replaced_or_closed_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stdin, stdout, takes in (
+        (Terminal(), Terminal(), True),
+        (Terminal(), Tee(), False),
+        (closed, Terminal(), False),
+        (None, Terminal(), False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stdin)
+            patch.setattr(sys, "stdout", stdout)
+            assert takes_breakpoints(background=True) is takes

@@ -197,11 +197,30 @@ def test_the_environment_asks_for_it_where_it_is_possible_and_time_ends_it(kerne
         PREAMBLE + "from nblaunch.launcher import runner\nrunner._KEPT_S = 5.0\n%env NBLAUNCH_POST_MORTEM=1"
     )
     kernel.run("notebook_launcher(train, num_processes=2)", raises="ValueError")
-    assert kernel.run("nblaunch.last_job().has_debugged_workers").value is True
+    assert kernel.run("nblaunch.last_job().find_debugger()[1]").value == 1
     kernel.wait_for_no_processes(20.0)
     kernel.run("nblaunch.debug()", raises="RuntimeError")
     elsewhere = "num_nodes=2, node_rank=1, use_port=1, rdzv_timeout_s=0.1"
     kernel.run(f"notebook_launcher(train, {elsewhere})", raises="LaunchError")  # and no ValueError
+
+
+def test_jobs_that_have_ended_keep_no_connections(shared: Kernel) -> None:
+    shared.run("""
+import os
+from contextlib import suppress
+jobs = []
+def end_well_and_badly():
+    for bad_rank in (5, 1):
+        with suppress(ValueError):
+            notebook_launcher(train, (bad_rank,), num_processes=2, post_mortem=True)
+        jobs.append(nblaunch.last_job())
+        jobs[-1].release()
+def num_sockets():
+    return sum("socket:" in os.path.realpath(file.path) for file in os.scandir("/proc/self/fd"))
+""")
+    shared.run("end_well_and_badly(); before = num_sockets(); end_well_and_badly()")
+    assert shared.run("num_sockets() - before").value == 0
+    shared.wait_for_no_processes()
 
 
 def test_exit_handlers_of_the_failed_rank_run_when_it_is_released(shared: Kernel) -> None:
@@ -218,6 +237,32 @@ def fails():
     assert "handler ran" not in (shared.run("nblaunch.last_job().logs(0)").result or "")
     shared.run("nblaunch.last_job().release()")
     assert "handler ran" in (shared.run("nblaunch.last_job().logs(0)").result or "")
+    shared.wait_for_no_processes()
+
+
+@pytest.mark.parametrize(
+    ("death", "error"), [("pass", "KeyboardInterrupt"), ("os.kill(os.getpid(), 9)", "WorkerDied")]
+)
+def test_exit_handlers_run_where_nothing_is_kept(shared: Kernel, death: str, error: str) -> None:
+    """An interrupt ends the job, and so does the death of a rank by a signal."""
+    shared.run(f"""
+def waits():
+    import atexit, os, time
+    atexit.register(print, "handler ran", flush=True)
+    print("waits", flush=True)
+    if Accelerator().process_index == 1:
+        {death}
+    time.sleep(3600)
+""")
+    cell = shared.submit("notebook_launcher(waits, num_processes=2, start_method='fork', post_mortem=True)")
+    if error == "KeyboardInterrupt":
+        for rank in (0, 1):
+            cell.wait_for_text(f"[{rank}] waits")
+        shared.interrupt()
+    cell.wait()
+    assert cell.error is not None
+    assert cell.error.name == error, cell.describe()
+    assert "handler ran" in shared.run("nblaunch.last_job().logs(0)").value
     shared.wait_for_no_processes()
 
 

@@ -8,23 +8,22 @@ import pytest
 
 from nblaunch.diagnosis import memory
 from nblaunch.diagnosis.memory import MemoryFacts, MemoryRecord, judge, read_facts, shm_line
+from nblaunch.wire.board import SlotReading
 
 GB = 1_000_000_000
-BEFORE = MemoryFacts(available=10 * GB, limit=16 * GB, oom_kills=2, shm_used=0, shm_size=64_000_000)
+BEFORE = MemoryFacts(available=10 * GB, limit=16 * GB, oom_kills=0, shm_used=0, shm_size=64_000_000)
 
 
 def verdict(
     *, kills: int = 0, lowest: int | None = 5 * GB, is_killed: bool = True, message: str = "", built: int = 0
 ) -> list[str]:
-    return judge(
-        before=BEFORE,
-        after=dataclasses.replace(BEFORE, oom_kills=2 + kills),
+    record = MemoryRecord(
+        dataclasses.replace(BEFORE, oom_kills=read_facts().oom_kills - kills),
         lowest_available=lowest,
         own_bytes={1: 2 * GB, 0: 3 * GB},
-        built_bytes={0: built, 1: built},
-        is_killed=is_killed,
-        message=message,
     )
+    readings = [SlotReading(rank, built_bytes=built) for rank in range(2)]
+    return judge(record, readings, is_killed=is_killed, message=message)
 
 
 def test_nothing_speaks_for_memory() -> None:
@@ -56,6 +55,28 @@ def test_an_allocator_reported_it(message: str) -> None:
     assert found[0] == "Memory ran out: an allocation was refused."
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed. ",
+        "RuntimeError: DataLoader worker (pid(s) 9, 10) exited unexpectedly",
+        "BrokenProcessPool: A process in the process pool was terminated abruptly while the future was running",
+        "TerminatedWorkerError: A worker process managed by the executor was unexpectedly terminated.",
+        "CalledProcessError: Command 'sort' died with <Signals.SIGKILL: 9>.",
+    ],
+)
+def test_a_process_of_the_rank_was_killed_for_it(message: str) -> None:
+    assert verdict(kills=1, is_killed=False, message=message)[0].startswith(
+        "Memory ran out: the system killed 1"
+    )
+    assert verdict(is_killed=False, message=message) == []
+
+
+def test_a_kill_elsewhere_in_the_container_explains_no_other_failure() -> None:
+    assert verdict(kills=1, is_killed=False, message="ValueError: the loss is nan") == []
+    assert verdict(kills=1, is_killed=False) == []
+
+
 def test_a_kill_while_memory_was_scarce_is_a_likely_one() -> None:
     found = verdict(lowest=GB // 10)
     assert found[0].startswith("Memory most likely ran out")
@@ -82,15 +103,9 @@ def test_models_built_in_workers_lead_to_the_remedy() -> None:
 
 
 def test_many_ranks_stay_one_line() -> None:
-    found = judge(
-        before=BEFORE,
-        after=dataclasses.replace(BEFORE, oom_kills=3),
-        lowest_available=None,
-        own_bytes=dict.fromkeys(range(11), GB),
-        built_bytes={},
-        is_killed=True,
-    )
-    assert found[2].endswith("rank 7 1.00 GB, and 3 more.")
+    record = MemoryRecord(BEFORE, own_bytes=dict.fromkeys(range(11), GB))
+    found = judge(record, [], is_killed=False, message="MemoryError: ")
+    assert found[2].endswith("rank 7 1.00 GB and 3 more.")
 
 
 def test_a_full_shm_is_named() -> None:

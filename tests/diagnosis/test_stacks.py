@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.stacks import StackDump, StackFrame, describe, merge, parse
+from nblaunch.diagnosis.stacks import StackDump, StackFrame, describe, parse
 from nblaunch.wire.assignment import STACKS_SIGNAL
 
 _WORKER = """
@@ -145,7 +145,3 @@ def test_frames_are_described_with_their_source(tmp_path: Path) -> None:
         ]
     )
     assert described == [f"{file}, line 2 in train: while not ready:", f"{file}, line 9 in main"]
-
-
-def test_equal_stacks_are_merged_in_order_of_their_first_rank() -> None:
-    assert list(merge({3: "b", 0: "a", 2: "a", 1: "b"}).items()) == [("a", [0, 2]), ("b", [1, 3])]

@@ -96,4 +96,10 @@ def test_a_line_for_a_rank_that_has_ended_at_its_prompt_is_lost(ranks: Ranks, is
     else:
         ranks.debugger.close()
     ranks.debugger.send_line(0, "p step")
-    assert ranks.debugger.wait_for_prompt(0, lambda: True) is None
+    assert ranks.debugger.wait_for_prompt(0) is None
+
+
+def test_no_rank_is_waited_for_once_the_client_is_closed(ranks: Ranks) -> None:
+    """As where the job has ended, and a process that a rank has left behind keeps its connection open."""
+    ranks.debugger.close()
+    assert ranks.debugger.wait_for_prompt(1) is None

@@ -114,6 +114,17 @@ def test_jobs_that_are_over_at_once_do_not_pile_up(tmp_path: Path, keep_three: N
         assert len(list(tmp_path.iterdir())) < 3 + 20
 
 
+def test_containers_in_which_a_process_has_the_same_number_share_a_log_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joblog, "_job_numbers", itertools.repeat(1))
+    logs = [JobLog(str(tmp_path)) for _ in range(3)]
+    for log in logs:
+        assert json.loads((log.path / ".nblaunch_job.json").read_text())["job"] == log.path.name
+        log.end()
+    assert len({log.path for log in logs}) == 3
+
+
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default folder has a name that others can guess, in a place where others can write."""
     monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)

@@ -69,7 +69,7 @@ def test_a_refusal_at_the_start_is_one(
     def refuse(*args: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(attempt, "Monitor", refuse)  # the workers run already
+    monkeypatch.setattr(attempt, "DeviceSampler", refuse)  # the workers run already
     error = run(Failing(), 100.0, in_background=in_background).exception(30)
     assert isinstance(error, LaunchError)
     assert "Too many open files" in str(error)
