@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import CodeType
@@ -41,6 +41,7 @@ from nblaunch.worker.failure import describe_failure
 
 _CELL_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
+_EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
 
 
 def serve() -> None:
@@ -152,7 +153,8 @@ class _Server:
         return self._call(command, files[0], outbox_fd)
 
     def _execute(self, command: Execute, outbox_fd: int) -> Reply:
-        is_value, value = _run_cell(command)
+        result, _ = _call_until_exit(_run_cell, command)
+        is_value, value = result or (False, None)
         output.show_pending_figures()
         if command.shows_value:
             return Reply(shown=_display_of(value) if is_value else {})
@@ -162,9 +164,9 @@ class _Server:
         function, args = payload.load_mapped(call_fd)
         sent: list[Event] = []
         delivery = Delivery(self._topology, outbox_fd, True, args, None, sent.append, command.wanted_modules)
-        value = function(*args)
+        value, has_exited = _call_until_exit(function, *args)
         output.show_pending_figures()
-        delivery.deliver(value, left_by_exit=False)
+        delivery.deliver(value, left_by_exit=has_exited)
         returned = next(event for event in sent if isinstance(event, Returned))
         sent_states = {event.path: event for event in sent if isinstance(event, StateSent)}
         return Reply(returned=returned, sent_states=sent_states)
@@ -190,6 +192,20 @@ class _Server:
         new = vars(sys.modules["__main__"]).keys() - self._names
         self._names |= new
         return tuple(new)
+
+
+def _call_until_exit(function: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
+    """Call a function; return its value, and whether it called ``sys.exit(0)`` instead of returning one.
+
+    Raises:
+        RuntimeError: it called ``sys.exit`` with another code. A SystemExit would end the kernel's program, too.
+    """
+    try:
+        return function(*args), False
+    except SystemExit as leaving:
+        if leaving.code is None or leaving.code == 0:
+            return None, True
+        raise RuntimeError(_EXITED.format(leaving.code)).with_traceback(leaving.__traceback__) from None
 
 
 def _display_of(value: Any) -> dict[str, Any]:

@@ -412,6 +412,28 @@ def train(model, lr):
     assert shared.run("session.run(train, (model, 0.5))").result == "0"
 
 
+def test_an_exit_ends_the_command_alone_by_code_0_well_and_by_another_as_an_error(shared: Kernel) -> None:
+    shared.run(
+        """
+import sys
+def leave(model, code):
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    sys.exit(code)
+left = nn.Linear(1, 1)
+"""
+    )
+    assert shared.run("session.run(leave, (left, 0)), left.weight.item()").value == (None, 7.0)
+    assert shared.run("session.execute('import sys; sys.exit()')").result == "[0-3] None"
+    cell = shared.run("session.run(leave, (left, 3))", raises="RuntimeError")
+    assert cell.error is not None
+    assert "sys.exit(3)" in cell.error.value
+    assert "sys.exit(code)" in cell.error.text
+    cell = shared.run("session.execute('sys.exit(\"no data\")')", raises="RuntimeError")
+    assert cell.error is not None
+    assert "sys.exit('no data')" in cell.error.value
+
+
 def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
     shared.run("def pid(): return os.getpid()\nfrom nblaunch import notebook_launcher")
     cell = shared.run(
