@@ -183,6 +183,7 @@ class SessionClient:
         replies = self._collect(is_joint)
         if isinstance(command, (Execute, RunFunction)):
             self._runner.requests.ask_logs().result()
+            self._output.pump()  # before its end is shown
         return replies
 
     def _collect(self, is_joint: bool) -> Replies:

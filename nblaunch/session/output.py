@@ -100,6 +100,7 @@ class SessionOutput:
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self._dashboards, self._open_rows = dashboards, open_rows
+        self._readings = ()  # those are of the command before
         self._due_s = time.monotonic() + _LONG_S
         self._thread = threading.get_ident()
         try:

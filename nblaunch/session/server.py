@@ -104,6 +104,7 @@ class _Server:
             self._debugger.begin_command()
         if is_code:
             self._slot.clear_progress()
+            context.current().forget_losses()
             self._slot.set_state(WorkerState.RUNNING)
             self._slot.note_progress()
         sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._pass_breakpoint
@@ -111,6 +112,8 @@ class _Server:
             try:
                 self._is_interruptible = True
                 done = self._do(command, files, outbox_fd)
+                if is_code:
+                    context.current().flush_losses()
             finally:
                 self._is_interruptible = False
             if is_code:

@@ -412,6 +412,32 @@ def train(model, lr):
     assert shared.run("session.run(train, (model, 0.5))").result == "0"
 
 
+def test_each_command_shows_all_losses_of_its_own_and_no_others(shared: Kernel) -> None:
+    shared.run(
+        """
+def learn(*losses):
+    from nblaunch import Accelerator
+    accelerator = Accelerator()
+    weight = torch.ones((), requires_grad=True)
+    for loss in losses:
+        accelerator.backward(weight * loss)
+shown = "set(session.inspect('context.current().slot.read(0).losses.means').values())"
+session.execute("from nblaunch import context")
+session.put(learn=learn)
+"""
+    )
+    shared.run("session.execute('learn(1.0, 3.0)')")
+    assert shared.run("eval(shown)").value == {(2.0,)}
+    shared.run("session.execute('learn(5.0)')")
+    assert shared.run("eval(shown)").value == {(5.0,)}
+    shared.run("session.execute('1')")
+    assert shared.run("eval(shown)").value == {()}
+    cell = shared.run("session.run(learn, (1.25, 4.75), dashboard='html')")
+    assert "4.7500" in str(cell.displays[0].data)
+    cell = shared.run("session.run(learn, dashboard='html')")
+    assert "4.7500" not in str(cell.displays[0].data)
+
+
 def test_an_exit_ends_the_command_alone_by_code_0_well_and_by_another_as_an_error(shared: Kernel) -> None:
     shared.run(
         """
