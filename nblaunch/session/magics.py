@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -132,7 +133,7 @@ def _match_names(context: Any) -> dict[str, Any]:
 
 
 def _parsed_ranks(line: str, known: range) -> list[int] | None:
-    """Return the ranks that ``0,2`` or ``1-3`` names; None for an empty line.
+    """Return the ranks that ``0,2``, ``0 2`` or ``1-3`` names; None for an empty line.
 
     Raises:
         ValueError: it names no ranks of the session.
@@ -140,7 +141,7 @@ def _parsed_ranks(line: str, known: range) -> list[int] | None:
     if not line.strip():
         return None
     chosen: list[int] = []
-    for part in line.replace(" ", "").split(","):
+    for part in re.split(r"[,\s]+", re.sub(r"\s*-\s*", "-", line.strip())):
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
             raise ValueError(f"%%ranks {line}: write ranks as 0,2 or 0-3")
