@@ -57,14 +57,18 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         dashboard: as for :func:`notebook_launcher`.
 
     Raises:
-        LookupError: there is no such job.
+        LookupError: there is no such job, or it was launched by another version of nblaunch.
         PermissionError: the folder of the job can be changed by other users.
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
         folder = find(job_id)
         listeners = dashboards.choose(dashboard, background=True)
-        follower = JobFollower(folder, listeners)
+        try:
+            follower = JobFollower(folder, listeners)
+        except (LookupError, OSError) as error:
+            dashboards.close_refused(listeners, error)
+            raise
     job = Job(follower)
     job.show_with(partial(dashboards.show_again, listeners))
     dashboards.connect(listeners, job)
