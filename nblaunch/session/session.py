@@ -210,16 +210,16 @@ class Session(RankCommands):
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
         in_notebook = dashboards.kernel_shell() is not None
-        announced = [replace(self._attempt(self._runner.spec).start_event(), function_name="commands")]
+        begun = replace(self._attempt(self._runner.spec).start_event(), function_name="commands")
         printer = dashboards.lines_printer(
             first_s=_FIRST_LINES_S, omits_hangs=in_notebook, display_ids=self._display_ids
         )
-        emit([printer], announced)
+        emit([printer], [begun])
         rows: list[Dashboard] = []
 
         def open_rows() -> list[Dashboard]:
             rows.extend(dashboards.choose()[:1] if in_notebook else ())
-            emit(rows, [*announced, *self._started()])
+            emit(rows, [replace(begun, ago_s=time.time() - begun.time_s), *self._started()])
             return rows
 
         with self._output.shown_by([printer], open_rows):
