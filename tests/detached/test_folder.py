@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -243,6 +244,32 @@ def test_requests_are_served_where_the_system_refuses_threads(
     for _ in range(2):
         requests.RemoteRequests(own_folder).interrupt()
     assert server.interrupts == 2
+
+
+def test_requests_are_served_after_descriptors_have_run_out(
+    own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = threading.Event()
+
+    def refuse(listening: socket.socket) -> None:
+        refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", refuse)
+        requests.RemoteRequests(own_folder).interrupt()  # the server waits for this one already
+        assert refused.wait(10)
+    requests.RemoteRequests(own_folder).stop()
+    assert server.stopped.wait(10)
+
+
+def test_a_job_process_that_takes_no_requests_for_a_while_still_runs(own_folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening, requests._address_in(own_folder) as address:
+        listening.bind(address)
+        listening.listen(0)
+        with socket.socket(socket.AF_UNIX) as waiting:
+            waiting.connect(address)
+            assert requests.is_served(own_folder)
 
 
 def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
