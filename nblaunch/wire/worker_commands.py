@@ -54,6 +54,7 @@ class CommandConnection:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        os.set_blocking(fd, True)  # socket.setdefaulttimeout() of the user makes new sockets non-blocking
         self._pid = os.getpid()
 
     def fileno(self) -> int:
@@ -133,6 +134,7 @@ def connect() -> tuple[CommandConnection, int]:
 def _socket_of(fd: int) -> Iterator[socket.socket]:
     """Yield a socket object of a descriptor, for which no other descriptor is needed."""
     unix_socket = socket.socket(fileno=fd)
+    unix_socket.setblocking(True)  # as in CommandConnection
     try:
         yield unix_socket
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -106,6 +107,20 @@ def test_a_reply_whose_file_finds_no_descriptor_is_that_of_its_rank_alone(ranks:
     assert replies[1].value_of(1) == 1
     ranks.answer(2, 2)
     assert ranks.values() == [2, 2]
+
+
+def test_a_default_timeout_of_the_user_s_sockets_does_not_hold_for_connections() -> None:
+    socket.setdefaulttimeout(10.0)
+    try:
+        kernel, fd = connect()
+        worker = CommandConnection(fd)
+        worker.send(Reply(), [0])
+        _, (file,) = kernel.receive()
+        os.close(file)
+        assert os.get_blocking(kernel.fileno())
+        assert os.get_blocking(worker.fileno())
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_replies_to_a_command_that_an_error_in_the_kernel_has_ended_are_not_those_to_the_next(
