@@ -22,23 +22,12 @@ from __future__ import annotations
 from functools import partial
 
 from nblaunch import dashboard as dashboards
-from nblaunch.detached.folder import JobSummary, find, list_jobs
+from nblaunch.detached.folder import JobSummary, find, jobs
 from nblaunch.detached.follower import JobFollower
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.job import Job
 
 __all__ = ["JobSummary", "attach", "jobs"]
-
-
-def jobs() -> list[JobSummary]:
-    """Return the jobs of this user on this machine that were launched with ``detach=True``, the newest last.
-
-    The files of ended jobs are kept as logs are, up to ``NBLAUNCH_KEEP_JOBS``.
-
-    Raises:
-        PermissionError: the folder of the jobs can be changed by other users.
-    """
-    return list_jobs()
 
 
 def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:

@@ -123,7 +123,7 @@ class _DetachedJob:
         os.close(saved.fd)
         restore_host_random_states(pickle.loads(saved.random_states))
         function, args = call
-        return replace(launch.spec, function=function, args=args, num_processes=launch.num_processes)
+        return replace(launch.spec, function=function, args=args, num_processes=launch.plan["num_processes"])
 
     def _end_unstarted(self, error: BaseException) -> None:
         """Record that the job ended before it ran."""

@@ -20,7 +20,7 @@ import nblaunch
 from nblaunch import cli
 from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
-from nblaunch.detached.folder import JobFolder, Record
+from nblaunch.detached.folder import End, JobFolder, Record
 from nblaunch.detached.job_process import Recorder
 from nblaunch.errors import ResultError
 from nblaunch.events import Fact, JobEnded, Note
@@ -126,7 +126,7 @@ def test_what_could_be_pickled_of_a_large_value_is_in_the_error(
     recorder = Recorder(folder, lambda: JobOutcome("done", error, values={0: None, 1: value}))
     recorder.on_event(JobEnded(-1, 1.0, "done"))
     os.close(recorder._sender.fd)
-    end = folder.read_end()
+    end = folder.load(End)
     assert end is not None
     read = follower._outcome_of(folder, end).error
     assert isinstance(read, ResultError)
@@ -282,7 +282,7 @@ def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
     recorder.on_event(JobEnded(-1, 1.0, "done"))
     os.close(recorder._sender.fd)
     assert 8192 < folder.weights_path.stat().st_size < 16384, "what is tied is written once"
-    end = folder.read_end()
+    end = folder.load(End)
     assert end is not None
     outcome = follower._outcome_of(folder, end)
     assert (outcome.error, dict(outcome.values)) == (None, {0: 7})
