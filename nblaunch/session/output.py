@@ -119,9 +119,7 @@ class SessionOutput:
             self._dashboards = [*self._open_rows(), *self._dashboards]
             self._open_rows = None
         while self._events:
-            event = self._events.popleft()
-            for dashboard in self._dashboards:
-                dashboard.on_event(event)
+            emit(self._dashboards, [self._events.popleft()])
         for dashboard in self._dashboards:
             dashboard.on_readings(self._readings)
 

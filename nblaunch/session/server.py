@@ -120,7 +120,6 @@ class _Server:
                 self._debugger.end_command(None)
                 process_group.drop_destroyed_groups()
         except BaseException as error:
-            self._is_interruptible = False
             failed = describe_failure(self._topology.rank, error)
             self._debugger.end_command(error)
         output.flush()
