@@ -10,11 +10,12 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 from nblaunch import context
 from nblaunch.backends import process_group
@@ -196,18 +197,31 @@ class _Server:
         return tuple(new)
 
 
+def _end_subprocess() -> NoReturn:
+    """End a process that a command has forked, and that has left its code: the rank itself sends the reply."""
+    error = sys.exc_info()[1]
+    if error is not None:
+        traceback.print_exception(error)
+    output.flush()
+    os._exit(0 if error is None else 1)
+
+
 def _call_until_exit(function: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
     """Call a function; return its value, and whether it called ``sys.exit(0)`` instead of returning one.
 
     Raises:
         RuntimeError: it called ``sys.exit`` with another code. A SystemExit would end the kernel's program, too.
     """
+    pid = os.getpid()
     try:
         return function(*args), False
     except SystemExit as leaving:
         if leaving.code is None or leaving.code == 0:
             return None, True
         raise RuntimeError(_EXITED.format(leaving.code)).with_traceback(leaving.__traceback__) from None
+    finally:
+        if os.getpid() != pid:
+            _end_subprocess()
 
 
 def _display_of(value: Any) -> dict[str, Any]:

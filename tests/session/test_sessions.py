@@ -461,6 +461,12 @@ left = nn.Linear(1, 1)
     assert "sys.exit('no data')" in cell.error.value
 
 
+def test_a_process_that_a_command_forks_sends_no_reply(shared: Kernel) -> None:
+    forks = "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\n[pid > 0]"
+    assert shared.run(f"session.ranks(0).execute({forks!r})").result == "[0] [True]"
+    assert shared.run("session.ranks(0).execute('\"next\"')").result == "[0] 'next'"
+
+
 def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
     shared.run("def pid(): return os.getpid()\nfrom nblaunch import notebook_launcher")
     cell = shared.run(
