@@ -181,7 +181,7 @@ class SessionClient:
         for rank in ranks:
             self._send(rank, command, files)
         replies = self._collect(is_joint)
-        if isinstance(command, (Execute, RunFunction)):
+        if any(received.reply.has_output for received in replies.values()):
             self._runner.requests.ask_logs().result()
             self._output.pump()  # before its end is shown
         return replies

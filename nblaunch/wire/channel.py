@@ -55,12 +55,16 @@ class EventSender:
     Args:
         fd: writing end of the pipe.
         uninterrupted: makes a context in which an interrupt is held back, so that no event is ever cut in two.
+
+    Attributes:
+        num_sent: how many events were sent.
     """
 
     def __init__(
         self, fd: int, uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
         self.fd = fd
+        self.num_sent = 0
         self._uninterrupted = uninterrupted
         self._file = _identity(fd)
         self.renew_after_fork()
@@ -84,6 +88,7 @@ class EventSender:
             text = f"an event could not be sent, and is lost: {_why_lost(type(event).__name__, error)}"
             body = _body_of(Note(event.rank, event.time_s, text, "warning"))
         with self._uninterrupted(), self._lock:
+            self.num_sent += 1
             self._waiting.append(body)
             # Under the mark a handler leaves its event to the send that it has interrupted. That looks again once the
             # mark is gone: the handler may have come just before.
