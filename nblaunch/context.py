@@ -26,8 +26,8 @@ def _discard(event: Event) -> None:
     """Drop an event: there is no launcher."""
 
 
-def _flush_nothing() -> None:
-    """Leave the board as it is: nothing is held back."""
+def _do_nothing() -> None:
+    """Do nothing: there are no losses."""
 
 
 @dataclass
@@ -58,6 +58,7 @@ class ProcessContext:
             among them; set by strategies whose shards are no DTensors. None = weights are full, or DTensors.
         flush_losses: writes the last losses to the board, which are held back because reading them waits for the
             device; set by training, called when the function has returned.
+        forget_losses: begins the losses of the board anew, for another command of a session; set by training.
     """
 
     topology: Topology
@@ -79,7 +80,8 @@ class ProcessContext:
         default_factory=dict, compare=False, repr=False
     )
     collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
-    flush_losses: Callable[[], None] = field(default=_flush_nothing, compare=False, repr=False)
+    flush_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
+    forget_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
 
 
 _current: ProcessContext | None = None

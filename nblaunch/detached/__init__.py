@@ -22,23 +22,12 @@ from __future__ import annotations
 from functools import partial
 
 from nblaunch import dashboard as dashboards
-from nblaunch.detached.folder import JobSummary, find, list_jobs
+from nblaunch.detached.folder import JobSummary, find, jobs
 from nblaunch.detached.follower import JobFollower
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.job import Job
 
 __all__ = ["JobSummary", "attach", "jobs"]
-
-
-def jobs() -> list[JobSummary]:
-    """Return the jobs of this user on this machine that were launched with ``detach=True``, the newest last.
-
-    The files of ended jobs are kept as logs are, up to ``NBLAUNCH_KEEP_JOBS``.
-
-    Raises:
-        PermissionError: the folder of the jobs can be changed by other users.
-    """
-    return list_jobs()
 
 
 def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
@@ -57,14 +46,18 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         dashboard: as for :func:`notebook_launcher`.
 
     Raises:
-        LookupError: there is no such job.
+        LookupError: there is no such job, or it was launched by another version of nblaunch.
         PermissionError: the folder of the job can be changed by other users.
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
         folder = find(job_id)
         listeners = dashboards.choose(dashboard, background=True)
-        follower = JobFollower(folder, listeners)
+        try:
+            follower = JobFollower(folder, listeners)
+        except (LookupError, OSError) as error:
+            dashboards.close_refused(listeners, error)
+            raise
     job = Job(follower)
     job.show_with(partial(dashboards.show_again, listeners))
     dashboards.connect(listeners, job)

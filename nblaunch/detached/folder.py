@@ -52,11 +52,6 @@ class DetachedLaunch:
     registered_backend: bytes
     plan: Mapping[str, Any]
 
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks."""
-        return int(self.plan["num_processes"])
-
 
 @dataclass(frozen=True)
 class Record:
@@ -155,6 +150,12 @@ class JobSummary:
 class JobFolder(LogFolder):
     """The folder of one detached job.
 
+    Attributes:
+        id: short name of the job.
+        events_path: the file of events.
+        result_path: the file of what the ranks returned.
+        weights_path: the file of trained weights, if there are any.
+
     Raises:
         PermissionError: other users can change it.
     """
@@ -162,43 +163,36 @@ class JobFolder(LogFolder):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         check_private(path)
-
-    @property
-    def id(self) -> str:
-        """Short name of the job."""
-        return self.path.name
-
-    @property
-    def events_path(self) -> Path:
-        """The file of events."""
-        return self.path / "events"
-
-    @property
-    def result_path(self) -> Path:
-        """The file of what the ranks returned."""
-        return self.path / "result"
-
-    @property
-    def weights_path(self) -> Path:
-        """The file of trained weights, if there are any."""
-        return self.path / "weights"
+        self.id = path.name
+        self.events_path = path / "events"
+        self.result_path = path / "result"
+        self.weights_path = path / "weights"
 
     @property
     def has_job_process(self) -> bool:
         """Whether the job process runs."""
         return is_served(self.path)
 
-    def read_record(self) -> Record | None:
-        """Return what was launched; None where the job process has not come so far."""
-        return self._load("record", Record)
+    def load(self, kind: type[_Stored]) -> _Stored | None:
+        """Return what the file of this kind of value holds; None if it was not written yet.
 
-    def read_snapshot(self) -> Snapshot | None:
-        """Return the last state of the ranks; None before the first."""
-        return self._load("snapshot", Snapshot)
-
-    def read_end(self) -> End | None:
-        """Return how the job ended; None if it has not, or was lost."""
-        return self._load("end", End)
+        Raises:
+            LookupError: it is of another version of nblaunch.
+        """
+        try:
+            data = (self.path / kind.__name__.lower()).read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            value = pickle.loads(data)
+        except (ImportError, AttributeError, TypeError):  # a module or class that this version does not have
+            value = None
+        if isinstance(value, kind) and all(hasattr(value, field.name) for field in fields(kind)):
+            return value
+        raise LookupError(
+            f"{self.id} was launched by another version of nblaunch, which can attach to it; this one can only end it: "
+            f"`nblaunch stop {self.id}`. Logs: {self.path}"
+        )
 
     def write(self, value: Record | Snapshot | End) -> None:
         """Replace the file of this kind of value."""
@@ -224,7 +218,7 @@ class JobFolder(LogFolder):
         """Return the line of the list of jobs; None of a folder without a job of this machine."""
         has_job_process = self.has_job_process  # first: what it writes at its end is there when it has gone
         try:
-            record, end, snapshot = self.read_record(), self.read_end(), self.read_snapshot()
+            record, end, snapshot = self.load(Record), self.load(End), self.load(Snapshot)
         except LookupError:
             name, launched_s = self.id.rpartition("-")[0], self.path.stat().st_ctime
             return JobSummary(self.id, name, "other version", 0, "", launched_s, 0.0, self.path)
@@ -238,32 +232,11 @@ class JobFolder(LogFolder):
             id=self.id,
             function_name=record.launch.spec.function_name,
             status=end.status if end else running if has_job_process else "lost",
-            num_processes=record.launch.num_processes,
+            num_processes=record.launch.plan["num_processes"],
             backend=record.launch.backend,
             started_s=record.started_s,
             duration_s=max(0.0, until_s - record.started_s),
             log_dir=self.path,
-        )
-
-    def _load(self, name: str, kind: type[_Stored]) -> _Stored | None:
-        """Return what a file holds; None if there is no such file.
-
-        Raises:
-            LookupError: it is of another version of nblaunch.
-        """
-        try:
-            data = (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            value = pickle.loads(data)
-        except (ImportError, AttributeError, TypeError):  # a module or class that this version does not have
-            value = None
-        if isinstance(value, kind) and all(hasattr(value, field.name) for field in fields(kind)):
-            return value
-        raise LookupError(
-            f"{self.id} was launched by another version of nblaunch, which can attach to it; this one can only end it: "
-            f"`nblaunch stop {self.id}`. Logs: {self.path}"
         )
 
 
@@ -300,8 +273,14 @@ def check_private(path: Path) -> None:
     )
 
 
-def list_jobs() -> list[JobSummary]:
-    """Return all jobs of this user on this machine, the newest last."""
+def jobs() -> list[JobSummary]:
+    """Return the jobs of this user on this machine that were launched with ``detach=True``, the newest last.
+
+    The files of ended jobs are kept as logs are, up to ``NBLAUNCH_KEEP_JOBS``.
+
+    Raises:
+        PermissionError: the folder of the jobs can be changed by other users.
+    """
     summaries = []
     for path in filter(Path.is_dir, root().iterdir()):
         with suppress(FileNotFoundError):  # another process prunes it at the same time
@@ -319,7 +298,7 @@ def find(job_id: str | None) -> JobFolder:
         LookupError: there is no such job, or several have names that begin so.
         PermissionError: other users can change the folder.
     """
-    known = list_jobs()
+    known = jobs()
     found = [one for one in known if job_id is None or one.id.startswith(job_id)]
     exact = [one for one in found if one.id == job_id] or (found[-1:] if job_id is None else found)
     if len(exact) == 1:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends, env
-from nblaunch.detached.folder import DetachedLaunch, End, JobFolder, Snapshot
+from nblaunch.detached.folder import DetachedLaunch, End, JobFolder, Record, Snapshot
 from nblaunch.detached.requests import RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
@@ -44,7 +44,7 @@ class JobFollower(JobState):
     """
 
     def __init__(self, folder: JobFolder, listeners: Sequence[Listener] = ()) -> None:
-        record = folder.read_record()
+        record = folder.load(Record)
         if record is None:
             raise LookupError(f"{folder.path} is not the folder of a detached job")
         restore_sources(record.sources)
@@ -114,7 +114,7 @@ class JobFollower(JobState):
 
     def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
         """Return events of the past with the time since the start of attempts, up to now or to the job's end."""
-        snapshot = self._folder.read_snapshot()
+        snapshot = self._folder.load(Snapshot)
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
@@ -131,7 +131,7 @@ class JobFollower(JobState):
         if isinstance(event, AttemptStarted):
             self._read_logs_to_end()
             self.attempt_number, self.pids = event.attempt, {}
-            record = self._folder.read_record()  # the job process's own plan, from its first attempt on
+            record = self._folder.load(Record)  # the job process's own plan, from its first attempt on
             self.plan = replace(
                 self.plan if record is None else _plan_of(record.launch),
                 start_method=event.start_method,
@@ -156,7 +156,7 @@ class JobFollower(JobState):
         self._tails = {}
 
     def _read_snapshot(self) -> None:
-        snapshot = self._folder.read_snapshot()
+        snapshot = self._folder.load(Snapshot)
         if snapshot is None or snapshot == self._snapshot:
             return
         known = self._snapshot.samples if self._snapshot is not None else ()
@@ -176,7 +176,7 @@ class JobFollower(JobState):
         """
         self._read_logs_to_end()
         self._read_snapshot()
-        end = self._folder.read_end()
+        end = self._folder.load(End)
         if end is not None:
             outcome = _outcome_of(self._folder, end)
             ended = ended or JobEnded(

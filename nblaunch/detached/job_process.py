@@ -116,7 +116,7 @@ class _DetachedJob:
         backends.find(launch.backend, launch.registered_backend)
         (function, args), _ = saved.load()
         saved.close()
-        return replace(launch.spec, function=function, args=args, num_processes=launch.num_processes)
+        return replace(launch.spec, function=function, args=args, num_processes=launch.plan["num_processes"])
 
     def _end_unstarted(self, error: BaseException) -> None:
         """Record that the job ended before it ran."""

@@ -27,6 +27,7 @@ _CREDENTIALS = struct.Struct("3i")
 _MAX_REQUEST_BYTES = 256
 _PATIENCE_S = 2.0
 _STACKS_S = 10.0
+_RETRY_S = 0.1
 
 
 class RequestServer:
@@ -38,6 +39,7 @@ class RequestServer:
 
     def __init__(self, folder: Path, requests: JobRequests) -> None:
         self._requests = requests
+        self._closed = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _address_in(folder) as address:
             self._socket.bind(address)
@@ -48,6 +50,7 @@ class RequestServer:
 
     def close(self) -> None:
         """Serve no more requests."""
+        self._closed.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         descriptors.forget(self._socket.fileno())
@@ -57,8 +60,10 @@ class RequestServer:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # it was closed
+            except OSError:  # there may be no descriptor left, or the client has gone
+                if self._closed.wait(_RETRY_S):
+                    return
+                continue
             # Stacks take seconds to find, and a client may be slow: a stop or an interrupt does not wait for that.
             thread = threading.Thread(
                 target=self._answer, args=(connection,), name="nblaunch-request", daemon=True
@@ -138,6 +143,8 @@ def is_served(folder: Path) -> bool:
     try:
         with _connected(folder):
             return True
+    except BlockingIOError:  # more wait than the system queues: it is only busy, or stopped
+        return True
     except OSError:
         return False
 

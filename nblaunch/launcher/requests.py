@@ -71,8 +71,8 @@ class Query(Future[str]):
     """A question to the supervisor, and its answer.
 
     Args:
-        subject: ``"stacks"``: where every rank is; ``"logs"``: that all that ranks have printed and sent has been
-            reported.
+        subject: ``"stacks"``: where every rank is; ``"logs"``: that all that ranks have printed, sent and shown on
+            the board has been reported.
     """
 
     def __init__(self, subject: str) -> None:
@@ -141,7 +141,7 @@ class JobRequests:
         return self._ask(Query("stacks"))
 
     def ask_logs(self) -> Future[str]:
-        """Ask for all that workers have printed and sent by now to be reported; the future ends when it was."""
+        """Ask for all that workers have printed, sent and shown by now to be reported; the future ends when it was."""
         return self._ask(Query("logs"))
 
     def _ask(self, query: Query) -> Future[str]:

@@ -331,6 +331,7 @@ class Supervisor:
             if query.subject == "logs":
                 self._read_pipes()
                 self._read_logs()
+                self._emit_readings(self._read_board())
                 requests.answer(query, "")
             else:
                 self._hangs.ask(query, self._active_pids())

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ class RankMagics(Magics):
     """The magics, and the session that they use."""
 
     session: Session | None = None
+    shell: Any
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
@@ -40,9 +42,9 @@ class RankMagics(Magics):
         if cell is None:
             return self._control(line.split())
         session = self._started_or_new()
-        chosen = _parsed_ranks(line, session.local_ranks)
+        chosen = _parsed_ranks(line)
         source = f"%%ranks {line}\n{cell}"
-        filename = _name_of_running_cell(_shell_of(self).user_ns)
+        filename = _name_of_running_cell(self.shell.user_ns)
         restore_sources({filename: source})  # IPython has that of a call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
         self._show(execute_and_display(session, command, chosen))
@@ -71,7 +73,7 @@ class RankMagics(Magics):
         raise ValueError(f"%ranks {' '.join(words)}: the commands are {_USAGE}")
 
     def _named(self, name: str) -> Session:
-        session = _shell_of(self).user_ns.get(name)
+        session = self.shell.user_ns.get(name)
         if not isinstance(session, Session):
             raise ValueError(f"%ranks use {name}: there is no session of this name")
         return session
@@ -111,7 +113,7 @@ class RankMagics(Magics):
                 print(f"{label}\n{text}" if "\n" in text else f"{label} {text}")
             else:
                 print(label)
-                _shell_of(self).display_pub.publish(data=bundle)
+                self.shell.display_pub.publish(data=bundle)
 
 
 def register(shell: Any) -> None:
@@ -129,22 +131,20 @@ def _match_names(context: Any) -> dict[str, Any]:
     return {"completions": found}
 
 
-def _parsed_ranks(line: str, known: range) -> list[int] | None:
-    """Return the ranks that ``0,2`` or ``1-3`` names; None for an empty line.
+def _parsed_ranks(line: str) -> list[int] | None:
+    """Return the ranks that ``0,2``, ``0 2`` or ``1-3`` names; None for an empty line.
 
     Raises:
-        ValueError: it names no ranks of the session.
+        ValueError: it names no ranks.
     """
     if not line.strip():
         return None
     chosen: list[int] = []
-    for part in line.replace(" ", "").split(","):
+    for part in re.split(r"[,\s]+", re.sub(r"\s*-\s*", "-", line.strip())):
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()):
             raise ValueError(f"%%ranks {line}: write ranks as 0,2 or 0-3")
         chosen += range(int(first), int(last or first) + 1)
-    if not set(chosen) <= set(known):
-        raise ValueError(f"%%ranks {line}: this session has the ranks {known[0]} to {known[-1]} here")
     return chosen
 
 
@@ -162,7 +162,3 @@ def _name_of_running_cell(names: dict[str, Any]) -> str:
         if frame.f_globals is names and frame.f_code.co_name in ("<module>", "<cell line: 1>"):
             return frame.f_code.co_filename
     return "<cell>"
-
-
-def _shell_of(magics: RankMagics) -> Any:
-    return magics.shell

@@ -100,6 +100,7 @@ class SessionOutput:
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self._dashboards, self._open_rows = dashboards, open_rows
+        self._readings = ()  # those are of the command before
         self._due_s = time.monotonic() + _LONG_S
         self._thread = threading.get_ident()
         try:
@@ -118,9 +119,7 @@ class SessionOutput:
             self._dashboards = [*self._open_rows(), *self._dashboards]
             self._open_rows = None
         while self._events:
-            event = self._events.popleft()
-            for dashboard in self._dashboards:
-                dashboard.on_event(event)
+            emit(self._dashboards, [self._events.popleft()])
         for dashboard in self._dashboards:
             dashboard.on_readings(self._readings)
 

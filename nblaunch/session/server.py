@@ -10,11 +10,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 from nblaunch import context
 from nblaunch.backends import process_group
@@ -41,6 +42,7 @@ from nblaunch.worker.failure import describe_failure
 
 _CELL_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
+_EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
 
 
 def serve() -> None:
@@ -104,6 +106,7 @@ class _Server:
             self._debugger.begin_command()
         if is_code:
             self._slot.clear_progress()
+            context.current().forget_losses()
             self._slot.set_state(WorkerState.RUNNING)
             self._slot.note_progress()
         sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._pass_breakpoint
@@ -111,13 +114,14 @@ class _Server:
             try:
                 self._is_interruptible = True
                 done = self._do(command, files, outbox_fd)
+                if is_code:
+                    context.current().flush_losses()
             finally:
                 self._is_interruptible = False
             if is_code:
                 self._debugger.end_command(None)
                 process_group.drop_destroyed_groups()
         except BaseException as error:
-            self._is_interruptible = False
             failed = describe_failure(self._topology.rank, error)
             self._debugger.end_command(error)
         self._slot.set_state(WorkerState.DONE)
@@ -158,7 +162,8 @@ class _Server:
         return self._call(command, files[0], outbox_fd)
 
     def _execute(self, command: Execute, outbox_fd: int) -> Reply:
-        is_value, value = _run_cell(command)
+        result, _ = _call_until_exit(_run_cell, command)
+        is_value, value = result or (False, None)
         output.show_pending_figures()
         if command.shows_value:
             return Reply(shown=_display_of(value) if is_value else {})
@@ -168,9 +173,9 @@ class _Server:
         function, args = payload.load_mapped(call_fd)
         sent: list[Event] = []
         delivery = Delivery(self._topology, outbox_fd, True, args, None, sent.append, command.wanted_modules)
-        value = function(*args)
+        value, has_exited = _call_until_exit(function, *args)
         output.show_pending_figures()
-        delivery.deliver(value, left_by_exit=False)
+        delivery.deliver(value, left_by_exit=has_exited)
         returned = next(event for event in sent if isinstance(event, Returned))
         sent_states = {event.path: event for event in sent if isinstance(event, StateSent)}
         return Reply(returned=returned, sent_states=sent_states)
@@ -210,6 +215,33 @@ def _size_of_output() -> tuple[int, int]:
     except OSError:  # closed by the user's code
         printed_bytes = 0
     return printed_bytes, context.current().count_events()
+
+
+def _end_subprocess() -> NoReturn:
+    """End a process that a command has forked, and that has left its code: the rank itself sends the reply."""
+    error = sys.exc_info()[1]
+    if error is not None:
+        traceback.print_exception(error)
+    output.flush()
+    os._exit(0 if error is None else 1)
+
+
+def _call_until_exit(function: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
+    """Call a function; return its value, and whether it called ``sys.exit(0)`` instead of returning one.
+
+    Raises:
+        RuntimeError: it called ``sys.exit`` with another code. A SystemExit would end the kernel's program, too.
+    """
+    pid = os.getpid()
+    try:
+        return function(*args), False
+    except SystemExit as leaving:
+        if leaving.code is None or leaving.code == 0:
+            return None, True
+        raise RuntimeError(_EXITED.format(leaving.code)).with_traceback(leaving.__traceback__) from None
+    finally:
+        if os.getpid() != pid:
+            _end_subprocess()
 
 
 def _display_of(value: Any) -> dict[str, Any]:

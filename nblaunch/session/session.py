@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -210,16 +210,16 @@ class Session(RankCommands):
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
         in_notebook = dashboards.kernel_shell() is not None
-        announced = [replace(self._attempt(self._runner.spec).start_event(), function_name="commands")]
+        begun = replace(self._attempt(self._runner.spec).start_event(), function_name="commands")
         printer = dashboards.lines_printer(
             first_s=_FIRST_LINES_S, omits_hangs=in_notebook, display_ids=self._display_ids
         )
-        emit([printer], announced)
+        emit([printer], [begun])
         rows: list[Dashboard] = []
 
         def open_rows() -> list[Dashboard]:
             rows.extend(dashboards.choose()[:1] if in_notebook else ())
-            emit(rows, [*announced, *self._started()])
+            emit(rows, [replace(begun, ago_s=time.time() - begun.time_s), *self._started()])
             return rows
 
         with self._output.shown_by([printer], open_rows):
@@ -537,9 +537,9 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
     chosen = {
         "num_processes": session.num_processes, "backend": plan.backend.name, "start_method": plan.start_method,
     }  # fmt: skip
-    for name, default in _START_SETTINGS.items():
+    for name in _START_SETTINGS:
         value, held = getattr(spec, name), chosen.get(name, getattr(own, name))
-        if value not in (default, getattr(own, name), held):
+        if value not in (getattr(LaunchSpec, name), getattr(own, name), held):
             shown = "strategy='spmd'" if name == "is_spmd" else f"{name}={value!r}"
             raise ValueError(
                 f"{shown}: the workers of the session run already, with {held!r}. Leave it out, or launch without "
@@ -573,13 +573,12 @@ def execute_and_display(
         }
 
 
-_SET_AT_START = (
+_START_SETTINGS = (
     "num_processes", "mixed_precision", "backend", "engine", "start_method", "num_nodes", "threads_per_process",
     "log_dir", "is_spmd", "max_restarts", "hang_timeout_s", "on_hang", "interrupt_grace_s", "node_rank", "master_addr",
     "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_timeout_s",
 )  # fmt: skip
-_START_SETTINGS = {field.name: field.default for field in fields(LaunchSpec) if field.name in _SET_AT_START}
-"""Settings that hold from the start of the workers to their end, with their defaults."""
+"""Settings that hold from the start of the workers to their end."""
 
 _numbers = itertools.count(1)
 """Of the commands of all sessions: tracebacks find their lines by them."""

@@ -195,14 +195,18 @@ class LossReport:
         self._slot = slot
         self._memory = memory
         self._next_s = 0.0
+        self._num_noted = 0
+        self._num_updates = 0
+        self._zero: torch.Tensor | None = None
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all losses so far: those to come are of another command of a session."""
         self._latest: torch.Tensor | None = None
         self._bins = LossBins()
         self._unread: list[tuple[torch.Tensor, int]] = []
-        self._num_noted = 0
-        self._num_updates = 0
         self._num_steps = 0  # begun
         self._num_closed, self._steps_per_bin = 0, 1  # as in the bins, once all is read
-        self._zero: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         self._count = 0
         # Sums and numbers of losses, as read: of bins that were closed in this epoch, of the open bin, and of that part

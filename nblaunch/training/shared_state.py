@@ -172,7 +172,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     if worker.training is None:
         process = joining.join(cpu, init)
         losses = LossReport(process.slot, DeviceMemoryReport(process.slot, process.backend))
-        worker.flush_losses = losses.flush
+        worker.flush_losses, worker.forget_losses = losses.flush, losses.begin_anew
         loaders = LoaderStack()
         worker.training = SharedState(
             process,

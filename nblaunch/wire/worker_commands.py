@@ -15,7 +15,8 @@ import pickle
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +31,13 @@ _HEADER = struct.Struct("<QI")
 """Bytes of the message, number of the files that follow it."""
 
 _MAX_READ_BYTES = 1 << 20
+_NO_DESCRIPTOR = (
+    "this process had no descriptor left for a file that came with it; close files, or raise `ulimit -n`"
+)
 
 
 class UnreadableMessage(Exception):
-    """A message has arrived that can't be unpickled here."""
+    """A message has arrived that can't be unpickled here, or whose files found no descriptor."""
 
 
 class CommandConnection:
@@ -50,6 +54,7 @@ class CommandConnection:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        os.set_blocking(fd, True)  # socket.setdefaulttimeout() of the user makes new sockets non-blocking
         self._pid = os.getpid()
 
     def fileno(self) -> int:
@@ -76,7 +81,7 @@ class CommandConnection:
 
         Raises:
             EOFError, OSError: the other process has gone.
-            UnreadableMessage: the message can't be unpickled here; the next can be received.
+            UnreadableMessage: it can't be unpickled here, or its files found no descriptor; the next can be received.
         """
         size, num_files = _HEADER.unpack(self._read(_HEADER.size))
         data = self._read(size)
@@ -102,6 +107,10 @@ class CommandConnection:
             data, files, _, _ = socket.recv_fds(unix_socket, 1, count)
         if not data:
             raise EOFError
+        if len(files) < count:  # the system has dropped them
+            for fd in files:
+                os.close(fd)
+            raise UnreadableMessage(_NO_DESCRIPTOR)
         return files
 
     def __del__(self) -> None:
@@ -121,8 +130,15 @@ def connect() -> tuple[CommandConnection, int]:
     return CommandConnection(own.detach()), other.detach()
 
 
-def _socket_of(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
+@contextmanager
+def _socket_of(fd: int) -> Iterator[socket.socket]:
+    """Yield a socket object of a descriptor, for which no other descriptor is needed."""
+    unix_socket = socket.socket(fileno=fd)
+    unix_socket.setblocking(True)  # as in CommandConnection
+    try:
+        yield unix_socket
+    finally:
+        unix_socket.detach()
 
 
 # --- to the server of a session --------------------------------------------------------------------------------------

@@ -350,3 +350,20 @@ def test_workers_are_forked_from_the_job_s_own_process_whatever_runs_in_the_kern
     kernel.run("launch(parent)", raises="LaunchError")
     kernel.run("job = launch(parent, max_restarts=1, background=True, detach=True)", timeout_s=120)
     assert kernel.run("job.result(60)", timeout_s=120).value != kernel.pid
+
+
+OF_ANOTHER_VERSION = """
+import os
+os.environ["NBLAUNCH_LOG_DIR"] = {!r}
+import nblaunch
+from nblaunch.detached import folder
+path = folder.root() / "train-3f9a2c"
+path.mkdir(mode=0o700)
+(path / "record").write_bytes(b"cnblaunch.detached.gone\\nRecord\\n.")
+"""
+
+
+def test_the_display_of_an_attach_that_is_refused_says_so(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(OF_ANOTHER_VERSION.format(str(tmp_path)))
+    cell = kernel.run("nblaunch.attach()", raises="LookupError")
+    assert "another version" in str(cell.displays[0].data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -19,7 +20,7 @@ import nblaunch
 from nblaunch import cli
 from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
-from nblaunch.detached.folder import JobFolder, Record
+from nblaunch.detached.folder import End, JobFolder, Record
 from nblaunch.detached.job_process import Recorder
 from nblaunch.errors import ResultError
 from nblaunch.events import Fact, JobEnded, Note
@@ -125,7 +126,7 @@ def test_what_could_be_pickled_of_a_large_value_is_in_the_error(
     recorder = Recorder(folder, lambda: JobOutcome("done", error, values={0: None, 1: value}))
     recorder.on_event(JobEnded(-1, 1.0, "done"))
     os.close(recorder._sender.fd)
-    end = folder.read_end()
+    end = folder.load(End)
     assert end is not None
     read = follower._outcome_of(folder, end).error
     assert isinstance(read, ResultError)
@@ -245,6 +246,32 @@ def test_requests_are_served_where_the_system_refuses_threads(
     assert server.interrupts == 2
 
 
+def test_requests_are_served_after_descriptors_have_run_out(
+    own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = threading.Event()
+
+    def refuse(listening: socket.socket) -> None:
+        refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", refuse)
+        requests.RemoteRequests(own_folder).interrupt()  # the server waits for this one already
+        assert refused.wait(10)
+    requests.RemoteRequests(own_folder).stop()
+    assert server.stopped.wait(10)
+
+
+def test_a_job_process_that_takes_no_requests_for_a_while_still_runs(own_folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening, requests._address_in(own_folder) as address:
+        listening.bind(address)
+        listening.listen(0)
+        with socket.socket(socket.AF_UNIX) as waiting:
+            waiting.connect(address)
+            assert requests.is_served(own_folder)
+
+
 def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
     path = own_folder / "job"
     path.mkdir(mode=0o700)
@@ -255,7 +282,7 @@ def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
     recorder.on_event(JobEnded(-1, 1.0, "done"))
     os.close(recorder._sender.fd)
     assert 8192 < folder.weights_path.stat().st_size < 16384, "what is tied is written once"
-    end = folder.read_end()
+    end = folder.load(End)
     assert end is not None
     outcome = follower._outcome_of(folder, end)
     assert (outcome.error, dict(outcome.values)) == (None, {0: 7})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +17,8 @@ import pytest
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.session.client import SessionClient
 from nblaunch.session.output import SessionOutput
-from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect
+from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect, send_reply
 
 
 class Ranks:
@@ -71,6 +76,51 @@ def test_a_reply_that_can_not_be_read_is_that_of_its_rank_alone(
     assert replies[1].value_of(1) == 1
     ranks.answer(2, 2)
     assert ranks.values() == [2, 2]
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 1, hard))
+    fillers: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        yield
+    finally:
+        for fd in fillers:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_reply_whose_file_finds_no_descriptor_is_that_of_its_rank_alone(ranks: Ranks) -> None:
+    fd = create_memory_file("outbox")
+    send_reply(ranks.workers[0], Reply.of_value(0, [1], fd), fd)
+    ranks.workers[1].send(Reply(value=1))
+    with no_descriptor_left():
+        replies = ranks.client.request([0, 1], SetVariables())
+    os.close(fd)
+    with pytest.raises(ValueError, match="no descriptor left"):
+        replies[0].value_of(0)
+    assert replies[1].value_of(1) == 1
+    ranks.answer(2, 2)
+    assert ranks.values() == [2, 2]
+
+
+def test_a_default_timeout_of_the_user_s_sockets_does_not_hold_for_connections() -> None:
+    socket.setdefaulttimeout(10.0)
+    try:
+        kernel, fd = connect()
+        worker = CommandConnection(fd)
+        worker.send(Reply(), [0])
+        _, (file,) = kernel.receive()
+        os.close(file)
+        assert os.get_blocking(kernel.fileno())
+        assert os.get_blocking(worker.fileno())
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_replies_to_a_command_that_an_error_in_the_kernel_has_ended_are_not_those_to_the_next(

@@ -25,6 +25,8 @@ def test_a_cell_runs_on_every_rank(shared: Kernel) -> None:
     *printed, first, second = shared.run("%%ranks 0,2\nprint('here')\nrank * 10").stdout.splitlines()
     assert (sorted(printed), first, second) == (["[0] here", "[2] here"], "[0] 0", "[2] 20")
     assert shared.run("%%ranks 1-2\nx = 1").stdout == ""
+    assert shared.run("%%ranks 0 2\nrank").stdout == "[0] 0\n[2] 2\n"
+    assert shared.run("%%ranks 0 - 1, 2\n1 + 1").stdout == "[0-2] 2\n"
 
 
 def test_an_error_fails_the_cell_at_its_own_line(shared: Kernel) -> None:

@@ -349,6 +349,7 @@ def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
     cell = shared.submit("session.execute('kept = 7\\nprint(\"begun\", flush=True)\\nwhile True: pass')")
     cell.wait_for_text("begun")
     cell.wait_for(lambda cell: cell.displays, what="the rows of a long command")
+    assert "running for 0 s" not in str(cell.displays[0].data)  # but from its start
     shared.interrupt()
     assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
     assert "interrupted" in str(cell.displays[0].data)
@@ -426,6 +427,60 @@ def train(model, lr):
     failing = "def fail(): raise KeyError('lr')\nsession.run(fail)"
     assert shared.run(failing, raises="KeyError").error is not None
     assert shared.run("session.run(train, (model, 0.5))").result == "0"
+
+
+def test_each_command_shows_all_losses_of_its_own_and_no_others(shared: Kernel) -> None:
+    shared.run(
+        """
+def learn(*losses):
+    from nblaunch import Accelerator
+    accelerator = Accelerator()
+    weight = torch.ones((), requires_grad=True)
+    for loss in losses:
+        accelerator.backward(weight * loss)
+shown = "set(session.inspect('context.current().slot.read(0).losses.means').values())"
+session.execute("from nblaunch import context")
+session.put(learn=learn)
+"""
+    )
+    shared.run("session.execute('learn(1.0, 3.0)')")
+    assert shared.run("eval(shown)").value == {(2.0,)}
+    shared.run("session.execute('learn(5.0)')")
+    assert shared.run("eval(shown)").value == {(5.0,)}
+    shared.run("session.execute('1')")
+    assert shared.run("eval(shown)").value == {()}
+    cell = shared.run("session.run(learn, (1.25, 4.75), dashboard='html')")
+    assert "4.7500" in str(cell.displays[0].data)
+    cell = shared.run("session.run(learn, dashboard='html')")
+    assert "4.7500" not in str(cell.displays[0].data)
+
+
+def test_an_exit_ends_the_command_alone_by_code_0_well_and_by_another_as_an_error(shared: Kernel) -> None:
+    shared.run(
+        """
+import sys
+def leave(model, code):
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    sys.exit(code)
+left = nn.Linear(1, 1)
+"""
+    )
+    assert shared.run("session.run(leave, (left, 0)), left.weight.item()").value == (None, 7.0)
+    assert shared.run("session.execute('import sys; sys.exit()')").result == "[0-3] None"
+    cell = shared.run("session.run(leave, (left, 3))", raises="RuntimeError")
+    assert cell.error is not None
+    assert "sys.exit(3)" in cell.error.value
+    assert "sys.exit(code)" in cell.error.text
+    cell = shared.run("session.execute('sys.exit(\"no data\")')", raises="RuntimeError")
+    assert cell.error is not None
+    assert "sys.exit('no data')" in cell.error.value
+
+
+def test_a_process_that_a_command_forks_sends_no_reply(shared: Kernel) -> None:
+    forks = "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\n[pid > 0]"
+    assert shared.run(f"session.ranks(0).execute({forks!r})").result == "[0] [True]"
+    assert shared.run("session.ranks(0).execute('\"next\"')").result == "[0] 'next'"
 
 
 def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
