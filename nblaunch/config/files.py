@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,12 +143,12 @@ def _load(path: Path) -> dict[str, Any]:
     import yaml  # takes 15 ms; commands without a file do not need it
 
     try:
-        content = _content(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _loader())
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; `nblaunch config` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
+    except Exception as error:  # PyYAML converts without checks: AttributeError for "!!timestamp x"
         raise ConfigError(f"{path}: is not YAML: {_describe_yaml_error(error)}") from None
     if content is None:
         return {}
@@ -156,61 +157,17 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _describe_yaml_error(error: Any) -> str:
-    """Return what is wrong with the text, with line and column where known."""
+def _describe_yaml_error(error: Exception) -> str:
+    """Return what is wrong with the text, in one line; with line and column where known."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    if mark is None or not problem:
-        return " ".join(str(error).split())
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
-
-
-def _content(text: str) -> Any:
-    """Parse the YAML ``text``.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or a value in it is invalid; with line and column.
-    """
-    import yaml
-
-    loader = _loader()(text)
-    try:
-        return loader.get_single_data()
-    except RecursionError:
-        raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=loader.get_mark()) from None
-    finally:
-        loader.dispose()
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return place + textwrap.shorten(problem or f"{type(error).__name__}: {error}", 200)
 
 
 def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A safe loader that reports the position of an invalid value and refuses duplicate keys.
-
-        PyYAML itself takes the last of several equal keys.
-        """
-
-        def construct_object(self, node: Any, deep: bool = False) -> Any:
-            try:
-                return super().construct_object(node, deep)
-            except (yaml.YAMLError, RecursionError):
-                raise
-            except Exception as error:  # PyYAML's conversions do not check the text, as in 2024-99-99
-                kind = node.tag.rpartition(":")[2]
-                problem = f"{shown(node.value)} is no valid {kind} ({error})"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            # PyYAML refuses other nodes below.
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []
-            keys = [self.construct_object(key, deep=True) for key, _ in pairs]
-            twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-            if twice:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{named(twice[0])} is there twice", node.start_mark
-                )
-            return super().construct_mapping(node, deep)
-
         def construct_number(self, node: Any) -> Any:
             """Leave 1:4 the text that it is; in YAML 1.1 it is a number to the base 60."""
             if ":" in node.value:
