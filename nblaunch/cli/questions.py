@@ -98,11 +98,11 @@ class Machine:
         return max(1, self.num_devices.get(self.best if backend == "auto" else backend, 1))
 
     def precision(self, backend: str) -> str:
-        """Return the default mixed precision of a backend: bf16 if its devices support it."""
+        """Return the default mixed precision of a backend: bf16 if its devices are known to have it."""
         family = backends.discover()[self.best if backend == "auto" else backend]
         if family.name not in self.num_devices or family.device_type == "cpu":
             return "no"
-        return "no" if family.precision_refusal("bf16") else "bf16"
+        return "bf16" if family.has_bf16() else "no"
 
 
 Answers = dict[str, Any]
