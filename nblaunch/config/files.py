@@ -21,7 +21,7 @@ from typing import Any
 from nblaunch import env
 from nblaunch.config.converters import Flag
 from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
-from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS
+from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS, UNUSED, refusal
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
@@ -33,49 +33,6 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "FSDP": {"strategy": "fsdp"},
     "DEEPSPEED": {"strategy": "deepspeed"},
 }
-
-_OF_SEQUENCES = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
-"""Settings of DeepSpeed's sequence parallelism."""
-
-_UNUSED = {
-    "main_training_function": "the whole script runs in every process",
-    "same_network": "rdzv_backend selects how machines find each other",
-    "enable_cpu_affinity": "processes are not bound to cores",
-    "ipex_config": "what Intel's extension brought is part of PyTorch",
-    "zero3_init_flag": "build the model in `with deepspeed.zero.Init():` instead",
-    "deepspeed_multinode_launcher": "every machine runs nblaunch launch",
-    "deepspeed_hostfile": "every machine runs nblaunch launch",
-    "deepspeed_exclusion_filter": "every machine runs nblaunch launch",
-    "deepspeed_inclusion_filter": "every machine runs nblaunch launch",
-    **{f"parallelism_config_{name}": "it is for parallelism_config_sp_size" for name in _OF_SEQUENCES},
-}
-"""Keys of ``accelerate config`` that have no effect -> why."""
-
-_OF_OTHER_RECIPES = (
-    "format",
-    "margin",
-    "interval",
-    "use_autocast_during_eval",
-    "amax_history_length",
-    "amax_compute_algorithm",
-    "override_linear_precision",
-    "optimization_level",
-)
-
-_REFUSED = {
-    **{f"fp8_{name}": "a recipe of Transformer Engine or MS-AMP" for name in _OF_OTHER_RECIPES},
-    "megatron_lm_config": "Megatron-LM",
-    "mpirun_config": "launching through mpirun",
-    "tpu_use_cluster": "starting the machines of a TPU pod from one of them",
-    "tpu_name": "starting the machines of a TPU pod from one of them",
-    "tpu_zone": "starting the machines of a TPU pod from one of them",
-    "tpu_use_sudo": "starting the machines of a TPU pod from one of them",
-    "tpu_vm": "starting the machines of a TPU pod from one of them",
-    "tpu_env": "starting the machines of a TPU pod from one of them",
-    "command_file": "starting the machines of a TPU pod from one of them",
-    "commands": "starting the machines of a TPU pod from one of them",
-}
-"""Keys of ``accelerate config`` that nblaunch refuses unless they are empty -> what they ask for."""
 
 _OLD_NAMES = {
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
@@ -222,11 +179,12 @@ def _translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue  # Accelerate's value for "not set"
         if key == "deepspeed_config_file" and value == "none":
             continue  # likewise: the default answer of its questionnaire
-        if key in _REFUSED:
-            _refuse_unless_empty(key, value)
-        elif key in _UNUSED:
+        if key in UNUSED:
             if _has_effect_in_accelerate(key, value):
-                notes.append(f"{key} changes nothing: {_UNUSED[key]}")
+                notes.append(f"{key} changes nothing: {UNUSED[key][0]}")
+        elif (reason := refusal(str(key))) is not None:
+            if not _is_empty(value):
+                raise ConfigError(f"{key}: {reason}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
             settings[_OLD_NAMES.get(key, key)] = value
     _check_environment(raw)
@@ -239,10 +197,8 @@ def _has_effect_in_accelerate(key: str, value: Any) -> bool:
     return value not in (None, False, "main", True) or (key == "zero3_init_flag" and value is True)
 
 
-def _refuse_unless_empty(key: str, value: Any) -> None:
-    is_empty = value is None or value is False or value in ("", "no", [], [""], {})
-    if not is_empty:
-        raise ConfigError(f"{key}: {_REFUSED[key]} is not available in nblaunch")
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or value in ("", "no", [], [""], {})
 
 
 def _check_environment(raw: Mapping[str, Any]) -> None:

@@ -138,7 +138,7 @@ def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
         ("compute_environment: AMAZON_SAGEMAKER\n", ["AMAZON_SAGEMAKER is not available"]),
         ("fp8_config:\n  backend: TE\n", ["fp8_backend", "TE", "AO"]),
         ("fp8_config:\n  backend: TE\n  margin: 0\n", ["fp8_margin", "Transformer Engine"]),
-        ("tpu_name: pod\n", ["TPU pod"]),
+        ("tpu_name: pod\n", ["on every machine"]),
     ],
 )
 def test_mistakes_are_reported_in_one_line_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
