@@ -81,7 +81,7 @@ class AgentClient:
     def _open(self, max_restarts: int) -> None:
         spec = self._spec
         name, port = spec.rendezvous_address
-        host = network.resolve(name, port)
+        host = network.resolve(name, port, is_shared=spec.max_nodes > 1)
         listener = self._listen(host, port)
         listen_fd = listener.fileno() if listener is not None else -1
         try:
