@@ -25,6 +25,7 @@ from nblaunch.nodes.messages import (
     Leave,
     PeerHeartbeats,
     RendezvousConfig,
+    StopWorkers,
     WorldFormed,
 )
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
@@ -56,6 +57,7 @@ class AgentClient:
         patience_s: seconds without a heartbeat after which a node is lost.
         heartbeats: last heartbeat of each other node.
         ended: outcome of the agent; None while it runs.
+        is_changing: the agent has asked for the end of the workers, as another set of nodes follows.
         is_closed: the agent has closed its end of the connection.
 
     Raises:
@@ -73,6 +75,7 @@ class AgentClient:
         self.patience_s = self.silence_s * max_attempt
         self.heartbeats: tuple[Heartbeat, ...] = ()
         self.ended: AgentEnded | None = None
+        self.is_changing = False
         self.is_closed = False
         self._world: WorldFormed | None = None
         self._pid = 0
@@ -174,6 +177,9 @@ class AgentClient:
                 self._last_heartbeats_s = time.monotonic()
             elif isinstance(message, WorldFormed):
                 self._world = message
+                self.is_changing = False
+            elif isinstance(message, StopWorkers):
+                self.is_changing = True
             elif isinstance(message, AgentEnded):
                 self.ended = message
         if self.is_closed and self.ended is None:
@@ -269,7 +275,6 @@ class RendezvousWait:
         """
         self._is_finished = is_finished
         began_s = time.monotonic()
-        patience_s = self._patience_for_agent()
         last_note = ""
         while True:
             wait_until_readable([self._agent.fileno(), self._requests.fileno()], _TICK_S)
@@ -291,7 +296,7 @@ class RendezvousWait:
             if is_finished and not is_any_expected:
                 self._agent.leave(messages.FINISHED)
                 return None
-            if time.monotonic() - began_s > patience_s:
+            if time.monotonic() - began_s > self._patience_for_agent():
                 self._give_up()
                 return None
             if not is_finished and time.monotonic() - began_s > _FIRST_NOTE_S:
@@ -301,13 +306,16 @@ class RendezvousWait:
         """Return the timeout in seconds for the agent, which may hang when it has lost the connection to the store."""
         if self._is_finished:
             return math.inf  # other nodes may continue to train as long as their heartbeats arrive
-        if self._has_met and not self._spec.max_restarts:
-            return _FINAL_WAIT_S
-        return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S
+        return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S if self._may_meet else _FINAL_WAIT_S
+
+    @property
+    def _may_meet(self) -> bool:
+        """Return whether nodes may still meet: for the first time, after a failure, or because others have joined."""
+        return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
 
     def _give_up(self) -> None:
         self._agent.leave("timed out in the rendezvous")
-        if not self._has_met or self._spec.max_restarts:
+        if self._may_meet:
             timeout_s = self._spec.rendezvous_timeout_s
             where = self._agent.rendezvous.endpoint
             self._report_end(

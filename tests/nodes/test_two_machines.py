@@ -89,8 +89,11 @@ def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None
     assert "attempt 0: rank 1 raised LookupError: for the first time\n" in launches[1].output
 
 
-def test_a_machine_may_join_later(pair: Pair, c10d: Settings) -> None:
-    settings = {**c10d, "num_nodes": "1:2"}
+@pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), ("1:3", 5)], ids=["full", "open"])
+def test_a_machine_may_join_later(pair: Pair, c10d: Settings, num_nodes: str, last_call_s: int) -> None:
+    """Where more may join, all wait for these until the last call is over."""
+    conf = {**c10d["rdzv_conf"], "last_call_timeout": last_call_s}
+    settings = {**c10d, "num_nodes": num_nodes, "rdzv_conf": conf}
     one = pair[0].start("step_on", 10_000, **settings)
     one.wait_for("on 1 ranks")
     other = pair[1].start("step_on", 10_000, **settings)
