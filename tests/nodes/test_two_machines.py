@@ -231,7 +231,8 @@ def test_an_agent_that_is_killed_ends_the_job(pair: Pair, static: Settings) -> N
     launches[1].wait_for("step 10 ")
     launches[1].agent().kill()
     outcomes = [launch.result(SOON_S) for launch in launches]
-    assert "the agent of this node has died" in error_of(outcomes[1])
+    assert error_of(outcomes[1]).startswith("NodeLost: the agent of this node has died; its log: ")
+    assert "has sent no heartbeat" not in launches[1].output
     assert outcomes[0]["error"] == "NodeLost"
     pair.wait_until_empty()
 
