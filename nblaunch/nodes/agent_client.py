@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,9 +30,8 @@ from nblaunch.nodes.messages import (
     WorldFormed,
 )
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
-from nblaunch.start_methods.children import kill_and_reap, open_pidfd, reap_with_group
+from nblaunch.start_methods.children import kill_and_reap
 from nblaunch.start_methods.interpreter import start_program
-from nblaunch.start_methods.spawn import disown
 from nblaunch.wire.channel import EventReceiver, EventSender
 
 _TICK_S = 0.1
@@ -78,7 +78,7 @@ class AgentClient:
         self.is_changing = False
         self.is_closed = False
         self._world: WorldFormed | None = None
-        self._pid = 0
+        self._process: subprocess.Popen[bytes] | None = None
         self._open(spec.max_restarts)
 
     def _open(self, max_restarts: int) -> None:
@@ -116,7 +116,6 @@ class AgentClient:
             rendezvous=self.rendezvous,
             num_workers=self._num_workers,
             max_restarts=max_restarts,
-            monitor_interval_s=self._spec.monitor_interval_s,
             address=self.address,
             host_name=socket.gethostname(),
             log_path=self._log_path,
@@ -124,14 +123,13 @@ class AgentClient:
             writing_fd=agent_writes,
         )
         try:
-            self._pid = _start(config)
+            self._process = _start(config)
         except BaseException:
             descriptors.close(self._writing, self._reading)
             raise
         finally:
             os.close(agent_reads)
             os.close(agent_writes)
-        self._pidfd = open_pidfd(self._pid)
         self._sender = EventSender(self._writing)
         self._receiver = EventReceiver(self._reading)
 
@@ -149,20 +147,15 @@ class AgentClient:
 
     def _end_process(self, patience_s: float) -> None:
         """Wait at most ``patience_s`` seconds until the agent exits, then kill it."""
-        if not self._pid:  # it was ended by a restart, which could not start another
+        process, self._process = self._process, None
+        if process is None:  # it was ended by a restart, which could not start another
             return
-        deadline = time.monotonic() + patience_s
-        while (status := reap_with_group(self._pid)) is None and time.monotonic() < deadline:
-            if self._pidfd is None:
-                time.sleep(0.02)
-            else:
-                wait_until_readable([self._pidfd], 0.1)
-        if status is None:
-            kill_and_reap([self._pid])
-        if self._pidfd is not None:
-            descriptors.close(self._pidfd)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            kill_and_reap([process.pid])
+            process.poll()  # or it would be taken for one that still runs
         descriptors.close(self._writing, self._reading)
-        self._pid = 0
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the agent has sent a message or has ended."""
@@ -218,7 +211,7 @@ class AgentClient:
         return self.ended
 
 
-def _start(config: AgentConfig) -> int:
+def _start(config: AgentConfig) -> subprocess.Popen[bytes]:
     descriptors_of_agent = [config.reading_fd, config.writing_fd, config.rendezvous.listen_fd]
     changes = {
         "OMP_NUM_THREADS": "1",
@@ -228,13 +221,11 @@ def _start(config: AgentConfig) -> int:
     try:
         # The agent keeps those signals blocked that are blocked at its start: a batch system signals all processes of
         # a job, and the launcher decides what to do.
-        return disown(
-            start_program(
-                "nblaunch.nodes.agent",
-                config,
-                inherited=[fd for fd in descriptors_of_agent if fd >= 0],
-                environment={**env.snapshot(), **changes},
-            )
+        return start_program(
+            "nblaunch.nodes.agent",
+            config,
+            inherited=[fd for fd in descriptors_of_agent if fd >= 0],
+            environment={**env.snapshot(), **changes},
         )
     except OSError as error:
         raise LaunchError(
