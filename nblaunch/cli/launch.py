@@ -11,7 +11,6 @@ Options are made from the table of settings. ``nblaunch.config`` merges them wit
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -224,27 +223,17 @@ def _check_script(script: str | None, is_module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
+    """Raise UsageError if there is no such module, as far as can be told without importing its package."""
+    outermost, *_ = name.split(".")
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())
     try:
-        is_there = _is_module(name)
+        is_there = importlib.util.find_spec(outermost) is not None
     except (ImportError, ValueError):
         is_there = False
     finally:
         sys.path[:] = before
-    if not is_there:
-        hint = f"; a file is launched without -m: nblaunch launch {name}" if Path(name).is_file() else ""
+    is_file = Path(name).is_file()
+    if is_file or not is_there:
+        hint = f"; a file is launched without -m: nblaunch launch {name}" if is_file else ""
         raise UsageError(f"{name}: there is no such module, neither in {os.getcwd()} nor installed{hint}")
-
-
-def _is_module(name: str) -> bool:
-    """Return whether a module exists. Unlike ``importlib.util.find_spec``, this does not import parent packages."""
-    outermost, *inner = name.split(".")
-    spec = importlib.util.find_spec(outermost)
-    for part in inner:
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = importlib.machinery.PathFinder.find_spec(
-            f"{spec.name}.{part}", spec.submodule_search_locations
-        )
-    return spec is not None
