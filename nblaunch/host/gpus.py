@@ -28,9 +28,6 @@ _BF16_CAPABILITY = (8, 0)
 """Least compute capability of a GPU that computes in bfloat16; Ampere."""
 
 _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
-_LIBRARY_NOT_FOUND = 12  # source: nvml.h, nvmlReturn_t
-_without_driver: tuple[Any, str] = (None, "")
-"""``pynvml`` and its error, once it has found no driver: none is installed under a running kernel."""
 
 
 # --- utilisation of devices, of any family ---------------------------------------------------------------------------
@@ -261,18 +258,12 @@ def _initialised() -> Any:
     Raises:
         LookupError: there is no driver, or one that does not fit its library; with the reason.
     """
-    global _without_driver
     if not is_installed("pynvml"):
         raise LookupError("nvidia-ml-py is not installed: pip install nvidia-ml-py")
     pynvml: Any = importlib.import_module("pynvml")  # without types; may be missing on other systems
-    if pynvml is _without_driver[0]:
-        raise LookupError(_without_driver[1])
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        # Each try searches the system's folders for the library, at every launch.
-        if error.value == _LIBRARY_NOT_FOUND:
-            _without_driver = (pynvml, str(error))
         raise LookupError(str(error)) from error
     return pynvml
 

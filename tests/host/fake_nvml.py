@@ -12,10 +12,6 @@ from typing import Any
 class NVMLError(Exception):
     """As pynvml's own: the root of all its errors."""
 
-    def __init__(self, text: str = "", value: int = 999) -> None:
-        super().__init__(text)
-        self.value = value
-
 
 @dataclass
 class FakeGpu:
@@ -51,12 +47,10 @@ class FakeNvml(types.ModuleType):
         self.driver = driver
         self.has_driver = has_driver
         self.num_open = 0
-        self.num_tries = 0
 
     def nvmlInit(self) -> None:
-        self.num_tries += 1
         if not self.has_driver:
-            raise NVMLError("Library Not Found", 12)
+            raise NVMLError("Library Not Found")
         self.num_open += 1
 
     def nvmlShutdown(self) -> None:

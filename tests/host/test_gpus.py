@@ -50,14 +50,6 @@ def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
     )
 
 
-def test_a_missing_driver_is_looked_for_once(nvml: NvmlMaker) -> None:
-    without = nvml(has_driver=False)
-    assert (gpus.physical_gpus(), gpus.physical_gpus()) == ((), ())
-    assert without.num_tries == 1
-    nvml(FakeGpu("GPU-1"))  # another module, as one that was installed since
-    assert [gpu.uuid for gpu in gpus.physical_gpus()] == ["GPU-1"]
-
-
 def test_a_missing_package_is_named(nvml: NvmlMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml()
     (tmp_path / "nvidia0").touch()
