@@ -223,7 +223,7 @@ def _check_script(script: str | None, is_module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Raise UsageError if there is no such module, as far as can be told without importing its package."""
+    """Raise UsageError if the package of a module is neither here nor installed; nothing is imported."""
     outermost, *_ = name.split(".")
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())
