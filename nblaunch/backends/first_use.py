@@ -21,7 +21,6 @@ reports that, and nothing can be undone, so a throw-away child tries. Source: to
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import select
@@ -67,6 +66,9 @@ _SETS_XLA_DEVICE = re.compile(
     r"""PJRT_DEVICE['"](\]\s*=(?!=)|\s*:)|PJRT_DEVICE\s*=\s*['"]?\w|env\s+PJRT_DEVICE\s+\S|"""
     r"""(setdefault|putenv|setenv)\(\s*['"]PJRT_DEVICE|set_device_type\("""
 )
+_COMMENT = re.compile(r"^\s*#")
+_RUNS_LATER = re.compile(r"^\s|^#|^(async )?def |\blambda\b")
+"""Lines that are not, or may not be, run where they stand: comments, and the bodies of functions."""
 _TIMEOUT_S = 20.0
 _GOOD = b"+"
 
@@ -223,7 +225,7 @@ def wanted_xla_device() -> str:
     the truth. A line of a cell that sets it is found in the notebook's history.
     """
     value: str = env.read("PJRT_DEVICE") or ""
-    if _is_default_of_torch_xla and not _guess_cell(_SETS_XLA_DEVICE):
+    if _is_default_of_torch_xla and not _guess_cell(_SETS_XLA_DEVICE, _COMMENT):
         return ""
     return value.upper()
 
@@ -334,55 +336,23 @@ def small_backward() -> None:
 # --- history of the notebook ----------------------------------------------------------------------------------------
 
 
-def _guess_cell(pattern: re.Pattern[str]) -> str:
+def _guess_cell(pattern: re.Pattern[str], skipped: re.Pattern[str] = _RUNS_LATER) -> str:
     """Return the first match of ``pattern`` in the notebook's cells, as :func:`first_match` has it."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     cells = shell.user_ns.get("In", []) if shell is not None else []
-    return first_match(pattern, cells)
+    return first_match(pattern, cells, skipped)
 
 
-def first_match(pattern: re.Pattern[str], cells: Sequence[str]) -> str:
+def first_match(
+    pattern: re.Pattern[str], cells: Sequence[str], skipped: re.Pattern[str] = _RUNS_LATER
+) -> str:
     """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that matches; empty where none does.
 
-    The bodies of functions and lambdas don't count: they run in the workers, most likely.
+    Lines that match ``skipped`` do not count: functions and lambdas run in the workers, most likely.
     """
     for number, source in enumerate(cells):
-        lines = source.splitlines()
-        for position, line in enumerate(_run_at_once(source), 1):
-            if pattern.search(line) and not line.lstrip().startswith("#"):
-                return (
-                    f" (most likely in cell {number}, line {position}: `{lines[position - 1].strip():.80}`)"
-                )
+        for position, line in enumerate(source.splitlines(), 1):
+            if pattern.search(line) and not skipped.search(line):
+                return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
     return ""
-
-
-def _run_at_once(source: str) -> list[str]:
-    """Return the lines of a cell, with blanks in place of the bodies of functions and lambdas."""
-    lines = source.splitlines()
-    try:
-        # Lines for IPython alone are no Python; their place is kept.
-        tree = ast.parse("\n".join(_plain(line) for line in lines))
-    except SyntaxError:
-        return ["" if line[:1].isspace() else line for line in lines]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Lambda):
-            _blank(lines, node.body, node.body)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            _blank(lines, node.body[0], node.body[-1])
-    return lines
-
-
-def _plain(line: str) -> str:
-    text = line.lstrip()
-    return line[: len(line) - len(text)] + "pass" if text.startswith(("%", "!")) else line
-
-
-def _blank(lines: list[str], first: ast.stmt | ast.expr, last: ast.stmt | ast.expr) -> None:
-    """Replace what stands from ``first`` to the end of ``last`` by blanks. Columns count bytes of UTF-8."""
-    end_line, end_column = last.end_lineno or last.lineno, last.end_col_offset or 0
-    for number in range(first.lineno, end_line + 1):
-        line = lines[number - 1].encode()
-        begin = first.col_offset if number == first.lineno else 0
-        end = min(end_column, len(line)) if number == end_line else len(line)
-        lines[number - 1] = (line[:begin] + b" " * (end - begin) + line[end:]).decode(errors="replace")

@@ -114,6 +114,9 @@ class GpuBackend(Backend):
             )
         return None
 
+    def has_bf16(self) -> bool:
+        return False  # not known without a context
+
     def set_reporters(
         self,
         *,

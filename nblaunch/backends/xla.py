@@ -194,9 +194,6 @@ class XlaBackend(Backend):
                 xla_runtime.join_at_first_use(topology)
             else:
                 xla_runtime.separate_stores(topology)
-                xla_runtime.watch_collectives(
-                    lambda name: self._report_lone_worlds(topology, f"xm.{name} exchanges nothing")
-                )
             atexit.register(self._report_what_stayed_apart, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
@@ -207,23 +204,19 @@ class XlaBackend(Backend):
 
     def _report_what_stayed_apart(self, topology: Topology) -> None:
         """Report at the end of a worker what it has computed alone, though the job has several ranks."""
-        if not first_use.is_xla_initialised():
+        if topology.rank != 0 or not first_use.is_xla_initialised():
             return
         if not process_group.unites("xla"):
             if xla_runtime.kind() == "CPU":
-                self._report_lone_worlds(topology, "nothing was reduced")
-        elif xla_runtime.has_exchanged_copies() and topology.rank == 0:
+                self._note(
+                    f"to torch_xla {topology.world_size} workers are as many worlds of one process, since on the CPU "
+                    "it has no collectives across processes: nothing was reduced between them. nblaunch's Accelerator "
+                    "has them there too"
+                )
+        elif xla_runtime.has_exchanged_copies():
             self._note(
                 "a collective of torch.distributed was given tensors of the XLA device, for a group of gloo: that "
                 "exchanges copies of them, and they stay as they were. Pass tensor.cpu(), or use nblaunch's Accelerator"
-            )
-
-    def _report_lone_worlds(self, topology: Topology, what: str) -> None:
-        if topology.rank == 0:
-            self._note_once(
-                "worlds",
-                f"to torch_xla {topology.world_size} workers are as many worlds of one process, since on the CPU it "
-                f"has no collectives across processes: {what} between them. nblaunch's Accelerator has them there too",
             )
 
     def _note_once(self, subject: str, text: str) -> None:

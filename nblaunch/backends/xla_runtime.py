@@ -4,7 +4,7 @@
     package, part                             import it; nothing else in nblaunch does
     counters, memory                          what its compiler has done; what the device holds
     use_spmd, shard, cut_batch                one process drives all devices of its host
-    join_at_first_use, watch_collectives ...  the world that torch_xla itself sees in a worker
+    join_at_first_use, separate_stores ...    the world that torch_xla itself sees in a worker
 
 Apart from SPMD, nothing here initialises the runtime or waits for the device: of the compiler, only counters are read.
 """
@@ -235,19 +235,6 @@ _ENTRIES = (
     "_xla_num_devices",
 )
 
-# Of its module xla_model. A process group of torch_xla calls them, too, and so do other frameworks.
-_COLLECTIVES = (
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast_master_param",
-    "collective_broadcast",
-    "collective_permute",
-    "mesh_reduce",
-    "reduce_gradients",
-    "reduce_scatter",
-)
-
 
 def join_at_first_use(topology: Topology) -> None:
     """Have this worker join the others as torch_xla's launcher does, when torch_xla first needs a device or the world.
@@ -282,28 +269,6 @@ def refuse_spawn(topology: Topology) -> None:
         )
 
     packages.when_imported("torch_xla._internal.pjrt", lambda launcher: setattr(launcher, "spawn", spawn))
-
-
-def watch_collectives(report: Callable[[str], None]) -> None:
-    """Call ``report(name)`` when the function uses a collective of torch_xla, for the first time."""
-
-    def watch(model: Any) -> None:
-        originals = {name: getattr(model, name) for name in _COLLECTIVES}
-
-        def watched(name: str) -> Callable[..., Any]:
-            @functools.wraps(originals[name])
-            def collective(*arguments: Any, **options: Any) -> Any:
-                for one, original in originals.items():
-                    setattr(model, one, original)
-                report(name)
-                return originals[name](*arguments, **options)
-
-            return collective
-
-        for name in originals:
-            setattr(model, name, watched(name))
-
-    packages.when_imported("torch_xla.core.xla_model", watch)
 
 
 def separate_stores(topology: Topology) -> None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import errno
 import os
 import pkgutil
 import signal
@@ -88,8 +87,6 @@ COMMANDS = {
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
-_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO)  # a full disk; a terminal that is gone
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for a usage error.
@@ -114,7 +111,6 @@ def _run(argv: Sequence[str]) -> int:
     command = first if first in COMMANDS else ""
     try:
         arguments = _parse(argv, command)
-        _check_folder()
         return int(arguments.run(arguments))
     except UsageError as error:
         print(f"nblaunch{command and ' '}{command}: error: {error}", file=sys.stderr)
@@ -125,11 +121,6 @@ def _run(argv: Sequence[str]) -> int:
         # The reader of the output has ended (`| head`), which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if error.errno not in _OUTPUT_ERRORS:
-            raise
-        print(f"nblaunch {command}: error: the output can't be written: {error}", file=sys.stderr)
-        return 1
 
 
 def _open_closed_streams() -> None:
@@ -138,14 +129,6 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the program ends
-
-
-def _check_folder() -> None:
-    """Raise UsageError if the working folder was removed, where Python and libraries fail with unclear errors."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("the working folder was removed; change to another one") from None
 
 
 def _parse(argv: Sequence[str], command: str) -> argparse.Namespace:
@@ -169,20 +152,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
         description="Run PyTorch training on every device of this machine, or of several.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
+    # This file may not import the package above it.
+    version = f"nblaunch {sys.modules['nblaunch'].__version__}"
+    parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", metavar="<command>", title="commands")
     for name, (set_up, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)
         if name == command:
             pkgutil.resolve_name(f"nblaunch.cli.{set_up}")(subparser)
     return parser
-
-
-class _ShowVersion(argparse.Action):
-    """Prints the version, looked up only when it is needed."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
-        import importlib.metadata  # takes 40 ms
-
-        print(f"nblaunch {importlib.metadata.version('nblaunch')}")
-        parser.exit()

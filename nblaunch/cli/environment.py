@@ -124,8 +124,6 @@ def _notebook(platform: notebook_service.Platform) -> dict[str, Any]:
         "platform": platform.name,
         "title": platform.title,
         "evidence": platform.evidence or None,
-        "live_widgets": platform.widgets or None,
-        "is_interactive": platform.is_interactive,
     }
 
 
@@ -259,7 +257,6 @@ def render(report: Mapping[str, Any]) -> str:
     absent = [name for name, value in report["versions"].items() if not value]
     lines += [_line("not installed", ", ".join(absent))] if absent else []
     lines += ["", "notebook", _line("platform", _platform_text(notebook))]
-    lines += [_line("live widgets", notebook["live_widgets"])] if notebook["live_widgets"] else []
     lines += ["", "devices"]
     lines += [_line(name, _device_text(found)) for name, found in report["devices"].items()]
     lines += [_line(f"GPU {index}", text) for index, text in enumerate(report["gpus"])]
@@ -290,7 +287,7 @@ def _line(name: str, value: Any) -> str:
 
 def _platform_text(notebook: Mapping[str, Any]) -> str:
     evidence = f" (recognised by {notebook['evidence']})" if notebook["evidence"] else ""
-    return notebook["title"] + evidence + ("" if notebook["is_interactive"] else "; runs without a user")
+    return f"{notebook['title']}{evidence}"
 
 
 def _device_text(found: Mapping[str, Any]) -> str:

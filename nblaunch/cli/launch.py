@@ -11,7 +11,6 @@ Options are made from the table of settings. ``nblaunch.config`` merges them wit
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -25,7 +24,7 @@ from nblaunch.config.converters import Switch
 from nblaunch.config.files import find_layers
 from nblaunch.config.launching import device_choice
 from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, resolve, unknown
-from nblaunch.config.settings import GROUPS, SETTINGS, Setting
+from nblaunch.config.settings import GROUPS, SETTINGS, UNUSED, Setting, refusal
 from nblaunch.packages import is_installed
 
 COMMAND_LINE = "command line"
@@ -39,29 +38,10 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
 }
 """Option -> the setting, its value, and the help."""
 
-UNUSED = {
-    "same_network": 0, "quiet": 0, "enable_cpu_affinity": 0, "no_tpu_cluster": 0, "tee": 1, "role": 1,
-    "main_training_function": 1, "parallelism_config_sp_backend": 1, "parallelism_config_sp_seq_length": 1,
-    "parallelism_config_sp_seq_length_is_variable": 1, "parallelism_config_sp_attn_implementation": 1,
-}  # fmt: skip
-"""Options of ``accelerate launch`` without effect -> the number of their values."""
+_UNUSED_OPTIONS = {name: count for name, (_, count) in UNUSED.items() if count is not None}
+"""Options without effect -> the number of their values."""
 
 _LETTERS = {"quiet": ["-q"], "tee": ["-t"]}
-_EVERY_MACHINE = "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank"
-
-REFUSED = {
-    "no_python": "only Python scripts and modules can be launched",
-    "use_megatron_lm": "Megatron-LM is not available in nblaunch",
-    "megatron_lm_": "Megatron-LM is not available in nblaunch",
-    "fp8_": "it is of Transformer Engine or MS-AMP; nblaunch trains in 8 bits by torchao, --fp8_backend AO",
-    **dict.fromkeys(("mpirun_hostfile", "tpu_cluster", "tpu_use_sudo", "vm", "env"), _EVERY_MACHINE),
-    **dict.fromkeys(
-        ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"), _EVERY_MACHINE
-    ),
-    "deepspeed_multinode_launcher": _EVERY_MACHINE,
-    "aws_": "launching on Amazon SageMaker is not available in nblaunch",
-}
-"""Options of ``accelerate launch``, or their prefixes, for features that nblaunch does not have -> the reason."""
 
 
 class Formatter(argparse.HelpFormatter):
@@ -93,7 +73,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         )
     for setting_ in SETTINGS.values():
         _add_setting(groups[setting_.group], setting_)
-    for name, num_values in UNUSED.items():
+    for name, num_values in _UNUSED_OPTIONS.items():
         options: dict[str, Any] = {"action": "store_true"} if num_values == 0 else {}
         flags = [*_LETTERS.get(name, ()), *spellings(name)]
         parser.add_argument(*flags, dest=f"unused_{name}", help=argparse.SUPPRESS, **options)
@@ -133,7 +113,11 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
         if setting in values and values[setting] != value:
             raise UsageError(f"{sources[setting]} and --{name} contradict each other; give one of them")
         values[setting], sources[setting] = value, f"--{name}"
-    notes = tuple(f"--{name} changes nothing" for name in UNUSED if getattr(arguments, f"unused_{name}"))
+    notes = tuple(
+        f"--{name} changes nothing: {UNUSED[name][0]}"
+        for name in _UNUSED_OPTIONS
+        if getattr(arguments, f"unused_{name}")
+    )
     return Layer(COMMAND_LINE, values, notes)
 
 
@@ -143,7 +127,7 @@ def explain_unknown(options: Iterable[str]) -> str:
     sentences = []
     for option in options:
         name = option.lstrip("-").partition("=")[0].replace("-", "_")
-        reason = next((why for start, why in REFUSED.items() if name.startswith(start)), None)
+        reason = refusal(name)
         if not option.startswith("-"):
             continue
         sentences.append(
@@ -239,27 +223,17 @@ def _check_script(script: str | None, is_module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
+    """Raise UsageError if the package of a module is neither here nor installed; nothing is imported."""
+    outermost, *_ = name.split(".")
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())
     try:
-        is_there = _is_module(name)
+        is_there = importlib.util.find_spec(outermost) is not None
     except (ImportError, ValueError):
         is_there = False
     finally:
         sys.path[:] = before
-    if not is_there:
-        hint = f"; a file is launched without -m: nblaunch launch {name}" if Path(name).is_file() else ""
+    is_file = Path(name).is_file()
+    if is_file or not is_there:
+        hint = f"; a file is launched without -m: nblaunch launch {name}" if is_file else ""
         raise UsageError(f"{name}: there is no such module, neither in {os.getcwd()} nor installed{hint}")
-
-
-def _is_module(name: str) -> bool:
-    """Return whether a module exists. Unlike ``importlib.util.find_spec``, this does not import parent packages."""
-    outermost, *inner = name.split(".")
-    spec = importlib.util.find_spec(outermost)
-    for part in inner:
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = importlib.machinery.PathFinder.find_spec(
-            f"{spec.name}.{part}", spec.submodule_search_locations
-        )
-    return spec is not None

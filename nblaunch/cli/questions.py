@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nblaunch import backends
@@ -23,7 +22,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.cli import UsageError
 from nblaunch.config.resolving import GPU_VARIABLES, ConfigError, convert
 from nblaunch.config.settings import SETTINGS
-from nblaunch.spec import DEFAULT_PORTS, parse_endpoint
+from nblaunch.spec import DEFAULT_PORTS
 
 Convert = Callable[[str], Any]
 """Converts typed text to a value; raises ValueError with the reason if it is invalid."""
@@ -99,11 +98,11 @@ class Machine:
         return max(1, self.num_devices.get(self.best if backend == "auto" else backend, 1))
 
     def precision(self, backend: str) -> str:
-        """Return the default mixed precision of a backend: bf16 if its devices support it."""
+        """Return the default mixed precision of a backend: bf16 if its devices are known to have it."""
         family = backends.discover()[self.best if backend == "auto" else backend]
         if family.name not in self.num_devices or family.device_type == "cpu":
             return "no"
-        return "no" if family.precision_refusal("bf16") else "bf16"
+        return "bf16" if family.has_bf16() else "no"
 
 
 Answers = dict[str, Any]
@@ -198,10 +197,7 @@ def _ask(
 
     def read(text: str) -> Any:
         try:
-            value = _in_range(question.setting, convert(question.setting, text), answers)
-            if question.setting in _CHECKS:
-                _CHECKS[question.setting](value)
-            return value
+            return _in_range(question.setting, convert(question.setting, text), answers)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix(f"{question.setting}: {text!r} ")) from None
 
@@ -218,40 +214,6 @@ def _in_range(setting: str, value: Any, answers: Answers) -> Any:
     if setting == "num_processes" and value % num_machines:
         raise ValueError(f"must be shared equally by {num_machines} machines")
     return value
-
-
-def _check_endpoint(value: str) -> None:
-    try:
-        host, _ = parse_endpoint(value)
-    except ValueError:
-        host = ""
-    if not host:
-        raise ValueError("must be a host and a port, as 10.0.0.1:29400")
-
-
-def _check_host(value: str) -> None:
-    if any(character.isspace() for character in value.strip()):
-        raise ValueError("must be a host name or an address, as 10.0.0.1")
-
-
-def _check_gpus(value: str) -> None:
-    ids = [part.strip() for part in value.split(",")]
-    if value != "all" and not all(part.isdecimal() or part.startswith(("GPU-", "MIG-")) for part in ids):
-        raise ValueError("must be all, or numbers or UUIDs with commas, as 0,2")
-
-
-def _check_file(value: str) -> None:
-    if not Path(value).expanduser().is_file():
-        raise ValueError("must be the path of a file; there is none here")
-
-
-_CHECKS: dict[str, Callable[[str], None]] = {
-    "rdzv_endpoint": _check_endpoint,
-    "main_process_ip": _check_host,
-    "gpu_ids": _check_gpus,
-    "deepspeed_config_file": _check_file,
-}
-"""Setting -> a further check of a typed answer, which raises ValueError; files are not checked like that."""
 
 
 def _num_machines(answers: Mapping[str, Any]) -> int:

@@ -28,7 +28,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
         "Train and compare across processes on this machine's own devices: collectives, gradients, "
-        "metrics, checkpoints, weights, errors, interrupts, kills. One line per check; exit code 1 if any fails."
+        "metrics, checkpoints, weights, errors. One line per check; exit code 1 if any fails."
     )
     parser.set_defaults(run=run)
     parser.add_argument("--backend", default="auto", help="auto (default), or one that `nblaunch env` lists")

@@ -8,12 +8,8 @@ most return a list of wrong results on their rank, as sentences.
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.backends.base import Backend
-from nblaunch.errors import WorkerDied
 from nblaunch.launcher.job import Job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
@@ -34,7 +29,6 @@ from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 
 _HANG_TIMEOUT_S = 45.0
-_START_TIMEOUT_S = 120.0  # the first use of a device can take a minute
 _BATCH_SIZE = 4
 _NUM_STEPS = 6
 _NUM_FEATURES = 12
@@ -62,18 +56,14 @@ class Setup:
     log_dir: str
     tolerance: float
 
-    def runner(self, function: Callable[..., Any], *args: Any) -> JobRunner:
-        """Return the runner of a job of ``function`` that has not started."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Job:
+        """Run a job of ``function``; its value is what each rank has returned."""
         spec = LaunchSpec(
             function=function, args=args, num_processes=self.num_processes, backend=self.backend,
             start_method=self.start_method, return_all=True, log_dir=self.log_dir,
             hang_timeout_s=_HANG_TIMEOUT_S, on_hang="stop", interrupt_grace_s=5.0,
         )  # fmt: skip
-        return JobRunner(spec, plan_launch(spec), ())
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Run a job of ``function``; its value is what each rank has returned."""
-        runner = self.runner(function, *args)
+        runner = JobRunner(spec, plan_launch(spec), ())
         runner.run()
         return Job(runner)
 
@@ -222,9 +212,6 @@ def _train_passed_model(model: nn.Module) -> list[float]:
     return _first_weights(accelerator.unwrap_model(_train(accelerator, model, data)))
 
 
-# --- ends ------------------------------------------------------------------------------------------------------------
-
-
 def check_errors(setup: Setup) -> str:
     """Check that an exception of a rank is raised here and ends the job."""
     error = setup.run(_raise_in_last_rank).exception()
@@ -242,62 +229,6 @@ def _raise_in_last_rank() -> None:
     accelerator.wait_for_everyone()
 
 
-def check_interrupt(setup: Setup) -> str:
-    """Check that every rank cleans up after an interrupt."""
-    with _waiting_job(setup) as (job, folder):
-        job.interrupt()
-        error = job.exception(_START_TIMEOUT_S)
-        if not isinstance(error, KeyboardInterrupt):
-            raise CheckFailed(f"the job was interrupted, but ended with {error!r}")
-        left = [rank for rank in range(setup.num_processes) if not (folder / f"{rank}.finally").exists()]
-        if left:
-            raise CheckFailed(f"`finally` blocks did not run on ranks {left}")
-    return "every rank was interrupted, and `finally` blocks ran"
-
-
-def check_kill(setup: Setup) -> str:
-    """Check that a killed rank is reported, and ends the job."""
-    victim = setup.num_processes - 1
-    with _waiting_job(setup) as (job, _):
-        os.kill(job.pids[victim], signal.SIGKILL)
-        error = job.exception(_START_TIMEOUT_S)
-        if not isinstance(error, WorkerDied) or error.rank != victim or error.exitcode != -signal.SIGKILL:
-            raise CheckFailed(f"rank {victim} was killed by SIGKILL, but the job ended with {error!r}")
-    return f"rank {victim} and SIGKILL are reported; the other ranks are ended"
-
-
-@contextmanager
-def _waiting_job(setup: Setup) -> Iterator[tuple[Job, Path]]:
-    """Run a job whose ranks wait for ever, while the block runs. Yields it and the folder that its ranks write to."""
-    with tempfile.TemporaryDirectory() as folder:
-        runner = setup.runner(_wait_for_ever, folder)
-        job = Job(runner)
-        runner.run_in_background()
-        try:
-            deadline_s = time.monotonic() + _START_TIMEOUT_S
-            while len(list(Path(folder).glob("*.waits"))) < setup.num_processes:
-                if not job.is_running or time.monotonic() > deadline_s:
-                    job.cancel()
-                    error = job.exception(_START_TIMEOUT_S)
-                    raise CheckFailed(f"the ranks did not start to wait: {error!r}; logs: {job.log_dir}")
-                time.sleep(0.02)
-            yield job, Path(folder)
-        finally:
-            job.cancel()
-            job.wait(_START_TIMEOUT_S)
-
-
-def _wait_for_ever(folder: str) -> None:
-    accelerator = Accelerator()
-    accelerator.wait_for_everyone()
-    try:
-        Path(folder, f"{accelerator.process_index}.waits").touch()
-        while True:
-            time.sleep(0.05)
-    finally:
-        Path(folder, f"{accelerator.process_index}.finally").touch()
-
-
 CHECKS: dict[str, Check] = {
     "collectives": check_collectives,
     "gradients": check_gradients,
@@ -306,8 +237,6 @@ CHECKS: dict[str, Check] = {
     "checkpoint": check_checkpoint,
     "weights-back": check_weights_back,
     "errors": check_errors,
-    "interrupt": check_interrupt,
-    "kill": check_kill,
 }
 
 

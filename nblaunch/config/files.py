@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from nblaunch import env
 from nblaunch.config.converters import Flag
 from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
-from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS
+from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS, UNUSED, refusal
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
@@ -32,49 +33,6 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "FSDP": {"strategy": "fsdp"},
     "DEEPSPEED": {"strategy": "deepspeed"},
 }
-
-_OF_SEQUENCES = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
-"""Settings of DeepSpeed's sequence parallelism."""
-
-_UNUSED = {
-    "main_training_function": "the whole script runs in every process",
-    "same_network": "rdzv_backend selects how machines find each other",
-    "enable_cpu_affinity": "processes are not bound to cores",
-    "ipex_config": "what Intel's extension brought is part of PyTorch",
-    "zero3_init_flag": "build the model in `with deepspeed.zero.Init():` instead",
-    "deepspeed_multinode_launcher": "every machine runs nblaunch launch",
-    "deepspeed_hostfile": "every machine runs nblaunch launch",
-    "deepspeed_exclusion_filter": "every machine runs nblaunch launch",
-    "deepspeed_inclusion_filter": "every machine runs nblaunch launch",
-    **{f"parallelism_config_{name}": "it is for parallelism_config_sp_size" for name in _OF_SEQUENCES},
-}
-"""Keys of ``accelerate config`` that have no effect -> why."""
-
-_OF_OTHER_RECIPES = (
-    "format",
-    "margin",
-    "interval",
-    "use_autocast_during_eval",
-    "amax_history_length",
-    "amax_compute_algorithm",
-    "override_linear_precision",
-    "optimization_level",
-)
-
-_REFUSED = {
-    **{f"fp8_{name}": "a recipe of Transformer Engine or MS-AMP" for name in _OF_OTHER_RECIPES},
-    "megatron_lm_config": "Megatron-LM",
-    "mpirun_config": "launching through mpirun",
-    "tpu_use_cluster": "starting the machines of a TPU pod from one of them",
-    "tpu_name": "starting the machines of a TPU pod from one of them",
-    "tpu_zone": "starting the machines of a TPU pod from one of them",
-    "tpu_use_sudo": "starting the machines of a TPU pod from one of them",
-    "tpu_vm": "starting the machines of a TPU pod from one of them",
-    "tpu_env": "starting the machines of a TPU pod from one of them",
-    "command_file": "starting the machines of a TPU pod from one of them",
-    "commands": "starting the machines of a TPU pod from one of them",
-}
-"""Keys of ``accelerate config`` that nblaunch refuses unless they are empty -> what they ask for."""
 
 _OLD_NAMES = {
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
@@ -142,12 +100,12 @@ def _load(path: Path) -> dict[str, Any]:
     import yaml  # takes 15 ms; commands without a file do not need it
 
     try:
-        content = _content(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _loader())
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; `nblaunch config` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
+    except Exception as error:  # PyYAML converts without checks: AttributeError for "!!timestamp x"
         raise ConfigError(f"{path}: is not YAML: {_describe_yaml_error(error)}") from None
     if content is None:
         return {}
@@ -156,61 +114,17 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _describe_yaml_error(error: Any) -> str:
-    """Return what is wrong with the text, with line and column where known."""
+def _describe_yaml_error(error: Exception) -> str:
+    """Return what is wrong with the text, in one line; with line and column where known."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    if mark is None or not problem:
-        return " ".join(str(error).split())
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
-
-
-def _content(text: str) -> Any:
-    """Parse the YAML ``text``.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or a value in it is invalid; with line and column.
-    """
-    import yaml
-
-    loader = _loader()(text)
-    try:
-        return loader.get_single_data()
-    except RecursionError:
-        raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=loader.get_mark()) from None
-    finally:
-        loader.dispose()
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return place + textwrap.shorten(problem or f"{type(error).__name__}: {error}", 200)
 
 
 def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A safe loader that reports the position of an invalid value and refuses duplicate keys.
-
-        PyYAML itself takes the last of several equal keys.
-        """
-
-        def construct_object(self, node: Any, deep: bool = False) -> Any:
-            try:
-                return super().construct_object(node, deep)
-            except (yaml.YAMLError, RecursionError):
-                raise
-            except Exception as error:  # PyYAML's conversions do not check the text, as in 2024-99-99
-                kind = node.tag.rpartition(":")[2]
-                problem = f"{shown(node.value)} is no valid {kind} ({error})"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            # PyYAML refuses other nodes below.
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []
-            keys = [self.construct_object(key, deep=True) for key, _ in pairs]
-            twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-            if twice:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{named(twice[0])} is there twice", node.start_mark
-                )
-            return super().construct_mapping(node, deep)
-
         def construct_number(self, node: Any) -> Any:
             """Leave 1:4 the text that it is; in YAML 1.1 it is a number to the base 60."""
             if ":" in node.value:
@@ -265,11 +179,12 @@ def _translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue  # Accelerate's value for "not set"
         if key == "deepspeed_config_file" and value == "none":
             continue  # likewise: the default answer of its questionnaire
-        if key in _REFUSED:
-            _refuse_unless_empty(key, value)
-        elif key in _UNUSED:
+        if key in UNUSED:
             if _has_effect_in_accelerate(key, value):
-                notes.append(f"{key} changes nothing: {_UNUSED[key]}")
+                notes.append(f"{key} changes nothing: {UNUSED[key][0]}")
+        elif (reason := refusal(str(key))) is not None:
+            if not _is_empty(value):
+                raise ConfigError(f"{key}: {reason}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
             settings[_OLD_NAMES.get(key, key)] = value
     _check_environment(raw)
@@ -282,10 +197,8 @@ def _has_effect_in_accelerate(key: str, value: Any) -> bool:
     return value not in (None, False, "main", True) or (key == "zero3_init_flag" and value is True)
 
 
-def _refuse_unless_empty(key: str, value: Any) -> None:
-    is_empty = value is None or value is False or value in ("", "no", [], [""], {})
-    if not is_empty:
-        raise ConfigError(f"{key}: {_REFUSED[key]} is not available in nblaunch")
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or value in ("", "no", [], [""], {})
 
 
 def _check_environment(raw: Mapping[str, Any]) -> None:

@@ -52,47 +52,26 @@ _RENAMED = {
 }
 """Setting -> field of ``LaunchSpec``; passed only if it is not None."""
 
-_DYNAMO_ARGUMENTS = {
-    "dynamo_backend": "backend",
-    "dynamo_mode": "mode",
+_OTHER_NAMES = {
     "dynamo_use_fullgraph": "fullgraph",
     "dynamo_use_dynamic": "dynamic",
-    "dynamo_use_regional_compilation": "use_regional_compilation",
-}
-"""Setting -> argument of ``TorchDynamoPlugin``."""
-
-_FP8_ARGUMENTS = {
-    "fp8_pad_inner_dim": "pad_inner_dim",
-    "fp8_enable_fsdp_float8_all_gather": "enable_fsdp_float8_all_gather",
-}
-"""Setting -> field of ``AORecipeKwargs``."""
-
-_FSDP_ARGUMENTS = {
-    "fsdp_reshard_after_forward": "reshard_after_forward",
     "fsdp_offload_params": "cpu_offload",
-    "fsdp_auto_wrap_policy": "auto_wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-    "fsdp_min_num_params": "min_num_params",
-    "fsdp_state_dict_type": "state_dict_type",
-    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "fsdp_activation_checkpointing": "activation_checkpointing",
-    "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
-    "fsdp_sharding_strategy": "sharding_strategy",
-}
-"""Setting -> argument of ``FullyShardedDataParallelPlugin``, for those that have an effect in version 2."""
-
-_DEEPSPEED_ARGUMENTS = {
     "deepspeed_config_file": "hf_ds_config",
-    "zero_stage": "zero_stage",
-    "offload_optimizer_device": "offload_optimizer_device",
-    "offload_param_device": "offload_param_device",
-    "offload_optimizer_nvme_path": "offload_optimizer_nvme_path",
-    "offload_param_nvme_path": "offload_param_nvme_path",
-    "gradient_clipping": "gradient_clipping",
-    "zero3_save_16bit_model": "zero3_save_16bit_model",
     "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
 }
-"""Setting -> argument of ``DeepSpeedPlugin``, for those that have an effect."""
+"""Setting -> argument of a plugin, where it is not the name of the setting without that of its group."""
+
+_WITHOUT_ARGUMENT = {
+    "fp8_backend",
+    "fsdp_version",
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+    "fsdp_use_orig_params",
+    "fsdp_sync_module_states",
+    "zero3_init_flag",
+}
+"""Settings of plugins that have no effect, or only one value."""
 
 
 def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Resolved:
@@ -170,9 +149,9 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
     if resolved["debug"]:
         settings["debug"] = True
     if resolved["dynamo_backend"] != "no":
-        settings["dynamo_plugin"] = _arguments(resolved, "dynamo_config", _DYNAMO_ARGUMENTS)
+        settings["dynamo_plugin"] = _arguments(resolved, "dynamo_config")
     if resolved.group("fp8_config"):
-        settings["fp8_recipe"] = _arguments(resolved, "fp8_config", _FP8_ARGUMENTS)
+        settings["fp8_recipe"] = _arguments(resolved, "fp8_config")
     if resolved["strategy"] == "fsdp":
         settings["fsdp_plugin"] = _fsdp_arguments(resolved)
     if resolved["strategy"] == "deepspeed":
@@ -182,14 +161,18 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
     return settings
 
 
-def _arguments(resolved: Resolved, group: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments of a plugin from the settings that were set; ``names``: setting -> argument."""
-    chosen = resolved.group(group)
-    return {argument: chosen[name] for name, argument in names.items() if name in chosen}
+def _arguments(resolved: Resolved, group: str) -> dict[str, Any]:
+    """Return arguments of a plugin from the settings of its group that were set."""
+    prefix = group.removesuffix("config")
+    return {
+        _OTHER_NAMES.get(name, name.removeprefix(prefix)): value
+        for name, value in resolved.group(group).items()
+        if name not in _WITHOUT_ARGUMENT
+    }
 
 
 def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
-    plugin = _arguments(resolved, "fsdp_config", _FSDP_ARGUMENTS)
+    plugin = _arguments(resolved, "fsdp_config")
     if not plugin.get("min_num_params"):
         plugin.pop("min_num_params", None)  # accelerate config writes 0 for "not set"
     names = plugin.get("transformer_cls_names_to_wrap")
@@ -214,7 +197,7 @@ def _parallelism_arguments(resolved: Resolved) -> dict[str, Any]:
 
 
 def _deepspeed_arguments(resolved: Resolved) -> dict[str, Any]:
-    plugin = _arguments(resolved, "deepspeed_config", _DEEPSPEED_ARGUMENTS)
+    plugin = _arguments(resolved, "deepspeed_config")
     if not plugin.get("gradient_clipping"):
         plugin.pop("gradient_clipping", None)  # 0 means no clipping
     return plugin

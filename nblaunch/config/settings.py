@@ -247,3 +247,47 @@ SETTINGS = {row[0]: Setting(*row, group) for group, rows in _TABLE.items() for r
 
 SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))
 """Groups that are mappings in files."""
+
+_ON_EVERY_MACHINE = "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank"
+_OF_HOSTS = tuple(
+    f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
+)
+_OF_SEQUENCES = tuple(
+    f"parallelism_config_sp_{name}"
+    for name in ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
+)
+
+UNUSED: dict[str, tuple[str, int | None]] = {
+    "same_network": ("rdzv_backend selects how machines find each other", 0),
+    "enable_cpu_affinity": ("processes are not bound to cores", 0),
+    "no_tpu_cluster": ("machines are never started from one of them", 0),
+    "quiet": ("errors are shown without the launcher's own frames", 0),
+    "tee": ("output is in the terminal and in the logs", 1),
+    "role": ("it names workers in the logs of torchrun", 1),
+    "main_training_function": ("the whole script runs in every process", 1),
+    **dict.fromkeys(_OF_SEQUENCES, ("it is for parallelism_config_sp_size", 1)),
+    "ipex_config": ("what Intel's extension brought is part of PyTorch", None),
+    "zero3_init_flag": ("build the model in `with deepspeed.zero.Init():` instead", None),
+    **dict.fromkeys(_OF_HOSTS, (_ON_EVERY_MACHINE, None)),
+}
+"""Accelerate's names of settings without effect -> why, and how many values the option takes; None: only in files."""
+
+_REFUSED = {
+    "no_python": "only Python scripts and modules can be launched",
+    **dict.fromkeys(("use_megatron_lm", "megatron_lm_"), "Megatron-LM is not available in nblaunch"),
+    "fp8_": "it is of Transformer Engine or MS-AMP; nblaunch trains in 8 bits by torchao, --fp8_backend AO",
+    **dict.fromkeys(("mpirun_", "tpu_", "vm", "env", *_OF_HOSTS), _ON_EVERY_MACHINE),
+    **dict.fromkeys(("command", "commands", "command_file"), _ON_EVERY_MACHINE),
+    "aws_": "launching on Amazon SageMaker is not available in nblaunch",
+}
+"""Accelerate's names, or beginnings that end in _, of features that nblaunch does not have -> the reason."""
+
+
+def refusal(name: str) -> str | None:
+    """Return why there is no such setting though Accelerate has it; None where it does not, or nblaunch does too."""
+    if name in SETTINGS:
+        return None
+    for known, reason in _REFUSED.items():
+        if name == known or (known.endswith("_") and name.startswith(known)):
+            return reason
+    return None

@@ -24,10 +24,10 @@ INSTANCE = "MIG-"
 
 _DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"
+_BF16_CAPABILITY = (8, 0)
+"""Least compute capability of a GPU that computes in bfloat16; Ampere."""
+
 _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
-_LIBRARY_NOT_FOUND = 12  # source: nvml.h, nvmlReturn_t
-_without_driver: tuple[Any, str] = (None, "")
-"""``pynvml`` and its error, once it has found no driver: none is installed under a running kernel."""
 
 
 # --- utilisation of devices, of any family ---------------------------------------------------------------------------
@@ -148,15 +148,45 @@ def _named_devices(gpus: Sequence[Gpu], entry: str) -> tuple[str, ...]:
     return matching[0] if len(matching) == 1 else ()
 
 
+def _may_be_visible() -> list[Gpu]:
+    """Return the GPUs that CUDA may show in workers; all of them where its numbers are not those of NVML."""
+    shown = visible()
+    is_numbered_alike = _is_numbered_alike()
+    return [gpu for gpu in physical_gpus() if not is_numbered_alike or {*gpu.devices} & {*shown}]
+
+
+def _is_numbered_alike() -> bool:
+    """Return whether CUDA numbers GPUs as NVML does, by PCI bus; of different models it puts the fastest first.
+
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables", CUDA_DEVICE_ORDER.
+    """
+    return env.read("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in physical_gpus()}) < 2
+
+
+def have_bf16() -> bool:
+    """Return whether all visible GPUs are known to compute in bfloat16."""
+    shown = _may_be_visible()
+
+    def ask(pynvml: Any) -> bool:
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in shown]
+        return all(
+            tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) >= _BF16_CAPABILITY for handle in handles
+        )
+
+    try:
+        return bool(shown) and _ask(ask)
+    except LookupError:
+        return False
+
+
 def lacks_p2p() -> str | None:
     """Return the model of the visible GPUs if their direct connections fail though the driver claims them; or None.
 
     Collectives over them hang or fail. It concerns several cards of the GeForce RTX 40 series with a driver before
     550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not concerned).
     """
-    shown = visible()
-    names = [gpu.name for gpu in physical_gpus() if gpu.uuid in shown and _WITHOUT_P2P in gpu.name]
-    if not names or len(shown) < 2:
+    names = [gpu.name for gpu in _may_be_visible() if _WITHOUT_P2P in gpu.name]
+    if not names or len(visible()) < 2:
         return None
     version = _driver_version()
     return names[0] if version is None or version < _TRUTHFUL_DRIVER else None
@@ -180,8 +210,8 @@ def descriptions() -> list[str]:
 
 
 def open_meter() -> DeviceMeter:
-    """Open what reads the visible devices."""
-    uuids = visible()
+    """Open what reads the visible devices; of none where it is not known which number CUDA gives to which."""
+    uuids = visible() if _is_numbered_alike() else []
     try:
         return NvmlMeter(uuids, _initialised()) if uuids else DeviceMeter()
     except LookupError:
@@ -228,18 +258,12 @@ def _initialised() -> Any:
     Raises:
         LookupError: there is no driver, or one that does not fit its library; with the reason.
     """
-    global _without_driver
     if not is_installed("pynvml"):
         raise LookupError("nvidia-ml-py is not installed: pip install nvidia-ml-py")
     pynvml: Any = importlib.import_module("pynvml")  # without types; may be missing on other systems
-    if pynvml is _without_driver[0]:
-        raise LookupError(_without_driver[1])
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        # Each try searches the system's folders for the library, at every launch.
-        if error.value == _LIBRARY_NOT_FOUND:
-            _without_driver = (pynvml, str(error))
         raise LookupError(str(error)) from error
     return pynvml
 

@@ -54,6 +54,9 @@ from nblaunch.wire import schema
 from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.worker import output
 
+_MONITOR_INTERVAL_S = 0.1
+"""Seconds between two looks of torch's agent at the workers, of which the launcher informs it."""
+
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run an agent; the argument is the descriptor of a memory file with its pickled :class:`AgentConfig`."""
@@ -191,7 +194,7 @@ class TorchAgent(SimpleElasticAgent):
             rdzv_handler=handler,
             entrypoint="nblaunch",
             max_restarts=config.max_restarts,
-            monitor_interval=config.monitor_interval_s,
+            monitor_interval=_MONITOR_INTERVAL_S,
             local_addr=config.address,
         )
         super().__init__(spec)

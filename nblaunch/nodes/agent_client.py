@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,10 +27,11 @@ from nblaunch.nodes.messages import (
     Leave,
     PeerHeartbeats,
     RendezvousConfig,
+    StopWorkers,
     WorldFormed,
 )
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
-from nblaunch.start_methods.children import disown, kill_and_reap, open_pidfd, reap_with_group
+from nblaunch.start_methods.children import kill_and_reap
 from nblaunch.start_methods.interpreter import start_program
 from nblaunch.wire.channel import EventReceiver, EventSender
 
@@ -56,6 +58,7 @@ class AgentClient:
         patience_s: seconds without a heartbeat after which a node is lost.
         heartbeats: last heartbeat of each other node.
         ended: outcome of the agent; None while it runs.
+        is_changing: the agent has asked for the end of the workers, as another set of nodes follows.
         is_closed: the agent has closed its end of the connection.
 
     Raises:
@@ -73,15 +76,16 @@ class AgentClient:
         self.patience_s = self.silence_s * max_attempt
         self.heartbeats: tuple[Heartbeat, ...] = ()
         self.ended: AgentEnded | None = None
+        self.is_changing = False
         self.is_closed = False
         self._world: WorldFormed | None = None
-        self._pid = 0
+        self._process: subprocess.Popen[bytes] | None = None
         self._open(spec.max_restarts)
 
     def _open(self, max_restarts: int) -> None:
         spec = self._spec
         name, port = spec.rendezvous_address
-        host = network.resolve(name, port)
+        host = network.resolve(name, port, is_shared=spec.max_nodes > 1)
         listener = self._listen(host, port)
         listen_fd = listener.fileno() if listener is not None else -1
         try:
@@ -113,7 +117,6 @@ class AgentClient:
             rendezvous=self.rendezvous,
             num_workers=self._num_workers,
             max_restarts=max_restarts,
-            monitor_interval_s=self._spec.monitor_interval_s,
             address=self.address,
             host_name=socket.gethostname(),
             log_path=self._log_path,
@@ -121,14 +124,13 @@ class AgentClient:
             writing_fd=agent_writes,
         )
         try:
-            self._pid = _start(config)
+            self._process = _start(config)
         except BaseException:
             descriptors.close(self._writing, self._reading)
             raise
         finally:
             os.close(agent_reads)
             os.close(agent_writes)
-        self._pidfd = open_pidfd(self._pid)
         self._sender = EventSender(self._writing)
         self._receiver = EventReceiver(self._reading)
 
@@ -146,20 +148,15 @@ class AgentClient:
 
     def _end_process(self, patience_s: float) -> None:
         """Wait at most ``patience_s`` seconds until the agent exits, then kill it."""
-        if not self._pid:  # it was ended by a restart, which could not start another
+        process, self._process = self._process, None
+        if process is None:  # it was ended by a restart, which could not start another
             return
-        deadline = time.monotonic() + patience_s
-        while (status := reap_with_group(self._pid)) is None and time.monotonic() < deadline:
-            if self._pidfd is None:
-                time.sleep(0.02)
-            else:
-                wait([self._pidfd], 0.1)
-        if status is None:
-            kill_and_reap([self._pid])
-        if self._pidfd is not None:
-            descriptors.close(self._pidfd)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            kill_and_reap([process.pid])
+            process.poll()  # or it would be taken for one that still runs
         descriptors.close(self._writing, self._reading)
-        self._pid = 0
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the agent has sent a message or has ended."""
@@ -174,6 +171,9 @@ class AgentClient:
                 self._last_heartbeats_s = time.monotonic()
             elif isinstance(message, WorldFormed):
                 self._world = message
+                self.is_changing = False
+            elif isinstance(message, StopWorkers):
+                self.is_changing = True
             elif isinstance(message, AgentEnded):
                 self.ended = message
         if self.is_closed and self.ended is None:
@@ -212,7 +212,7 @@ class AgentClient:
         return self.ended
 
 
-def _start(config: AgentConfig) -> int:
+def _start(config: AgentConfig) -> subprocess.Popen[bytes]:
     descriptors_of_agent = [config.reading_fd, config.writing_fd, config.rendezvous.listen_fd]
     changes = {
         "OMP_NUM_THREADS": "1",
@@ -222,13 +222,11 @@ def _start(config: AgentConfig) -> int:
     try:
         # The agent keeps those signals blocked that are blocked at its start: a batch system signals all processes of
         # a job, and the launcher decides what to do.
-        return disown(
-            start_program(
-                "nblaunch.nodes.agent",
-                config,
-                inherited=[fd for fd in descriptors_of_agent if fd >= 0],
-                environment={**env.snapshot(), **changes},
-            )
+        return start_program(
+            "nblaunch.nodes.agent",
+            config,
+            inherited=[fd for fd in descriptors_of_agent if fd >= 0],
+            environment={**env.snapshot(), **changes},
         )
     except OSError as error:
         raise LaunchError(
@@ -269,7 +267,6 @@ class RendezvousWait:
         """
         self._is_finished = is_finished
         began_s = time.monotonic()
-        patience_s = self._patience_for_agent()
         last_note = ""
         while True:
             wait([self._agent.fileno(), self._requests.fileno()], _TICK_S)
@@ -291,7 +288,7 @@ class RendezvousWait:
             if is_finished and not is_any_expected:
                 self._agent.leave(messages.FINISHED)
                 return None
-            if time.monotonic() - began_s > patience_s:
+            if time.monotonic() - began_s > self._patience_for_agent():
                 self._give_up()
                 return None
             if not is_finished and time.monotonic() - began_s > _FIRST_NOTE_S:
@@ -301,13 +298,16 @@ class RendezvousWait:
         """Return the timeout in seconds for the agent, which may hang when it has lost the connection to the store."""
         if self._is_finished:
             return math.inf  # other nodes may continue to train as long as their heartbeats arrive
-        if self._has_met and not self._spec.max_restarts:
-            return _FINAL_WAIT_S
-        return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S
+        return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S if self._may_meet else _FINAL_WAIT_S
+
+    @property
+    def _may_meet(self) -> bool:
+        """Return whether nodes may still meet: for the first time, after a failure, or because others have joined."""
+        return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
 
     def _give_up(self) -> None:
         self._agent.leave("timed out in the rendezvous")
-        if not self._has_met or self._spec.max_restarts:
+        if self._may_meet:
             timeout_s = self._spec.rendezvous_timeout_s
             where = self._agent.rendezvous.endpoint
             self._report_end(

@@ -149,7 +149,7 @@ class NodeLink:
         """Handle new messages of the agent."""
         for message in self._agent.receive():
             self._handle(message)
-        if self._is_alone and self._peers.failures.labels:
+        if self._is_alone and not self._has_lost_agent and self._peers.failures.labels:
             self._peers.blame_silent(time.monotonic())
 
     @property
@@ -181,6 +181,12 @@ class NodeLink:
         ended = self._agent.ended
         return ended is not None and not ended.is_success
 
+    @property
+    def _has_lost_agent(self) -> bool:
+        """Return whether the agent has ended for good, so that the silence of other nodes means nothing."""
+        ended = self._agent.ended
+        return ended is not None and bool(ended.error) and not ended.can_retry
+
     def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
         """Start an agreement with the other nodes on the step at which all ranks leave their loops."""
         peers = self._peers
@@ -201,8 +207,9 @@ class NodeLink:
             self._requests.wants_stop = True
         self._stop.is_wanted = self._requests.wants_stop
         summary_s = _TICK_S / 2 if self._stop.is_wanted else _SUMMARY_S
-        for text in self._peers.check(now):
-            self._note(text)
+        if not self._has_lost_agent:
+            for text in self._peers.check(now):
+                self._note(text)
         report.remote = self._peers.failures
         if now - self._last_summary_s >= summary_s:
             self._last_summary_s = now
@@ -233,9 +240,11 @@ class NodeLink:
         deadline = time.monotonic() + self._agent.silence_s + _CAUSE_SLACK_S
         peers = self._peers
         while peers.can_be_waited_for and not peers.must_end and time.monotonic() < deadline:
-            if self._requests.interrupts or self._requests.is_cancelled:
+            if self._requests.interrupts or self._requests.is_cancelled or self._has_lost_agent:
                 return
-            wait([self._agent.fileno(), self._requests.fileno()], _TICK_S)
+            # The closed one of an agent that has ended is always readable.
+            open_ones = [] if self._agent.is_closed else [self._agent.fileno()]
+            wait([self._requests.fileno(), *open_ones], _TICK_S)
             self._requests.acknowledge()
             self.receive()
             for text in peers.check(time.monotonic()):
@@ -324,7 +333,7 @@ class NodeRunner(JobRunner):
             self._next_attempt()
             self._start_in_world(world)
             report, rank_results = self._finish_attempt(link)
-        if link.last_error and not report.is_success:
+        if link.last_error not in ("", *report.remote.lost.values()) and not report.is_success:
             self.past_failures.append(link.last_error)
         self._leave()
         return report, rank_results

@@ -115,7 +115,6 @@ class AgentConfig:
     """Configuration of an agent.
 
     Args:
-        monitor_interval_s: seconds between polls of torch's agent.
         address: of this node, as the others reach it.
         log_path: file for the output of torch.
     """
@@ -123,7 +122,6 @@ class AgentConfig:
     rendezvous: RendezvousConfig
     num_workers: int
     max_restarts: int
-    monitor_interval_s: float
     address: str
     host_name: str
     log_path: str

@@ -12,19 +12,40 @@ from nblaunch.backends.base import LOOPBACK
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.store import StoreHost, family_of
 
+_SOME_OTHER = "192.0.2.1"
+"""An address that no machine has, by whose route that of all others is found. Source: RFC 5737."""
 
-def resolve(host: str, port: int) -> str:
+
+def resolve(host: str, port: int, *, is_shared: bool = True) -> str:
     """Resolve a host name to its first address.
 
+    Args:
+        is_shared: other machines must reach it. A name of this machine that stands for the loopback, as on Debian and
+            Ubuntu, whose /etc/hosts has 127.0.1.1 for it, is resolved to the address on the default route then.
+
     Raises:
-        LaunchError: the host is unknown.
+        LaunchError: the host is unknown, or no other machine can reach it.
     """
     try:
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except OSError as error:
         raise LaunchError(
             f"the rendezvous is at {host}:{port}, but this machine can't resolve the host {host!r}: {error}"
         ) from error
+    if not is_shared or host == "localhost" or _is_loopback(host):
+        return found[0]
+    reachable = [address for address in found if not _is_loopback(address)]
+    try:
+        return reachable[0] if reachable else address_towards(_SOME_OTHER, port)
+    except LaunchError as error:
+        raise LaunchError(
+            f"the rendezvous is at {host}:{port}, but on this machine {host!r} is {found[0]}, which no other machine "
+            "reaches: set master_addr or rdzv_endpoint to an address that they do"
+        ) from error
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def address_towards(address: str, port: int) -> str:
@@ -45,7 +66,7 @@ def address_towards(address: str, port: int) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface with an address of this machine; None if there is none."""
-    if address.startswith("127.") or address == "::1":
+    if _is_loopback(address):
         return LOOPBACK
     return next((name for name, own in interface_addresses() if own == address.partition("%")[0]), None)
 

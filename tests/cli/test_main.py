@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import subprocess
@@ -56,31 +55,6 @@ def test_questions_without_an_input_are_refused(tmp_path: Path) -> None:
     ended = subprocess.run(["/bin/sh", "-c", f"{line} <&-"], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2
     assert "the answers ended before this question" in ended.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("words", [["launch", "--cpu", "--print_plan"], ["env"]], ids=["plan", "env"])
-def test_a_full_disk_is_reported_in_one_line(words: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [*PROGRAM, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=100
-        )
-    assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
-    assert "No space left on device" in line
-
-
-def test_a_working_folder_that_is_gone_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "train.py").write_text("")
-    monkeypatch.chdir(tmp_path)  # which is undone at the end
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    os.chdir(folder)
-    folder.rmdir()
-    assert cli.main(["launch", "--cpu", str(tmp_path / "train.py")]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "the working folder was removed" in line
 
 
 def test_a_caller_keeps_its_handler_of_interrupts(tmp_path: Path) -> None:

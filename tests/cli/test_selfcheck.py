@@ -17,10 +17,9 @@ pytestmark = pytest.mark.timeout(240)  # of many launches one after the other, o
 
 # The library broken in one place for each check; workers are forked, and so inherit it.
 BROKEN = """
-import os, signal, sys
+import sys
 from nblaunch.cli import main, selfcheck_jobs
 from nblaunch.launcher import weights
-from nblaunch.launcher.job import Job
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.strategies.replicated import DdpStrategy
 from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
@@ -31,12 +30,6 @@ Accelerator.gather_for_metrics = lambda self, data, **options: self.gather(data)
 Accelerator.load_state = lambda self, folder: None
 weights.load_back = lambda modules, state_dicts, lost: (set(modules), [])
 selfcheck_jobs._raise_in_last_rank = lambda: Accelerator().wait_for_everyone()
-Job.interrupt = Job.cancel
-
-class Weak:
-    def kill(pid, signum):
-        os.kill(pid, signal.SIGTERM if signum == signal.SIGKILL else signum)
-selfcheck_jobs.os = Weak
 
 sys.exit(main(["test", "--cpu", "--num_processes", "2", "--start_method", "fork"]))
 """
@@ -71,9 +64,7 @@ def test_every_check_can_fail_and_shows_its_evidence() -> None:
     assert "the steps before load_state" in evidence["checkpoint"]
     assert "rank 0's trained model begins with [" in evidence["weights-back"]
     assert "ZeroDivisionError, but the job raised None" in evidence["errors"]
-    assert "the job was interrupted, but ended with JobCancelled" in evidence["interrupt"]
-    assert "rank 1 was killed by SIGKILL" in evidence["kill"]
-    assert "9 failed" in ended.stdout
+    assert "7 failed" in ended.stdout
 
 
 @pytest.mark.parametrize(

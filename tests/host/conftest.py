@@ -17,7 +17,8 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     """Makes a host with NVML and these GPUs, whose ``/dev`` is ``tmp_path``; after the test NVML must be closed."""
     made: list[FakeNvml] = []
     monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
 
     def make(*gpus: FakeGpu, **options: str) -> FakeNvml:
         _forget_host()

@@ -12,10 +12,6 @@ from typing import Any
 class NVMLError(Exception):
     """As pynvml's own: the root of all its errors."""
 
-    def __init__(self, text: str = "", value: int = 999) -> None:
-        super().__init__(text)
-        self.value = value
-
 
 @dataclass
 class FakeGpu:
@@ -28,6 +24,7 @@ class FakeGpu:
     name: str = "Tesla T4"
     total: int = 16 << 30
     utilisation: int | None = 0
+    capability: tuple[int, int] = (7, 5)
     instances: list[FakeGpu | None] = field(default_factory=list)
     is_mig: bool = False
     is_lost: bool = False
@@ -50,12 +47,10 @@ class FakeNvml(types.ModuleType):
         self.driver = driver
         self.has_driver = has_driver
         self.num_open = 0
-        self.num_tries = 0
 
     def nvmlInit(self) -> None:
-        self.num_tries += 1
         if not self.has_driver:
-            raise NVMLError("Library Not Found", 12)
+            raise NVMLError("Library Not Found")
         self.num_open += 1
 
     def nvmlShutdown(self) -> None:
@@ -83,6 +78,9 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetName(self, handle: FakeGpu) -> Any:
         return handle.name.encode()
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: FakeGpu) -> list[int]:
+        return list(handle.capability)
 
     def nvmlDeviceGetMigMode(self, device: FakeGpu) -> list[int]:
         if device.name == "Tesla T4":

@@ -12,6 +12,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from nblaunch.cli.questions import Machine
 from nblaunch.host import gpus
 from nblaunch.host.gpus import Gpu, descriptions
 from tests.host.fake_nvml import FakeGpu, FakeNvml
@@ -47,14 +48,6 @@ def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
         if has_device
         else not reason
     )
-
-
-def test_a_missing_driver_is_looked_for_once(nvml: NvmlMaker) -> None:
-    without = nvml(has_driver=False)
-    assert (gpus.physical_gpus(), gpus.physical_gpus()) == ((), ())
-    assert without.num_tries == 1
-    nvml(FakeGpu("GPU-1"))  # another module, as one that was installed since
-    assert [gpu.uuid for gpu in gpus.physical_gpus()] == ["GPU-1"]
 
 
 def test_a_missing_package_is_named(nvml: NvmlMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +106,7 @@ def test_nvml_counts_gpus(nvml: NvmlMaker) -> None:
 
 def test_nvml_reports_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     instances = [FakeGpu("MIG-1111", utilisation=None), FakeGpu("MIG-2222", utilisation=None)]
-    nvml(FakeGpu("GPU-cccc3333", "A100", instances=instances), FakeGpu("GPU-dddd4444"))
+    nvml(FakeGpu("GPU-cccc3333", "A100", instances=instances), FakeGpu("GPU-dddd4444", "A100"))
     assert gpus.physical_gpus() == PARTITIONED
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
     meter = gpus.open_meter()
@@ -140,6 +133,45 @@ def test_a_meter_reads_what_is_visible_in_the_order_of_ranks(
     meter.close()
 
 
+def test_no_meter_reads_a_gpu_whose_number_is_not_known(
+    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default CUDA puts the fastest GPU first, and NVML the one with the lowest bus number."""
+    nvml(FakeGpu("GPU-aaaa1111", utilisation=40), FakeGpu("GPU-aabb2222", "NVIDIA A100"))
+    assert gpus.open_meter().read() == []
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    meter = gpus.open_meter()
+    assert meter.read() == [0.4, 0.0]
+    meter.close()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "setting", "proposed"),
+    [
+        ([(7, 5), (7, 5)], None, "no"),
+        ([(7, 0), (8, 0)], None, "no"),
+        ([(7, 0), (8, 0)], "1", "bf16"),
+        ([(8, 0), (9, 0)], None, "bf16"),
+    ],
+)
+def test_bf16_is_proposed_where_all_gpus_have_it(
+    nvml: NvmlMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    capabilities: list[tuple[int, int]],
+    setting: str | None,
+    proposed: str,
+) -> None:
+    nvml(*(FakeGpu(f"GPU-{index}", capability=one) for index, one in enumerate(capabilities)))
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert Machine({"cpu": 4, "cuda": 2}, "cuda").precision("auto") == proposed
+
+
+def test_bf16_is_not_proposed_for_gpus_of_a_driver_in_a_bad_state(nvml: NvmlMaker) -> None:
+    nvml(has_driver=False)
+    assert Machine({"cpu": 4, "cuda": 2}, "cuda").precision("cuda") == "no"
+
+
 @pytest.mark.parametrize(
     ("names", "driver", "expected"),
     [
@@ -158,6 +190,16 @@ def test_cards_whose_direct_connections_hang(
 ) -> None:
     nvml(*(FakeGpu(f"GPU-{index}", name) for index, name in enumerate(names)), driver=driver)
     assert gpus.lacks_p2p() == expected
+
+
+def test_cards_that_may_be_hidden_count_where_numbers_are_not_known(
+    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml(*(FakeGpu(f"GPU-{name}", f"NVIDIA {name}") for name in ("L4", "T4", "RTX 4090")), driver="535.1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert gpus.lacks_p2p() == "NVIDIA RTX 4090"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert gpus.lacks_p2p() is None
 
 
 def test_hidden_cards_do_not_count(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:

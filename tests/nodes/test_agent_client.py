@@ -21,7 +21,7 @@ def test_after_a_restart_that_fails_no_descriptor_of_others_is_closed(
     client = AgentClient(spec, 1, str(tmp_path / "agent.log"))
     client.end("lost the rendezvous", can_retry=True)
 
-    def refuse(*args: Any) -> Any:
+    def refuse(*args: Any, **options: Any) -> Any:
         raise LaunchError("no such address any more")
 
     monkeypatch.setattr(network, "resolve", refuse)

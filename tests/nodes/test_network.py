@@ -66,6 +66,45 @@ def test_names_are_looked_up() -> None:
         network.resolve("no-such-host.invalid", 29500)
 
 
+OWN_NAME = ["127.0.1.1"]  # as /etc/hosts of Debian and Ubuntu has it
+
+
+def know(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
+    """Have every host name stand for these addresses."""
+    entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 1)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: entries)
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses", "expected"),
+    [
+        ("machine", [*OWN_NAME, "10.0.0.7"], "10.0.0.7"),
+        ("machine", ["::1", "fd00::7"], "fd00::7"),
+        ("machine", OWN_NAME, "10.0.0.9"),
+        ("localhost", ["127.0.0.1"], "127.0.0.1"),
+        ("127.0.1.1", OWN_NAME, "127.0.1.1"),
+        ("::1", ["::1"], "::1"),
+    ],
+)
+def test_a_name_is_resolved_to_an_address_that_other_machines_reach(
+    monkeypatch: pytest.MonkeyPatch, host: str, addresses: list[str], expected: str
+) -> None:
+    know(monkeypatch, addresses)
+    monkeypatch.setattr(network, "address_towards", lambda address, port: "10.0.0.9")
+    assert network.resolve(host, 29500) == expected
+    assert network.resolve(host, 29500, is_shared=False) == addresses[0]
+
+
+def test_a_machine_without_a_network_can_not_be_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str, port: int) -> str:
+        raise LaunchError("no network interface")
+
+    know(monkeypatch, OWN_NAME)
+    monkeypatch.setattr(network, "address_towards", refuse)
+    with pytest.raises(LaunchError, match=r"'machine' is 127\.0\.1\.1, which no other machine reaches: set"):
+        network.resolve("machine", 29500)
+
+
 def test_it_listens_on_the_one_address(taken: int) -> None:
     host = network.listen("127.0.0.1", taken + 1 if taken < 65535 else taken - 1, is_optional=False)
     assert host is not None

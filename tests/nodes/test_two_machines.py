@@ -89,8 +89,11 @@ def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None
     assert "attempt 0: rank 1 raised LookupError: for the first time\n" in launches[1].output
 
 
-def test_a_machine_may_join_later(pair: Pair, c10d: Settings) -> None:
-    settings = {**c10d, "num_nodes": "1:2"}
+@pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), ("1:3", 5)], ids=["full", "open"])
+def test_a_machine_may_join_later(pair: Pair, c10d: Settings, num_nodes: str, last_call_s: int) -> None:
+    """Where more may join, all wait for these until the last call is over."""
+    conf = {**c10d["rdzv_conf"], "last_call_timeout": last_call_s}
+    settings = {**c10d, "num_nodes": num_nodes, "rdzv_conf": conf}
     one = pair[0].start("step_on", 10_000, **settings)
     one.wait_for("on 1 ranks")
     other = pair[1].start("step_on", 10_000, **settings)
@@ -228,7 +231,8 @@ def test_an_agent_that_is_killed_ends_the_job(pair: Pair, static: Settings) -> N
     launches[1].wait_for("step 10 ")
     launches[1].agent().kill()
     outcomes = [launch.result(SOON_S) for launch in launches]
-    assert "the agent of this node has died" in error_of(outcomes[1])
+    assert error_of(outcomes[1]).startswith("NodeLost: the agent of this node has died; its log: ")
+    assert "has sent no heartbeat" not in launches[1].output
     assert outcomes[0]["error"] == "NodeLost"
     pair.wait_until_empty()
 

@@ -50,7 +50,6 @@ ALONE = {
     "its launcher": "torch_xla.launch(lambda rank: ones().sum().item())",
     "its process group": "dist.init_process_group('xla'); dist.all_reduce(ones())",
     "its process group and rendezvous": "dist.init_process_group('xla', init_method='xla://'); ones().tolist()",
-    "its collectives beside gloo": "dist.init_process_group('gloo'); xm.mesh_reduce('loss', 1.0, sum)",
     "Accelerate": """
     from accelerate import Accelerator as TheirAccelerator
     accelerator = TheirAccelerator()
