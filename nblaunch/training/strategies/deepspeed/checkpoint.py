@@ -14,15 +14,14 @@ import contextlib
 import importlib
 import io
 import shutil
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nblaunch import context, formatting
-from nblaunch.errors import CheckpointError, warn
+from nblaunch import context
+from nblaunch.errors import CheckpointError
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, barrier
@@ -190,24 +189,6 @@ def shards_to_send(module: torch.nn.Module) -> dict[str, Any]:
         elif is_main:
             sent[name] = value.detach() if isinstance(value, torch.Tensor) else value
     return sent
-
-
-def warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, metadata: object) -> None:
-    """Warn a user, as a hook of ``module.state_dict()``, that this is empty where parameters are sharded."""
-    sharded = [name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")]
-    values = [state.get(prefix + name) for name in sharded]
-    # Callers that ask for the variables themselves can put them together, as this file does.
-    num_empty = sum(
-        isinstance(v, torch.Tensor) and not hasattr(v, "ds_id") and v.numel() == 0 for v in values
-    )
-    # For a checkpoint of its own, DeepSpeed adds the shards.
-    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-    if num_empty and not any(str(name).startswith("deepspeed.") for name in callers):
-        warn(
-            f"state_dict() has nothing in {formatting.count(num_empty, 'tensor')} of {len(state)}: ZeRO 3 keeps each "
-            "rank's shard of them elsewhere. Take full weights from accelerator.get_state_dict(model), called on all "
-            "ranks, or save them with accelerator.save_model(model, folder)"
-        )
 
 
 def _shard_of(parameter: Any) -> TensorShard:

@@ -135,7 +135,6 @@ class DeepSpeedStrategy(Strategy):
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
         if deepspeed_library.sharded_parameters(model):
             context.current().collect_sharded_weights = checkpoint.shards_to_send
-            model.register_state_dict_post_hook(checkpoint.warn_of_empty)
         _report_shards(engine, type(model).__name__, process)
         if optimizer is not None:
             self.engine = engine
