@@ -28,9 +28,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
+from nblaunch.events import Note
 from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -330,3 +333,19 @@ class Strategy(ABC):
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         """Load what :meth:`save_shards` wrote, over any number of ranks; False: ``folder`` has full states."""
         return False
+
+
+def report_shards(name: str, model_bytes: int, own_bytes: int, rest: str) -> None:
+    """Report what every rank holds of a sharded model, in one line. All ranks call it.
+
+    Args:
+        name: of the model's class.
+        model_bytes: of all weights that are sharded.
+        own_bytes: of this rank's shards of them.
+        rest: of the line, what else is of interest there.
+    """
+    sizes = operations.gather_object([own_bytes])
+    if operations.rank() == 0:
+        weights, each = formatting.size(model_bytes), formatting.size_range(sizes)
+        text = f"{name}: {weights} of weights sharded over {len(sizes)} ranks, {each} each{rest}"
+        context.current().emit(Note.of_job(text))
