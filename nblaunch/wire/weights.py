@@ -1,6 +1,6 @@
 """Weights that travel in a form of their own: sharded and quantised ones.
 
-Sharded weights, those of :class:`torch.distributed.tensor.DTensor` among them, travel shard by shard:
+Sharded weights, of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed, travel shard by shard:
 
     rank 0   ── TensorShard ──┐
     rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
@@ -150,9 +150,13 @@ def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
-    """Return what this rank sends of a state dict: its shards; the main rank also what is not sharded.
+    """Return what this rank sends of a module's weights: its shards; the main rank also what is not sharded.
 
     No rank waits for another. A shard that several ranks hold is sent by one of them.
+
+    Args:
+        state: a state dict of the parameters themselves (``keep_vars=True``), on which DeepSpeed's shards hang.
+        is_main: whether this is the main rank.
     """
     sent: dict[str, Any] = {}
     for name, value in state.items():
@@ -160,9 +164,20 @@ def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
             offset, _ = extent(value)
             if _is_first_holder(value):
                 sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
+        elif hasattr(value, "ds_id"):
+            sent[name] = _deepspeed_shard(value)
         elif is_main:
-            sent[name] = value
+            sent[name] = value.detach() if hasattr(value, "detach") else value
     return sent
+
+
+def _deepspeed_shard(parameter: Any) -> TensorShard:
+    """Return this rank's shard of a parameter that DeepSpeed has sharded, without the padding that makes all alike."""
+    shard = parameter.ds_tensor.detach().reshape(-1)
+    # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
+    start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
+    length = min(shard.numel(), parameter.ds_numel - start)
+    return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
 
 
 def _is_first_holder(shard: Any) -> bool:

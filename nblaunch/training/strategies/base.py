@@ -205,8 +205,7 @@ class Strategy(ABC):
         """Return ``model`` ready for training on this rank, wrapped or not; with rank 0's weights, if any is trained.
 
         It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
-        device here. A strategy whose shards are no DTensors also sets ``collect_sharded_weights`` of the current
-        :class:`~nblaunch.context.ProcessContext`: how a rank's shards are read, for the way back to the notebook.
+        device here.
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from nblaunch import context
 from nblaunch.errors import CheckpointError
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
@@ -28,7 +27,7 @@ from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.strategies.dtensor_strategy import loading
-from nblaunch.wire.weights import TensorShard, versions_of, with_versions
+from nblaunch.wire.weights import versions_of, with_versions
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
@@ -177,27 +176,6 @@ def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     copies = {key: _copy(value, keep) for key, value in tensors.items()}
     full = {name: copies.get(id(value), value) for name, value in state.items()}
     return with_versions(full, versions_of(state)) if keep else {}
-
-
-def shards_to_send(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what this rank sends of a module's weights: its shards; rank 0 also what every rank has whole."""
-    is_main = context.current().topology.rank == 0
-    sent: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if hasattr(value, "ds_id"):
-            sent[name] = _shard_of(value)
-        elif is_main:
-            sent[name] = value.detach() if isinstance(value, torch.Tensor) else value
-    return sent
-
-
-def _shard_of(parameter: Any) -> TensorShard:
-    """Return this rank's shard of a parameter, without the padding by which all have one size."""
-    shard = parameter.ds_tensor.detach().reshape(-1)
-    # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
-    start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
-    length = min(shard.numel(), parameter.ds_numel - start)
-    return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
 
 
 def _copy(value: torch.Tensor, keep: bool) -> torch.Tensor:

@@ -127,8 +127,6 @@ class DeepSpeedStrategy(Strategy):
         _gather_as_one(library, model, settings.transformer_moe_cls_names)
         with waiting():  # it compares and copies weights over ranks
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
-        if deepspeed_library.sharded_parameters(model):
-            context.current().collect_sharded_weights = checkpoint.shards_to_send
         _report(engine, type(model).__name__, process)
         if optimizer is not None:
             self.engine = engine
