@@ -122,6 +122,35 @@ def special_prefixes(module: Any) -> Iterator[str]:
             yield f"{name}." if name else ""
 
 
+def shape_mismatches(
+    module: Any, own: Mapping[str, Any], saved: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the names of tensors that ``module`` can't load from ``saved``, with their shapes in the module and there.
+
+    What takes other shapes is left out: modules that load in a way of their own (observers of quantisation-aware
+    training, for one), parameters of lazy layers, and what ``get_extra_state()`` returns.
+
+    Args:
+        module: that is to load ``saved``.
+        own: its state dict.
+        saved: another state dict, of tensors or what stands for them.
+    """
+    torch: Any = sys.modules["torch"]
+    special = tuple(special_prefixes(module))
+    for name, value in own.items():
+        if name.startswith(special) or name.endswith(torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX):
+            continue
+        here, there = _shape(value), _shape(saved.get(name))
+        if here is not None and there is not None and here != there:
+            yield name, here, there
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of what has one; None for parameters of lazy layers, which take any."""
+    is_lazy = sys.modules["torch"].nn.parameter.is_lazy(value)
+    return None if is_lazy or not hasattr(value, "shape") else tuple(value.shape)
+
+
 def is_sharded(value: Any) -> bool:
     """Return whether ``value`` is a tensor of which this rank holds a shard."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
