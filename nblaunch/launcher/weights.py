@@ -75,18 +75,18 @@ def load_back(
 
     Returns:
         the paths of the modules that have their weights; a note about each module that is an argument, and about all
-        inside one together, with a warning about each whose weights are not back, or not all of them.
+        inside one together, with a warning about those whose weights are not back, or not all of them.
     """
     warnings: list[str] = []
     num_bytes: dict[ArgPath, int] = {}
     unchanged: list[ArgPath] = []
     loaded: set[ArgPath] = set()
+    absent: dict[str, list[ArgPath]] = {}  # by the reason
     for path, module in modules.items():
         state, missing = weights.get(path), lost.get(path, "")
         if state is None:
             if missing:
-                name = _name(module, path)
-                warnings.append(f"the trained weights of {name} can't be loaded in the kernel: {missing}")
+                absent.setdefault(missing, []).append(path)
             continue
         problem = _load_one(module, path, state, is_complete=not missing)
         if problem:
@@ -99,6 +99,12 @@ def load_back(
             num_bytes[path] = _num_bytes(state)
         else:
             unchanged.append(path)
+    warnings += [
+        f"the trained weights of {_listed(modules, paths)} could not be copied back: {reason}. The return value and "
+        "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
+        "sync_weights=False to send none"
+        for reason, paths in absent.items()
+    ]
     lines = [*_back(modules, num_bytes)]
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
@@ -146,19 +152,6 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit}"
         )
-
-
-def unsent_lines(modules: Mapping[ArgPath, Any], reasons: Mapping[ArgPath, str]) -> list[str]:
-    """Return a line for each reason why weights did not come, with the modules that are as they were because of it."""
-    paths: dict[str, list[ArgPath]] = {}
-    for path, reason in reasons.items():
-        paths.setdefault(reason, []).append(path)
-    return [
-        f"the trained weights of {_listed(modules, missing)} could not be copied back: {reason}. The return value and "
-        "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
-        "sync_weights=False to send none"
-        for reason, missing in paths.items()
-    ]
 
 
 def _back(modules: Mapping[ArgPath, Any], num_bytes: Mapping[ArgPath, int]) -> Iterator[str]:
