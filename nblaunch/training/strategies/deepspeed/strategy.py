@@ -8,9 +8,9 @@ is handed to the engine, at the place where it is called.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from nblaunch.training.strategies.base import Strategy, TrainingSetup, report_sh
 from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
-from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
+from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, EngineInputs
 from nblaunch.training.strategies.deepspeed.engine import (
     EngineOptimizer,
     EnginePrecision,
@@ -40,15 +40,6 @@ from nblaunch.training.strategies.deepspeed.engine import (
     total_norm,
 )
 from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugins
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What one call of ``prepare`` was given beside the model."""
-
-    optimizer: Any = None
-    scheduler: Any = None
-    batch_sizes: tuple[int | None, ...] = ()
 
 
 class DeepSpeedStrategy(Strategy):
@@ -75,7 +66,7 @@ class DeepSpeedStrategy(Strategy):
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
         self.engine: Any = None
-        self._given = _Given()
+        self._given = EngineInputs()
         self._optimizer: EngineOptimizer | None = None
         self._is_unsynced = self._is_step_due = False
 
@@ -101,10 +92,10 @@ class DeepSpeedStrategy(Strategy):
                 "away by the time the tail begins"
             )
         loaders = [obj for obj in objects if isinstance(obj, DataLoader)]
-        self._given = _Given(
-            optimizers[0] if optimizers else None,
-            schedulers[0] if schedulers else None,
-            tuple(_batch_size(loader) for loader in loaders),
+        self._given = EngineInputs(
+            optimizer=optimizers[0] if optimizers else None,
+            scheduler=schedulers[0] if schedulers else None,
+            batch_sizes=[_batch_size(loader) for loader in loaders],
         )
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
@@ -122,7 +113,7 @@ class DeepSpeedStrategy(Strategy):
                 "second model, or call free_memory() first"
             )
         library = deepspeed_library.load(process)
-        config = deepspeed_config.complete(settings.deepspeed_config, self._describe(model, process))
+        config = deepspeed_config.complete(settings.deepspeed_config, self._inputs(model, process))
         _gather_as_one(library, model, settings.transformer_moe_cls_names)
         with waiting():  # it compares and copies weights over ranks
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
@@ -145,12 +136,10 @@ class DeepSpeedStrategy(Strategy):
             module.compile(**options.to_compile_kwargs())
         return model
 
-    def _describe(self, model: torch.nn.Module, process: JoinedProcess) -> deepspeed_config.EngineInputs:
-        return deepspeed_config.EngineInputs(
+    def _inputs(self, model: torch.nn.Module, process: JoinedProcess) -> EngineInputs:
+        return dataclasses.replace(
+            self._given,
             model=model,
-            optimizer=self._given.optimizer,
-            scheduler=self._given.scheduler,
-            batch_sizes=self._given.batch_sizes,
             world_size=process.topology.world_size,
             num_steps=self._setup.accumulation.num_steps,
             splits_batches=self._setup.splits_batches,
@@ -194,7 +183,7 @@ class DeepSpeedStrategy(Strategy):
             self.engine.destroy()
         self.engine = self._optimizer = None
         self._is_step_due = False
-        self._given = _Given()
+        self._given = EngineInputs()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
