@@ -133,7 +133,6 @@ class Manifest:
         models: how many files of weights; 0 where a hook saved models in its own way.
         optimizers, schedulers, loaders, custom: how many, the last of registered objects.
         sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
-        gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
         checksums: of every file, likewise.
     """
@@ -145,7 +144,6 @@ class Manifest:
     loaders: int = 0
     custom: int = 0
     sharded_by: str = ""
-    gradient_orders: list[list[int]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
 
@@ -171,6 +169,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         if values.pop("checksum") != _checksum_of(values):
             raise ValueError("its checksum is another")
         del values["version"]
+        values.pop("gradient_orders", None)  # of older checkpoints
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
 
 is it whole? ── read all but weights ── does it fit?
-    ── only then: gradient orders ─ hooks ─ weights ─ optimizers ─ ... ─ random states
+    ── only then: hooks ─ weights ─ optimizers ─ ... ─ random states
 
 Of weights, names and shapes are looked at beforehand, not values. On another number of ranks, random states stay as
 they are, and loaders go on behind the samples that were seen.
@@ -57,9 +57,6 @@ def load_state(
     loads = _on_all_ranks(lambda: list(_read_others(live, folder, manifest, reading)))
     if not live.load_hooks:  # a hook may take models over, and load them in its own way
         _on_all_ranks(lambda: _check_weights(live, folder, live.preparer.models, manifest, strict))
-    orders = manifest.gradient_orders if manifest else ()
-    for model, order in zip(live.preparer.models, orders, strict=False):
-        live.strategy.set_gradient_order(model, order)
     if not _load_models(live, folder, manifest, device, strict):
         for index, optimizer in enumerate(live.preparer.optimizers):
             if index == len(optimizers):

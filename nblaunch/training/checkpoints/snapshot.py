@@ -262,7 +262,6 @@ def _manifest(live: CheckpointedObjects, is_sharded: bool) -> Manifest:
         loaders=len(prepared.loaders),
         custom=len(live.custom),
         sharded_by=live.strategy.name if is_sharded else "",
-        gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
     )
 
 

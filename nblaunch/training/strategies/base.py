@@ -279,19 +279,6 @@ class Strategy(ABC):
             )
         return nullcontext()
 
-    def gradient_order(self, model: torch.nn.Module) -> list[int]:
-        """Return the order in which gradients are reduced, as positions of parameters; empty: there is none (yet).
-
-        Sums of floating-point numbers depend on it, from three ranks on.
-        """
-        return []
-
-    def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
-        """Reduce gradients in the order that :meth:`gradient_order` returned in another process, from now on.
-
-        A collective: DDP that has made no backward yet makes one, of zeros.
-        """
-
     # --- states; where the strategy holds shards, every rank calls these -----------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
