@@ -672,6 +672,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
 
         Args:
             hook: gets the prepared models and the folder. Models that it takes out of ``models`` are not loaded.
+                Those whose shards an ``fsdp_plugin`` or ``deepspeed_plugin`` has saved are loaded before: it gets none.
 
         Returns:
             A handle whose ``remove()`` takes the hook back.

@@ -1,7 +1,7 @@
 """The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
 
 is it whole? ── read all but weights ── does it fit?
-    ── only then: hooks ─ weights ─ optimizers ─ ... ─ random states
+    ── only then: shards, or hooks ─ weights ─ optimizers ─ ... ─ random states
 
 Of weights, names and shapes are looked at beforehand, not values. On another number of ranks, random states stay as
 they are, and loaders go on behind the samples that were seen.
@@ -203,12 +203,14 @@ def _load_models(
 ) -> bool:
     """Load weights; return whether the strategy did it, and loaded optimizers as well."""
     models = list(live.preparer.models)
-    hooks = list(live.load_hooks.values())
-    for hook in hooks:
+    is_loaded = live.strategy.load_shards(folder, models, live.preparer.optimizers)
+    if is_loaded:
+        models = []  # hooks find what is left, as with Accelerate
+    for hook in list(live.load_hooks.values()):
         hook(models, str(folder))
-    if live.strategy.load_shards(folder, models, live.preparer.optimizers):
+    if is_loaded:
         return True
-    if hooks:
+    if live.load_hooks:
         _check_weights(live, folder, models, manifest, strict)
     for index, model in enumerate(models):
         path = files.weights_file(folder, index)

@@ -337,6 +337,7 @@ def _resume(stage: int, precision: str, folder: str, any_world_size: bool) -> li
         mixed_precision=precision,
     )
     parts = _prepare(accelerator)
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())  # as diffusers' scripts
     accelerator.load_state(folder, any_world_size=any_world_size)
     return _epoch(accelerator, *parts, MAX_NORM)
 
