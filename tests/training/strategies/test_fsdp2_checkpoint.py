@@ -75,6 +75,21 @@ def test_training_continues_on_another_number_of_ranks(
         assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
 
 
+def _save_whole_over_shards(folder: str) -> list[float]:
+    accelerator, *rest = _prepare(SHARDED)
+    epoch(accelerator, *rest)
+    accelerator.save_state(folder)
+    accelerator.state.fsdp_plugin.set_state_dict_type(FULL)
+    accelerator.save_state(folder)
+    return epoch(accelerator, *rest)
+
+
+def test_a_whole_checkpoint_may_replace_one_in_shards(tmp_path: Path) -> None:
+    going_on = ranks.run(_save_whole_over_shards, 2, str(tmp_path / "state"))
+    for resumed in ranks.run(_resume, 2, FULL, str(tmp_path / "state")):
+        assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
+
+
 def _resume_with_a_hook(folder: str) -> tuple[list[int], list[float]]:
     accelerator, *rest = _prepare(SHARDED)
     seen: list[int] = []
