@@ -305,6 +305,17 @@ def test_torch_format(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state", map_location="gpu")
 
 
+def test_all_arguments_of_torch_load_are_passed_on(tmp_path: Path) -> None:
+    accelerator, model, optimizer = _prepared()
+    _step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "state")
+    before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    _step(accelerator, model, optimizer)
+    accelerator.load_state(tmp_path / "state", load_kwargs={"mmap": True})
+    _assert_same(optimizer.state_dict()["state"][0]["exp_avg"], before)
+    _step(accelerator, model, optimizer)
+
+
 def test_a_checkpoint_replaces_its_files_and_no_others(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     accelerator, model, optimizer = _prepared()

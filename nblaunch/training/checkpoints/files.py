@@ -265,7 +265,9 @@ def write_object(state: Any, path: Path) -> None:
             torch.save(state, file)
 
 
-def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None) -> Any:
+def read_object(
+    path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None, **options: Any
+) -> Any:
     """Read a state dict, with ``torch.load`` and its arguments; raise CheckpointError where that can't be done.
 
     Args:
@@ -273,13 +275,14 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
         map_location: where tensors go.
         weights_only: False: do what the file says, which can execute any code.
         owner: a registered object, where the state is one's; see :func:`trusted_types`.
+        **options: others of ``torch.load``.
     """
     known = torch.serialization.get_safe_globals()
     # Without those that the user has registered: at the end, torch forgets all that it is given here.
     trusted = [kind for kind in trusted_types(owner) if kind not in known] if weights_only else []
     try:
         with torch.serialization.safe_globals(trusted):
-            return torch.load(path, map_location=map_location, weights_only=weights_only)
+            return torch.load(path, map_location=map_location, weights_only=weights_only, **options)
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
     except Exception as error:
