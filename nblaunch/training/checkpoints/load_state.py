@@ -203,11 +203,9 @@ def _load_models(
 ) -> bool:
     """Load weights; return whether the strategy did it, and loaded optimizers as well."""
     models = list(live.preparer.models)
-    is_loaded = False
-    if (
-        manifest is None or manifest.sharded_by
-    ):  # folders of shards that a whole checkpoint has replaced may be there
-        is_loaded = live.strategy.load_shards(folder, models, live.preparer.optimizers)
+    # Where it is whole, folders of shards may still be there, of the checkpoint that it has replaced.
+    may_be_sharded = manifest is None or bool(manifest.sharded_by)
+    is_loaded = may_be_sharded and live.strategy.load_shards(folder, models, live.preparer.optimizers)
     if is_loaded:
         models = []  # hooks find what is left, as with Accelerate
     for hook in list(live.load_hooks.values()):
