@@ -79,7 +79,9 @@ def _save_whole_over_shards(folder: str) -> list[float]:
     accelerator, *rest = _prepare(SHARDED)
     epoch(accelerator, *rest)
     accelerator.save_state(folder)
-    accelerator.state.fsdp_plugin.set_state_dict_type(FULL)
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin is not None
+    plugin.set_state_dict_type(FULL)
     accelerator.save_state(folder)
     return epoch(accelerator, *rest)
 
