@@ -223,7 +223,8 @@ def _resume_unusual(folder: str) -> bool:
         optimizer.zero_grad()
 
     trained, optimizer = prepare()
-    step(trained, optimizer)
+    for _ in range(2):  # DDP knows the order of gradients from its second forward on
+        step(trained, optimizer)
     accelerator.save_state(folder)
     step(trained, optimizer)
     accelerator.free_memory()
