@@ -299,11 +299,11 @@ def _report(engine: Any, name: str, process: JoinedProcess) -> None:
         deepspeed_config.num_elements_of(one) * one.element_size() for one in engine.module.parameters()
     )
     if stage == 3:
-        shards = [parameter.ds_tensor for parameter in deepspeed_library.sharded_parameters(engine.module)]
-        own_bytes = sum(one.numel() * one.element_size() for one in shards)
+        sharded: list[Any] = deepspeed_library.sharded_parameters(engine.module)
+        own_bytes = sum(one.ds_tensor.numel() * one.ds_tensor.element_size() for one in sharded)
         report_shards(name, model_bytes, own_bytes, "; gradients and optimizer states, too (ZeRO stage 3)")
     elif process.topology.rank == 0:
-        sharded = "optimizer states" if stage == 1 else "gradients and optimizer states"
+        what = "optimizer states" if stage == 1 else "gradients and optimizer states"
         held = f"{formatting.size(model_bytes)} of weights on each of {num_ranks} ranks"
-        text = f"{name}: {held}; {sharded} are sharded (ZeRO stage {stage})"
+        text = f"{name}: {held}; {what} are sharded (ZeRO stage {stage})"
         context.current().emit(Note.of_job(text))
