@@ -54,8 +54,6 @@ class ProcessContext:
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
         object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
             object itself (``training/per_process.py``).
-        collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
-            among them; set by strategies whose shards are no DTensors. None = weights are full, or DTensors.
         flush_losses: writes the last losses to the board, which are held back because reading them waits for the
             device; set by training, called when the function has returned.
         forget_losses: begins the losses of the board anew, for another command of a session; set by training.
@@ -79,7 +77,6 @@ class ProcessContext:
     object_parts: dict[int, tuple[Any, dict[str, Any]]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
     flush_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
     forget_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
 

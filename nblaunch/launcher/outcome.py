@@ -159,17 +159,16 @@ def _load_weights(
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
     if first_rank not in rank_results:
         return {}, []
-    missing = _unreadable_shards(rank_results) | _unsent(report)
-    unsent = {path: reason for path, reason in missing.items() if path in modules}
+    unsent = _unreadable_shards(rank_results) | _unsent(report)
+    wanted = modules.keys() - unsent.keys()  # all shards, or none
     sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
-    back = weights.merge_ranks([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
-    back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
-    lost = {path: text for path, text in rank_results[first_rank].state_errors.items() if path not in unsent}
+    back = weights.merge_ranks([{path: one[path] for path in one.keys() & wanted} for one in sent])
+    reasons = {**rank_results[first_rank].state_errors, **unsent}
+    lost = {path: reason for path, reason in reasons.items() if path in modules}
     if attempt.spec.is_detached:
         full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
-        return full, weights.notes_of_detached(modules, full, lost | unsent)
+        return full, weights.notes_of_detached(modules, full, lost)
     loaded, notes = weights.load_back(modules, back, lost)
-    notes += [Note.of_job(line, "warning") for line in weights.unsent_lines(modules, unsent)]
     unfit = {
         path: weights.assembled(state, modules[path]) for path, state in back.items() if path not in loaded
     }

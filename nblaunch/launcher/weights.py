@@ -20,6 +20,7 @@ from nblaunch.wire.weights import (
     ShardedTensor,
     TensorShard,
     is_quantised_weight,
+    shape_mismatches,
     special_prefixes,
     versions_of,
     with_versions,
@@ -74,18 +75,18 @@ def load_back(
 
     Returns:
         the paths of the modules that have their weights; a note about each module that is an argument, and about all
-        inside one together, with a warning about each whose weights are not back, or not all of them.
+        inside one together, with a warning about those whose weights are not back, or not all of them.
     """
     warnings: list[str] = []
     num_bytes: dict[ArgPath, int] = {}
     unchanged: list[ArgPath] = []
     loaded: set[ArgPath] = set()
+    absent: dict[str, list[ArgPath]] = {}  # by the reason
     for path, module in modules.items():
         state, missing = weights.get(path), lost.get(path, "")
         if state is None:
             if missing:
-                name = _name(module, path)
-                warnings.append(f"the trained weights of {name} can't be loaded in the kernel: {missing}")
+                absent.setdefault(missing, []).append(path)
             continue
         problem = _load_one(module, path, state, is_complete=not missing)
         if problem:
@@ -98,6 +99,12 @@ def load_back(
             num_bytes[path] = _num_bytes(state)
         else:
             unchanged.append(path)
+    warnings += [
+        f"the trained weights of {_listed(modules, paths)} could not be copied back: {reason}. The return value and "
+        "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
+        "sync_weights=False to send none"
+        for reason, paths in absent.items()
+    ]
     lines = [*_back(modules, num_bytes)]
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
@@ -136,25 +143,11 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
 
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"{type(module).__name__} is no torch.nn.Module, into which weights could be loaded")
-    misfit = _misfit(module, state, is_complete=True)
+    misfit = _load_if_it_fits(module, state, is_complete=True)
     if misfit:
         raise ValueError(
-            f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit[:300]}"
+            f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit}"
         )
-    _load(module, state, is_complete=True)
-
-
-def unsent_lines(modules: Mapping[ArgPath, Any], reasons: Mapping[ArgPath, str]) -> list[str]:
-    """Return a line for each reason why weights did not come, with the modules that are as they were because of it."""
-    paths: dict[str, list[ArgPath]] = {}
-    for path, reason in reasons.items():
-        paths.setdefault(reason, []).append(path)
-    return [
-        f"the trained weights of {_listed(modules, missing)} could not be copied back: {reason}. The return value and "
-        "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
-        "sync_weights=False to send none"
-        for reason, missing in paths.items()
-    ]
 
 
 def _back(modules: Mapping[ArgPath, Any], num_bytes: Mapping[ArgPath, int]) -> Iterator[str]:
@@ -191,18 +184,15 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
 
 def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any], is_complete: bool) -> str:
     """Load a state dict into ``module``; return why that is not possible, empty if it was done."""
-    is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))
-    misfit = _misfit(module, state, is_complete)
-    if not misfit:
-        try:
-            _load(module, state, is_complete)
-        except Exception as error:  # the module's own code refuses
-            misfit = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        misfit = _load_if_it_fits(module, state, is_complete)
+    except Exception as error:  # the module's own code refuses
+        misfit = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     if not misfit:
         return ""
     return (
         f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not loaded "
-        f"({misfit[:300]}); they are in job.weights()[{path!r}]"
+        f"({misfit}); they are in job.weights()[{path!r}]"
     )
 
 
@@ -212,6 +202,15 @@ def _describe_partial(module: Any, path: ArgPath, state: Mapping[str, Any], miss
     if not _is_sent(state):
         return f"the weights of {name} were not changed by the workers, as far as known: {missing}"
     return f"copied trained weights into {name}: {formatting.size(_num_bytes(state))}, without {missing}"
+
+
+def _load_if_it_fits(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
+    """Load a state dict into ``module``, or return how it does not fit; empty if it was done."""
+    is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))  # they do not travel
+    misfit = _misfit(module, state, is_complete)
+    if not misfit:
+        _load(module, state, is_complete)
+    return misfit[:300]
 
 
 def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
@@ -273,27 +272,21 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest. Modules that load in
     a way of their own are left to it: observers of quantisation-aware training take over other shapes, for one.
     """
-    special = tuple(special_prefixes(module))
-    own = {name: value for name, value in module.state_dict().items() if not name.startswith(special)}
-    plain = [name for name in state if not name.startswith(special)]
-    reasons = [f"{name} is in the worker only" for name in plain if name not in own]
-    reasons += [f"{name} is in the kernel only" for name in own if name not in state and is_complete]
+    special, own = tuple(special_prefixes(module)), module.state_dict()
+    only_there = [name for name in state if name not in own and not name.startswith(special)]
+    only_here = [name for name in own if name not in state and not name.startswith(special)]
+    reasons = [f"{name} is in the worker only" for name in only_there]
+    reasons += [f"{name} is in the kernel only" for name in only_here if is_complete]
     reasons += [
         f"{value.num_missing:,} elements of {name} are on other machines"
         for name, value in state.items()
         if isinstance(value, ShardedTensor) and value.num_missing
     ]
     reasons += [
-        f"{name} is {tuple(state[name].shape)} in the worker and {tuple(tensor.shape)} in the kernel"
-        for name, tensor in own.items()
-        if name in state and _has_shape(tensor) and tensor.shape != state[name].shape
+        f"{name} is {there} in the worker and {here} in the kernel"
+        for name, here, there in shape_mismatches(module, own, state)
     ]
     return "; ".join(reasons)
-
-
-def _has_shape(value: Any) -> bool:
-    torch: Any = sys.modules["torch"]
-    return isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
 
 
 def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str:

@@ -573,6 +573,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         generators of every rank. What the folder held before is replaced only when the new checkpoint is complete and
         forced to disk: a failure, or the end of the process at any moment, leaves the old one. Other files stay.
 
+        Training that continues gives the same numbers, from three ranks on up to rounding: DistributedDataParallel adds
+        its first gradients up in another order.
+
         A collective without a deadline: the main process waits for every rank, however late. Ranks that go on to
         another collective, or end, show that the main process was meant to save alone (``if is_main_process:``); it
         does, without their random states. Where they hold shards of the weights, that is an error.
@@ -669,6 +672,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
 
         Args:
             hook: gets the prepared models and the folder. Models that it takes out of ``models`` are not loaded.
+                Those whose shards an ``fsdp_plugin`` or ``deepspeed_plugin`` has saved are loaded before: it gets none.
 
         Returns:
             A handle whose ``remove()`` takes the hook back.

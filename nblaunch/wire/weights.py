@@ -1,6 +1,6 @@
 """Weights that travel in a form of their own: sharded and quantised ones.
 
-Sharded weights, those of :class:`torch.distributed.tensor.DTensor` among them, travel shard by shard:
+Sharded weights, of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed, travel shard by shard:
 
     rank 0   ── TensorShard ──┐
     rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
@@ -122,6 +122,35 @@ def special_prefixes(module: Any) -> Iterator[str]:
             yield f"{name}." if name else ""
 
 
+def shape_mismatches(
+    module: Any, own: Mapping[str, Any], saved: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the names of tensors that ``module`` can't load from ``saved``, with their shapes in the module and there.
+
+    What takes other shapes is left out: modules that load in a way of their own (observers of quantisation-aware
+    training, for one), parameters of lazy layers, and what ``get_extra_state()`` returns.
+
+    Args:
+        module: that is to load ``saved``.
+        own: its state dict.
+        saved: another state dict, of tensors or what stands for them.
+    """
+    torch: Any = sys.modules["torch"]
+    special = tuple(special_prefixes(module))
+    for name, value in own.items():
+        if name.startswith(special) or name.endswith(torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX):
+            continue
+        here, there = _shape(value), _shape(saved.get(name))
+        if here is not None and there is not None and here != there:
+            yield name, here, there
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of what has one; None for parameters of lazy layers, which take any."""
+    is_lazy = sys.modules["torch"].nn.parameter.is_lazy(value)
+    return None if is_lazy or not hasattr(value, "shape") else tuple(value.shape)
+
+
 def is_sharded(value: Any) -> bool:
     """Return whether ``value`` is a tensor of which this rank holds a shard."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
@@ -150,9 +179,13 @@ def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
-    """Return what this rank sends of a state dict: its shards; the main rank also what is not sharded.
+    """Return what this rank sends of a module's weights: its shards; the main rank also what is not sharded.
 
     No rank waits for another. A shard that several ranks hold is sent by one of them.
+
+    Args:
+        state: a state dict of the parameters themselves (``keep_vars=True``), on which DeepSpeed's shards hang.
+        is_main: whether this is the main rank.
     """
     sent: dict[str, Any] = {}
     for name, value in state.items():
@@ -160,9 +193,20 @@ def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
             offset, _ = extent(value)
             if _is_first_holder(value):
                 sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
+        elif hasattr(value, "ds_id"):
+            sent[name] = _deepspeed_shard(value)
         elif is_main:
-            sent[name] = value
+            sent[name] = value.detach() if hasattr(value, "detach") else value
     return sent
+
+
+def _deepspeed_shard(parameter: Any) -> TensorShard:
+    """Return this rank's shard of a parameter that DeepSpeed has sharded, without the padding that makes all alike."""
+    shard = parameter.ds_tensor.detach().reshape(-1)
+    # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
+    start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
+    length = min(shard.numel(), parameter.ds_numel - start)
+    return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
 
 
 def _is_first_holder(shard: Any) -> bool:

@@ -9,10 +9,10 @@ cost it: neither memory that runs out, nor a ``state_dict()`` that raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from nblaunch import context, formatting
+from nblaunch import formatting
 from nblaunch.events import Event, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
@@ -21,7 +21,6 @@ from nblaunch.wire.outbox import Outbox
 from nblaunch.wire.weights import (
     is_fsdp_module,
     is_sharded,
-    is_sharded_model,
     quantised_entries,
     shards_to_send,
 )
@@ -83,11 +82,9 @@ class Delivery:
         outbox = Outbox(self._outbox_fd)
         is_wanted = self._returns_value and not left_by_exit and value is not None
         location = outbox.put_value(value) if is_wanted else ValueLocation()
-        collect_shards = context.current().collect_sharded_weights
-        if collect_shards is None and self._has_dtensors():
-            collect_shards = self._collect_dtensors
+        in_shards = self._holds_shards()
         # Where every rank holds the whole, one of them is enough.
-        sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
+        sends = tuple(self._modules) if self._is_main or in_shards else ()
         if self._is_main:
             sends += (*self._optimizers, *self._absent)
         self._send(
@@ -100,45 +97,43 @@ class Delivery:
             )
         )
         for path in sends:
-            self._send(self._put_state(outbox, path, collect_shards))
+            self._send(self._put_state(outbox, path, in_shards))
 
-    def _put_state(
-        self, outbox: Outbox, path: ArgPath, collect_shards: Callable[[Any], Mapping[str, Any]] | None
-    ) -> StateSent:
+    def _put_state(self, outbox: Outbox, path: ArgPath, in_shards: bool) -> StateSent:
         """Write the state of a module or optimizer; return where it is, or why there is none."""
         if path in self._absent:
             return StateSent(self._rank, time.time(), path=path, error=_ABSENT)
         try:
             if path in self._optimizers:
-                at, end, lost = self._put_optimizer_state(outbox, path, is_sharded=collect_shards is not None)
+                at, end, lost = self._put_optimizer_state(outbox, path, in_shards)
             else:
-                at, end, lost = self._put_weights(outbox, path, collect_shards)
+                at, end, lost = self._put_weights(outbox, path, in_shards)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return StateSent(self._rank, time.time(), path=path, error=text)
         return StateSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
 
-    def _has_dtensors(self) -> bool:
+    def _holds_shards(self) -> bool:
         """Return whether ranks hold shards, by whomever: a strategy, or the user's own ``fully_shard``."""
         optimizers = (one for one in self._optimizers.values() if not is_scheduler(one))
         groups = (group for one in optimizers for group in one.param_groups)
         modules = self._modules.values()
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters += [parameter for module in modules for parameter in module.parameters()]
         return (
-            any(is_sharded(parameter) for group in groups for parameter in group["params"])
-            or any(map(is_sharded_model, modules))
+            any(is_sharded(parameter) or hasattr(parameter, "ds_id") for parameter in parameters)
             # Its parameters may be gathered just now.
             or any(is_fsdp_module(part) for module in modules for part in module.modules())
         )
 
-    def _collect_dtensors(self, module: Any) -> Mapping[str, Any]:
-        return shards_to_send(module.state_dict(), self._is_main)
-
-    def _put_weights(
-        self, outbox: Outbox, path: ArgPath, collect_shards: Callable[[Any], Mapping[str, Any]] | None
-    ) -> tuple[int, int, str]:
+    def _put_weights(self, outbox: Outbox, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
         """Write weights; return where they are, where they end, and which parts of them could not be sent."""
         module = self._modules[path]
-        state = dict(module.state_dict() if collect_shards is None else collect_shards(module))
+        state = dict(
+            shards_to_send(module.state_dict(keep_vars=True), self._is_main)
+            if in_shards
+            else module.state_dict()
+        )
         bare = {name for name, tensor in state.items() if getattr(tensor, "is_meta", False)}
         if len(bare) == len(state):
             return -1, -1, ""  # it has no weights, being on the meta device still
@@ -146,19 +141,17 @@ class Delivery:
         for name in bare | left_out:
             del state[name]
         # Shards are new tensors, so there is nothing to compare them with: all are sent.
-        tests = (
-            self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}
-        )
+        tests = self._originals.equality_tests(path, state) if self._originals and not in_shards else {}
         at, end, lost = outbox.put_state(path, state, tests)
         return at, end, "; ".join(filter(None, [lost, _describe_bare(sorted(bare - left_out))]))
 
-    def _put_optimizer_state(self, outbox: Outbox, path: ArgPath, is_sharded: bool) -> tuple[int, int, str]:
+    def _put_optimizer_state(self, outbox: Outbox, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
         """Write the state of an optimizer or scheduler, the same on all ranks; return as :meth:`_put_weights`.
 
         Raises:
             RuntimeError: every rank has a shard of it.
         """
-        if is_sharded and not is_scheduler(self._optimizers[path]):
+        if in_shards and not is_scheduler(self._optimizers[path]):
             raise RuntimeError(
                 "ranks hold shards of it; save it by accelerator.save_state(), which load_state() continues from"
             )

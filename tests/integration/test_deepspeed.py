@@ -53,12 +53,12 @@ results, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters
     assert kind == "Parameter"
     assert "copied trained weights into args[0] (Sequential)" in cell.stdout
     assert (
-        "Sequential: 228 B of weights on each of 2 ranks; gradients and optimizer states are sharded, each rank steps "
-        "120 B of weights in full precision (ZeRO stage 2)" in cell.stdout
+        "Sequential: 228 B of weights on each of 2 ranks; gradients and optimizer states are sharded (ZeRO stage 2)"
+        in cell.stdout
     )
     assert (
-        "Sequential: 228 B of weights sharded over 2 ranks, 120 B each, and 60 B in small tensors whole on each rank; "
-        "gradients and optimizer states are sharded (ZeRO stage 3)" in cell.stdout
+        "Sequential: 228 B of weights sharded over 2 ranks, 120 B each; gradients and optimizer states, too "
+        "(ZeRO stage 3)" in cell.stdout
     )
     assert "deprecated" not in cell.stdout + cell.stderr
     assert "[WARNING]" not in cell.stdout  # DeepSpeed has nothing to report that a user needs

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from nblaunch.launcher import weights
-from nblaunch.launcher.weights import assembled, merge_ranks, trainable_bytes
+from nblaunch.launcher.weights import assembled, load_into, merge_ranks, trainable_bytes
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.weights import TensorShard
+from tests.training.quantised_model import Adapted
 
 
 def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -231,3 +232,35 @@ def test_modules_that_load_by_themselves_get_all_of_their_tensors() -> None:
     paths, _lines, warnings = load_back({0: model}, {0: state}, {})
     assert (paths, warnings) == ({0}, [])
     assert (model[0].kept.tolist(), model[0].other.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+class Remembering(nn.Linear):
+    """Keeps what it has seen beside its weights, in whatever form."""
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__(1, 1)
+        self.seen = seen
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+@pytest.mark.parametrize("seen", [torch.zeros(0), {"steps": 0}])
+@pytest.mark.parametrize("trained", [torch.ones(3), {"steps": 3}])
+def test_an_extra_state_comes_back_in_any_form(seen: Any, trained: Any) -> None:
+    model = nn.Sequential(Remembering(seen))
+    state = {"0.weight": torch.ones(1, 1), "0.bias": torch.ones(1), "0._extra_state": trained}
+    paths, _lines, warnings = load_back({0: model}, {0: state}, {})
+    assert (paths, warnings) == ({0}, [])
+    assert model[0].seen is trained
+    assert model[0].weight.item() == 1.0
+
+
+def test_a_quantised_model_is_loaded_without_the_weights_that_do_not_travel() -> None:
+    model = Adapted()
+    sent = {name: value for name, value in model.state_dict().items() if name.startswith("lora_")}
+    load_into(model, 0, {name: torch.ones_like(value) for name, value in sent.items()})
+    assert model.lora_B.weight.unique().tolist() == [1.0]

@@ -140,6 +140,28 @@ def test_the_check_says_what_loading_says(tmp_path: Path, safe: bool, strict: bo
     assert expected == (kind == "mismatch" or (strict and kind in ("missing", "unexpected")))
 
 
+class _Remembering(nn.Linear):
+    """Keeps a tensor beside its weights that grows."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(1, 1)
+        self.seen = torch.ones(size)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def test_an_extra_state_may_have_another_size(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.safetensors", _Remembering(0)
+    write_weights(_Remembering(3).state_dict(), path, True)
+    check_weights(model, path, True)
+    load_weights(model, read_weights(path), path, True)
+    assert model.seen.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         (tmp_path / name).write_bytes(b"no weights")

@@ -133,7 +133,6 @@ class Manifest:
         models: how many files of weights; 0 where a hook saved models in its own way.
         optimizers, schedulers, loaders, custom: how many, the last of registered objects.
         sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
-        gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
         checksums: of every file, likewise.
     """
@@ -145,7 +144,6 @@ class Manifest:
     loaders: int = 0
     custom: int = 0
     sharded_by: str = ""
-    gradient_orders: list[list[int]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
 
@@ -171,6 +169,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         if values.pop("checksum") != _checksum_of(values):
             raise ValueError("its checksum is another")
         del values["version"]
+        values.pop("gradient_orders", None)  # of older checkpoints
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -266,7 +265,9 @@ def write_object(state: Any, path: Path) -> None:
             torch.save(state, file)
 
 
-def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None) -> Any:
+def read_object(
+    path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None, **options: Any
+) -> Any:
     """Read a state dict, with ``torch.load`` and its arguments; raise CheckpointError where that can't be done.
 
     Args:
@@ -274,13 +275,14 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
         map_location: where tensors go.
         weights_only: False: do what the file says, which can execute any code.
         owner: a registered object, where the state is one's; see :func:`trusted_types`.
+        **options: others of ``torch.load``.
     """
     known = torch.serialization.get_safe_globals()
     # Without those that the user has registered: at the end, torch forgets all that it is given here.
     trusted = [kind for kind in trusted_types(owner) if kind not in known] if weights_only else []
     try:
         with torch.serialization.safe_globals(trusted):
-            return torch.load(path, map_location=map_location, weights_only=weights_only)
+            return torch.load(path, map_location=map_location, weights_only=weights_only, **options)
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
     except Exception as error:

@@ -1,7 +1,7 @@
 """The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
 
 is it whole? ── read all but weights ── does it fit?
-    ── only then: gradient orders ─ hooks ─ weights ─ optimizers ─ ... ─ random states
+    ── only then: shards, or hooks ─ weights ─ optimizers ─ ... ─ random states
 
 Of weights, names and shapes are looked at beforehand, not values. On another number of ranks, random states stay as
 they are, and loaders go on behind the samples that were seen.
@@ -57,9 +57,6 @@ def load_state(
     loads = _on_all_ranks(lambda: list(_read_others(live, folder, manifest, reading)))
     if not live.load_hooks:  # a hook may take models over, and load them in its own way
         _on_all_ranks(lambda: _check_weights(live, folder, live.preparer.models, manifest, strict))
-    orders = manifest.gradient_orders if manifest else ()
-    for model, order in zip(live.preparer.models, orders, strict=False):
-        live.strategy.set_gradient_order(model, order)
     if not _load_models(live, folder, manifest, device, strict):
         for index, optimizer in enumerate(live.preparer.optimizers):
             if index == len(optimizers):
@@ -206,12 +203,16 @@ def _load_models(
 ) -> bool:
     """Load weights; return whether the strategy did it, and loaded optimizers as well."""
     models = list(live.preparer.models)
-    hooks = list(live.load_hooks.values())
-    for hook in hooks:
+    # Where it is whole, folders of shards may still be there, of the checkpoint that it has replaced.
+    may_be_sharded = manifest is None or bool(manifest.sharded_by)
+    is_loaded = may_be_sharded and live.strategy.load_shards(folder, models, live.preparer.optimizers)
+    if is_loaded:
+        models = []  # hooks find what is left, as with Accelerate
+    for hook in list(live.load_hooks.values()):
         hook(models, str(folder))
-    if live.strategy.load_shards(folder, models, live.preparer.optimizers):
+    if is_loaded:
         return True
-    if hooks:
+    if live.load_hooks:
         _check_weights(live, folder, models, manifest, strict)
     for index, model in enumerate(models):
         path = files.weights_file(folder, index)

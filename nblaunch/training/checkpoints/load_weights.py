@@ -29,6 +29,7 @@ from nblaunch.training.models import bare_module
 from nblaunch.wire.weights import (
     is_sharded,
     quantised_entries,
+    shape_mismatches,
     special_prefixes,
     versions_of,
     with_versions,
@@ -217,36 +218,24 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
     """
     module = bare_module(model)
     state = module.state_dict()
-    own = _shapes(state)
-    saved = _without_wrapper(_shapes(model_files.read_weights(path)), own)
+    saved = _without_wrapper(model_files.read_weights(path), state)
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
     held = {views.get(name) for name in saved} - {None}  # what is tied to these may be left out
     frozen = quantised_entries(module, state).keys()
-    left_out = {name for name in own if views.get(name) in held} | frozen
     special = tuple(special_prefixes(module))
     wrong = [
-        f"size mismatch for {name}: {saved[name]} in the file, {shape} in the model"
-        for name, shape in own.items()
-        if None not in (shape, saved.get(name)) and saved[name] != shape and name not in frozen
+        f"size mismatch for {name}: {there} in the file, {here} in the model"
+        for name, here, there in shape_mismatches(module, state, saved)
+        if name not in frozen
     ]
     if strict:
-        wrong += [
-            f"{name} is missing in the file" for name in own if name not in saved and name not in left_out
-        ]
-        wrong += [f"{name} is not in the model" for name in saved if name not in own]
-    wrong = [text for text in wrong if not text.removeprefix("size mismatch for ").startswith(special)]
+        may_miss = {name for name in state if views.get(name) in held or name.startswith(special)} | frozen
+        missing = [name for name in state if name not in saved and name not in may_miss]
+        unknown = [name for name in saved if name not in state and not name.startswith(special)]
+        wrong += [f"{name} is missing in the file" for name in missing]
+        wrong += [f"{name} is not in the model" for name in unknown]
     if wrong:
         raise CheckpointError(f"{path} does not fit the model. {formatting.first(wrong, _MAX_NAMED, '; ')}")
-
-
-def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """Return shapes by name; None for what is no tensor, and for parameters of lazy layers, which take any."""
-    return {
-        name: tuple(value.shape)
-        if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-        else None
-        for name, value in weights.items()
-    }
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

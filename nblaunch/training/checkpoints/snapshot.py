@@ -192,14 +192,11 @@ def collect(
 
 def contribute(live: CheckpointedObjects, folder: Path, copies: CpuCopies | None = None) -> Contribution:
     """Do another rank's part of :func:`collect`: its shards of models and optimizers, the hooks, its own states."""
-    if not live.strategy.holds_shards:
-        _run_hooks(live, folder, [bare_module(model).state_dict() for model in live.preparer.models])
-        return Contribution(_own_objects(live))
-    is_sharded, shards = _save_shards(live, folder, copies)
+    holds_shards = live.strategy.holds_shards
+    is_sharded, shards = _save_shards(live, folder, copies) if holds_shards else (False, None)
     with _cancelled_by_errors(shards):
-        weights = []
-        if not is_sharded:
-            weights = _full_weights(live)
+        weights = [] if is_sharded else _full_weights(live)
+        if holds_shards and not is_sharded:
             _full_optimizers(live)  # a collective, of which only the main process keeps the result
         _run_hooks(live, folder, weights)
         return Contribution(_own_objects(live), shards)
@@ -265,7 +262,6 @@ def _manifest(live: CheckpointedObjects, is_sharded: bool) -> Manifest:
         loaders=len(prepared.loaders),
         custom=len(live.custom),
         sharded_by=live.strategy.name if is_sharded else "",
-        gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
     )
 
 

@@ -28,9 +28,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
+from nblaunch.events import Note
 from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -202,8 +205,7 @@ class Strategy(ABC):
         """Return ``model`` ready for training on this rank, wrapped or not; with rank 0's weights, if any is trained.
 
         It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
-        device here. A strategy whose shards are no DTensors also sets ``collect_sharded_weights`` of the current
-        :class:`~nblaunch.context.ProcessContext`: how a rank's shards are read, for the way back to the notebook.
+        device here.
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
@@ -277,19 +279,6 @@ class Strategy(ABC):
             )
         return nullcontext()
 
-    def gradient_order(self, model: torch.nn.Module) -> list[int]:
-        """Return the order in which gradients are reduced, as positions of parameters; empty: there is none (yet).
-
-        Sums of floating-point numbers depend on it, from three ranks on.
-        """
-        return []
-
-    def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
-        """Reduce gradients in the order that :meth:`gradient_order` returned in another process, from now on.
-
-        A collective: DDP that has made no backward yet makes one, of zeros.
-        """
-
     # --- states; where the strategy holds shards, every rank calls these -----------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
@@ -330,3 +319,19 @@ class Strategy(ABC):
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         """Load what :meth:`save_shards` wrote, over any number of ranks; False: ``folder`` has full states."""
         return False
+
+
+def report_shards(name: str, model_bytes: int, own_bytes: int, rest: str) -> None:
+    """Report what every rank holds of a sharded model, in one line. All ranks call it.
+
+    Args:
+        name: of the model's class.
+        model_bytes: of all weights that are sharded.
+        own_bytes: of this rank's shards of them.
+        rest: of the line, what else is of interest there.
+    """
+    sizes = operations.gather_object([own_bytes])
+    if operations.rank() == 0:
+        weights, each = formatting.size(model_bytes), formatting.size_range(sizes)
+        text = f"{name}: {weights} of weights sharded over {len(sizes)} ranks, {each} each{rest}"
+        context.current().emit(Note.of_job(text))

@@ -152,9 +152,6 @@ class CopiedShards(ShardWriter):
         group: Any,
     ) -> None:
         self._group = group  # None: this process is alone
-        if group is None:
-            # For good: threads share the filters.
-            warnings.filterwarnings("ignore", message=_DISABLED)
         try:
             self._states: dict[str, dict[str, Any]] = copy(dict(_states(models, optimizers)))
         except Exception as error:
@@ -217,7 +214,7 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
 
 def write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
     """Write this rank's shards of one nested state into ``folder``."""
-    with waiting(), _quiet():
+    with waiting():
         _save(state, folder, is_alone)
 
 
@@ -226,6 +223,7 @@ def _save(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
+    _expect_no_group()
     try:
         writer = dcp.FileSystemWriter(folder)
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=is_alone)
@@ -239,7 +237,8 @@ def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
 
     if not (folder / ".metadata").is_file():
         raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
-    with loading(folder), waiting(), _quiet():
+    _expect_no_group()
+    with loading(folder), waiting():
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=is_alone)
 
 
@@ -256,12 +255,9 @@ def loading(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warning that a lone process has no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_DISABLED)
-        yield
+def _expect_no_group() -> None:
+    """Silence torch's warning that a lone process has no process group; for good, since threads share the filters."""
+    warnings.filterwarnings("ignore", message=_DISABLED)
 
 
 def _errors_of_ranks(error: BaseException) -> str:

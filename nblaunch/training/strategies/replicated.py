@@ -171,35 +171,6 @@ class DdpStrategy(Strategy):
             return nullcontext()
         return Join(answering)
 
-    def gradient_order(self, model: torch.nn.Module) -> list[int]:
-        model = _own(model)
-        if not isinstance(model, DistributedDataParallel):
-            return []
-        assert model.logger is not None  # made by its constructor
-        model.logger.set_runtime_stats_and_log()  # brings what is asked next up to date
-        order = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
-        return [int(position) for position in order.replace(",", " ").split()]
-
-    def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
-        # DDP lays its buckets out anew after the first backward, in the order in which that made gradients ready. A
-        # backward of zeros in the wanted order has it do so before the first real one.
-        model = _own(model)
-        if not isinstance(model, DistributedDataParallel) or self.gradient_order(model):
-            return
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        is_fixed = model.find_unused_parameters or model.static_graph or model._comm_hooks
-        if is_fixed or sorted(order) != list(range(len(parameters))):
-            return
-        gradients = [parameter.grad for parameter in parameters]
-        with torch.enable_grad():
-            # Autograd runs the node that was made last first.
-            zeros = [parameters[position].sum() * 0 for position in reversed(order)]
-        model.reducer.prepare_for_backward([])
-        with waiting():
-            torch.autograd.backward(zeros)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:
     """Return the names of frozen weights that DDP need not send: equal on all ranks, or of a kind that it can't send.

@@ -16,7 +16,7 @@ from torch import nn
 
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, EngineInputs, complete
-from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin, shards_line
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 
 MODEL = nn.Linear(3, 2)  # 8 parameters
 ADAM = torch.optim.Adam(MODEL.parameters())
@@ -301,25 +301,3 @@ def test_contradictions_are_refused_by_their_keys(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         _complete(AUTO | config, **prepared)
-
-
-# --- what is reported to the user -------------------------------------------------------------------------------------
-
-
-def test_a_line_shows_what_every_rank_holds() -> None:
-    assert shards_line("Net", 3, 4_000_000_000, [10**9] * 4) == (
-        "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each; gradients and optimizer states are sharded "
-        "(ZeRO stage 3)"
-    )
-    assert shards_line("Net", 3, 5_000, [4_000, 1_000], 300) == (
-        "Net: 5.00 kB of weights sharded over 2 ranks, 1.00 kB to 4.00 kB each, and 300 B in small tensors whole on "
-        "each rank; gradients and optimizer states are sharded (ZeRO stage 3)"
-    )
-    assert shards_line("Net", 3, 5_000, [2_500, 2_500], 5_000) == (
-        "Net: 5.00 kB of weights whole on each of 2 ranks, as all tensors are small; gradients and optimizer states "
-        "are sharded (ZeRO stage 3)"
-    )
-    assert shards_line("Net", 1, 2_000_000_000, [2 * 10**9, 10**9]) == (
-        "Net: 2.00 GB of weights on each of 2 ranks; optimizer states are sharded, each rank steps 1.00 GB to 2.00 GB "
-        "of weights in full precision (ZeRO stage 1)"
-    )

@@ -75,6 +75,43 @@ def test_training_continues_on_another_number_of_ranks(
         assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
 
 
+def _save_whole_over_shards(folder: str) -> list[float]:
+    accelerator, *rest = _prepare(SHARDED)
+    epoch(accelerator, *rest)
+    accelerator.save_state(folder)
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin is not None
+    plugin.set_state_dict_type(FULL)
+    accelerator.save_state(folder)
+    return epoch(accelerator, *rest)
+
+
+def test_a_whole_checkpoint_may_replace_one_in_shards(tmp_path: Path) -> None:
+    going_on = ranks.run(_save_whole_over_shards, 2, str(tmp_path / "state"))
+    for resumed in ranks.run(_resume, 2, FULL, str(tmp_path / "state")):
+        assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
+
+
+def _resume_with_a_hook(folder: str) -> tuple[list[int], list[float]]:
+    accelerator, *rest = _prepare(SHARDED)
+    seen: list[int] = []
+
+    def take_over(models: list[Any], input_dir: str) -> None:
+        seen.append(len(models))
+        models.clear()
+
+    accelerator.register_load_state_pre_hook(take_over)
+    accelerator.load_state(folder)
+    return seen, epoch(accelerator, *rest)
+
+
+def test_hooks_find_nothing_left_of_a_checkpoint_in_shards(tmp_path: Path) -> None:
+    going_on = ranks.run(_save, 2, SHARDED, str(tmp_path / "state"))
+    for seen, resumed in ranks.run(_resume_with_a_hook, 2, str(tmp_path / "state")):
+        assert seen == [0]
+        assert resumed == pytest.approx(going_on[0], rel=1e-6, abs=1e-6)
+
+
 @pytest.mark.parametrize(("before", "after"), [("FULL_STATE_DICT", None), (None, "SHARDED_STATE_DICT")])
 def test_whole_states_are_those_of_models_that_are_not_sharded(
     tmp_path: Path, before: str | None, after: str | None

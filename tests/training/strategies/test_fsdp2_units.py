@@ -22,9 +22,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 import nblaunch
 import nblaunch.utils
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, backends, context
+from nblaunch.events import Note
+from nblaunch.training.strategies.base import report_shards
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
-from nblaunch.training.strategies.fsdp2.strategy import shards_line
 from nblaunch.training.strategies.fsdp2.units import return_no_views
+from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
 
 
@@ -311,9 +313,14 @@ def test_another_librarys_plugin_is_refused() -> None:
         Accelerator(fsdp_plugin={"fsdp_version": 2})  # type: ignore[arg-type]
 
 
+def _report() -> list[str]:
+    emitted: list[Any] = []
+    worker = context.current()
+    worker.emit = emitted.append
+    report_shards("Net", 5_000, [4_000, 1_000][worker.topology.rank], "; and more")
+    return [event.text for event in emitted if isinstance(event, Note)]
+
+
 def test_a_line_shows_what_every_rank_holds() -> None:
-    assert shards_line("Net", 4_000_000_000, 33, [10**9] * 4, True) == (
-        "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each; gathered in 33 units, each freed after its forward"
-    )
-    line = shards_line("Net", 5_000, 1, [4_000, 1_000], False)
-    assert "over 2 ranks, 1.00 kB to 4.00 kB each; gathered in 1 unit, each kept until its backward" in line
+    line = "Net: 5.00 kB of weights sharded over 2 ranks, 1.00 kB to 4.00 kB each; and more"
+    assert ranks.run(_report, 2) == [[line], []]

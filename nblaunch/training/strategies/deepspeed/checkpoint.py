@@ -14,22 +14,20 @@ import contextlib
 import importlib
 import io
 import shutil
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nblaunch import context, formatting
-from nblaunch.errors import CheckpointError, warn
+from nblaunch.errors import CheckpointError
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.strategies.dtensor_strategy import loading
-from nblaunch.wire.weights import TensorShard, versions_of, with_versions
+from nblaunch.wire.weights import versions_of, with_versions
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
@@ -178,45 +176,6 @@ def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     copies = {key: _copy(value, keep) for key, value in tensors.items()}
     full = {name: copies.get(id(value), value) for name, value in state.items()}
     return with_versions(full, versions_of(state)) if keep else {}
-
-
-def shards_to_send(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what this rank sends of a module's weights: its shards; rank 0 also what every rank has whole."""
-    is_main = context.current().topology.rank == 0
-    sent: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if hasattr(value, "ds_id"):
-            sent[name] = _shard_of(value)
-        elif is_main:
-            sent[name] = value.detach() if isinstance(value, torch.Tensor) else value
-    return sent
-
-
-def warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, metadata: object) -> None:
-    """Warn a user, as a hook of ``module.state_dict()``, that this is empty where parameters are sharded."""
-    sharded = [name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")]
-    values = [state.get(prefix + name) for name in sharded]
-    # Callers that ask for the variables themselves can put them together, as this file does.
-    num_empty = sum(
-        isinstance(v, torch.Tensor) and not hasattr(v, "ds_id") and v.numel() == 0 for v in values
-    )
-    # For a checkpoint of its own, DeepSpeed adds the shards.
-    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-    if num_empty and not any(str(name).startswith("deepspeed.") for name in callers):
-        warn(
-            f"state_dict() has nothing in {formatting.count(num_empty, 'tensor')} of {len(state)}: ZeRO 3 keeps each "
-            "rank's shard of them elsewhere. Take full weights from accelerator.get_state_dict(model), called on all "
-            "ranks, or save them with accelerator.save_model(model, folder)"
-        )
-
-
-def _shard_of(parameter: Any) -> TensorShard:
-    """Return this rank's shard of a parameter, without the padding by which all have one size."""
-    shard = parameter.ds_tensor.detach().reshape(-1)
-    # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
-    start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
-    length = min(shard.numel(), parameter.ds_numel - start)
-    return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
 
 
 def _copy(value: torch.Tensor, keep: bool) -> torch.Tensor:

@@ -83,7 +83,7 @@ class DummyScheduler(SchedulerPlaceholder):
 class EngineInputs:
     """What an engine is configured by: model, optimizer, scheduler and batch sizes, before they are prepared."""
 
-    model: torch.nn.Module
+    model: Any = None  # torch's
     optimizer: Any = None  # torch's, or a DummyOptim
     scheduler: Any = None  # torch's, or a DummyScheduler
     batch_sizes: Sequence[int | None] = ()  # of every loader; None for one that doesn't say

@@ -45,6 +45,9 @@ class DeepSpeedSettings:
     where both say the same thing differently, that is refused. ``deepspeed_config`` is the result. Values that say
     "auto" are filled in by ``prepare``, from what it is given.
 
+    With stage 3, the tensors of ``model.state_dict()`` are empty, as the ranks keep shards elsewhere. Take full weights
+    from ``accelerator.get_state_dict(model)``, called on all ranks, or save them with ``accelerator.save_model``.
+
     Args:
         hf_ds_config: DeepSpeed's configuration: a dict, the path of a JSON file, JSON text, or an object with a dict
             ``.config``. A dict is copied.

@@ -8,9 +8,9 @@ is handed to the engine, at the place where it is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,16 @@ from torch.utils.data import DataLoader
 from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.events import Note
-from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
-from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
 from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
-from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
+from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, EngineInputs
 from nblaunch.training.strategies.deepspeed.engine import (
     EngineOptimizer,
     EnginePrecision,
@@ -42,20 +41,6 @@ from nblaunch.training.strategies.deepspeed.engine import (
     total_norm,
 )
 from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
-
-_SHARDED = {
-    1: "optimizer states are sharded",
-    2: "gradients and optimizer states are sharded",
-}
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What one call of ``prepare`` was given beside the model."""
-
-    optimizer: Any = None
-    scheduler: Any = None
-    batch_sizes: tuple[int | None, ...] = ()
 
 
 class DeepSpeedStrategy(Strategy):
@@ -82,7 +67,7 @@ class DeepSpeedStrategy(Strategy):
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
         self.engine: Any = None
-        self._given = _Given()
+        self._given = EngineInputs()
         self._optimizer: EngineOptimizer | None = None
         self._is_unsynced = self._is_step_due = False
 
@@ -108,10 +93,10 @@ class DeepSpeedStrategy(Strategy):
                 "away by the time the tail begins"
             )
         loaders = [obj for obj in objects if isinstance(obj, DataLoader)]
-        self._given = _Given(
-            optimizers[0] if optimizers else None,
-            schedulers[0] if schedulers else None,
-            tuple(_batch_size(loader) for loader in loaders),
+        self._given = EngineInputs(
+            optimizer=optimizers[0] if optimizers else None,
+            scheduler=schedulers[0] if schedulers else None,
+            batch_sizes=[_batch_size(loader) for loader in loaders],
         )
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
@@ -129,14 +114,11 @@ class DeepSpeedStrategy(Strategy):
                 "second model, or call free_memory() first"
             )
         library = deepspeed_library.load(process)
-        config = deepspeed_config.complete(settings.deepspeed_config, self._describe(model, process))
+        config = deepspeed_config.complete(settings.deepspeed_config, self._inputs(model, process))
         _gather_as_one(library, model, settings.transformer_moe_cls_names)
         with waiting():  # it compares and copies weights over ranks
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
-        if deepspeed_library.sharded_parameters(model):
-            context.current().collect_sharded_weights = checkpoint.shards_to_send
-            model.register_state_dict_post_hook(checkpoint.warn_of_empty)
-        _report_shards(engine, type(model).__name__, process)
+        _report(engine, type(model).__name__, process)
         if optimizer is not None:
             self.engine = engine
             self._optimizer = EngineOptimizer(
@@ -155,12 +137,10 @@ class DeepSpeedStrategy(Strategy):
             module.compile(**options.to_compile_kwargs())
         return model
 
-    def _describe(self, model: torch.nn.Module, process: JoinedProcess) -> deepspeed_config.EngineInputs:
-        return deepspeed_config.EngineInputs(
+    def _inputs(self, model: torch.nn.Module, process: JoinedProcess) -> EngineInputs:
+        return dataclasses.replace(
+            self._given,
             model=model,
-            optimizer=self._given.optimizer,
-            scheduler=self._given.scheduler,
-            batch_sizes=self._given.batch_sizes,
             world_size=process.topology.world_size,
             num_steps=self._setup.accumulation.num_steps,
             splits_batches=self._setup.splits_batches,
@@ -204,7 +184,7 @@ class DeepSpeedStrategy(Strategy):
             self.engine.destroy()
         self.engine = self._optimizer = None
         self._is_step_due = False
-        self._given = _Given()
+        self._given = EngineInputs()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -343,51 +323,20 @@ def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None
     library.utils.set_z3_leaf_modules(model, list(found))
 
 
-def _report_shards(engine: Any, name: str, process: JoinedProcess) -> None:
-    """Report what each rank holds of the model of this class, where several hold shards. All of them call it."""
-    stage = int(engine.zero_optimization_stage())
-    if not stage or process.topology.world_size == 1:
+def _report(engine: Any, name: str, process: JoinedProcess) -> None:
+    """Report what is sharded of the model of this class, where several ranks hold shards. All of them call it."""
+    stage, num_ranks = int(engine.zero_optimization_stage()), process.topology.world_size
+    if not stage or num_ranks == 1:
         return
-    sharded: list[Any] = deepspeed_library.sharded_parameters(engine.module)
+    model_bytes = sum(
+        deepspeed_config.num_elements_of(one) * one.element_size() for one in engine.module.parameters()
+    )
     if stage == 3:
-        held = [parameter.ds_tensor for parameter in sharded]
-    else:  # the fp32 weights that its optimizer steps, if it has one
-        groups = getattr(engine.optimizer, "param_groups", [])
-        held = [parameter for group in groups for parameter in group["params"]]
-    sizes = operations.gather_object([sum(one.numel() * one.element_size() for one in held)])
-    if process.topology.rank == 0:
-        # Small weights stay gathered: stage3_param_persistence_threshold.
-        kept = [parameter for parameter in sharded if getattr(parameter, "ds_persist", False)]
-        model_bytes, kept_bytes = _num_bytes(engine.module.parameters()), _num_bytes(kept)
-        context.current().emit(Note.of_job(shards_line(name, stage, model_bytes, sizes, kept_bytes)))
-
-
-def shards_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], kept_bytes: int = 0) -> str:
-    """Return what every rank holds, as one line.
-
-    Args:
-        name: of the model's class.
-        stage: of ZeRO, 1 to 3.
-        model_bytes: of all weights, in the numbers that the model computes in.
-        sizes: bytes of every rank's shard.
-        kept_bytes: with stage 3, of the weights that are never freed.
-    """
-    weights, shard = formatting.size(model_bytes), formatting.size_range(sizes)
-    if stage < 3:
-        return (
-            f"{name}: {weights} of weights on each of {len(sizes)} ranks; {_SHARDED[stage]}, each rank steps "
-            f"{shard} of weights in full precision (ZeRO stage {stage})"
-        )
-    kept = f", and {formatting.size(kept_bytes)} in small tensors whole on each rank" if kept_bytes else ""
-    held = (
-        f"{weights} of weights whole on each of {len(sizes)} ranks, as all tensors are small"
-        if kept_bytes >= model_bytes
-        else f"{weights} of weights sharded over {len(sizes)} ranks, {shard} each{kept}"
-    )
-    return f"{name}: {held}; gradients and optimizer states are sharded (ZeRO stage 3)"
-
-
-def _num_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(
-        deepspeed_config.num_elements_of(parameter) * parameter.element_size() for parameter in parameters
-    )
+        sharded: list[Any] = deepspeed_library.sharded_parameters(engine.module)
+        own_bytes = sum(one.ds_tensor.numel() * one.ds_tensor.element_size() for one in sharded)
+        report_shards(name, model_bytes, own_bytes, "; gradients and optimizer states, too (ZeRO stage 3)")
+    elif process.topology.rank == 0:
+        what = "optimizer states" if stage == 1 else "gradients and optimizer states"
+        held = f"{formatting.size(model_bytes)} of weights on each of {num_ranks} ranks"
+        text = f"{name}: {held}; {what} are sharded (ZeRO stage {stage})"
+        context.current().emit(Note.of_job(text))

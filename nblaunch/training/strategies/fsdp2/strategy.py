@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nblaunch import context, formatting
+from nblaunch import formatting
 from nblaunch.errors import warn
-from nblaunch.events import Note
 from nblaunch.host import memory
 from nblaunch.training import models
-from nblaunch.training.collectives import dtensor, operations
+from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
-from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
@@ -104,7 +103,14 @@ class Fsdp2Strategy(DTensorStrategy):
         num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, modules, ignored)
         for unit, module in units:
             fsdp2_units.name_in_errors(unit, module)
-        self._report(model, name, num_bytes, len(units))
+        own_bytes = sum(
+            dtensor.local(parameter).numel() * parameter.element_size()
+            for parameter in model.parameters()
+            if is_sharded(parameter)
+        )
+        kept = "freed after its forward" if self._settings.reshards else "kept until its backward"
+        rest = f"; gathered in {formatting.count(len(units), 'unit')}, each {kept}"
+        report_shards(name, num_bytes, own_bytes, rest)
 
     def _shard_whole(self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> int:
         """Shard a model that is whole on the ranks, or on the meta device, from the inside out; return its size."""
@@ -172,18 +178,6 @@ class Fsdp2Strategy(DTensorStrategy):
             world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
 
-    def _report(self, model: nn.Module, name: str, model_bytes: int, num_units: int) -> None:
-        """Report what every rank holds, in one line."""
-        own = sum(
-            dtensor.local(parameter).numel() * parameter.element_size()
-            for parameter in model.parameters()
-            if is_sharded(parameter)
-        )
-        sizes = operations.gather_object([own])
-        if self._process.topology.rank == 0:
-            text = shards_line(name, model_bytes, num_units, sizes, bool(self._settings.reshards))
-            context.current().emit(Note.of_job(text))
-
     # --- gradients -----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -247,17 +241,6 @@ def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
                 if old not in made:
                     made[old] = nn.Parameter(old.detach().to(torch.float32))
                 module._parameters[name] = made[old]
-
-
-def shards_line(
-    model_name: str, model_bytes: int, num_units: int, sizes: Sequence[int], reshards: bool
-) -> str:
-    """Return what every rank holds of a model, as one line."""
-    kept = "freed after its forward" if reshards else "kept until its backward"
-    return (
-        f"{model_name}: {formatting.size(model_bytes)} of weights sharded over {len(sizes)} ranks, "
-        f"{formatting.size_range(sizes)} each; gathered in {formatting.count(num_units, 'unit')}, each {kept}"
-    )
 
 
 def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
