@@ -20,11 +20,7 @@ from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 from nblaunch.training.strategies.deepspeed.settings import get_active_deepspeed_plugin
-from nblaunch.training.utilities.environment import (
-    clear_environment,
-    patch_environment,
-    purge_accelerate_environment,
-)
+from nblaunch.training.utilities.environment import clear_environment, patch_environment
 from nblaunch.training.utilities.log import get_logger
 from nblaunch.training.utilities.memory import find_executable_batch_size, release_memory
 from tests.training import ranks
@@ -259,27 +255,6 @@ def test_variables_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
         os.environ["OTHER_NAME"] = "x"
     assert os.environ["SOME_NAME"] == "before"
     assert "OTHER_NAME" not in os.environ
-
-
-def test_tests_can_be_kept_from_leaving_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_OLD", "before")
-
-    class Base:
-        def test_inherited(self) -> None:
-            os.environ["ACCELERATE_NEW"] = "x"
-
-    @purge_accelerate_environment
-    class Tests(Base):
-        def test_own(self) -> str:
-            os.environ["ACCELERATE_OLD"] = "after"
-            return "answer"
-
-    assert Tests().test_own() == "answer"
-    Tests().test_inherited()
-    assert os.environ["ACCELERATE_OLD"] == "before"
-    assert "ACCELERATE_NEW" not in os.environ
-    purge_accelerate_environment(lambda: os.environ.pop("ACCELERATE_OLD"))()
-    assert os.environ["ACCELERATE_OLD"] == "before"
 
 
 # --- loggers ---------------------------------------------------------------------------------------------------------
