@@ -266,9 +266,6 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     return next((number for number in numbers if number >= 0), default)
 
 
-# --- what libraries of training scripts use beside -----------------------------------------------------------------
-
-
 def check_os_kernel() -> None:
     """Warn where the Linux kernel is older than 5.5, with which processes have been seen to hang."""
     release = platform.uname().release
