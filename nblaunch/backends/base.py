@@ -318,10 +318,6 @@ class Backend(ABC):
         """Move ``module`` to the device, in place. Its parameters may be other objects afterwards."""
         module.to(device)
 
-    def host_bytes_of_device(self, num_bytes: int) -> int | None:
-        """Return the host memory that ``num_bytes`` on the device take: 0 where it has its own; None = not reported."""
-        return None
-
     def device_memory(self) -> tuple[int, int, int] | None:
         """Return bytes of its device that this process has taken: now, peak, and total of the device; None: unknown."""
         return None
