@@ -159,7 +159,6 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     sampler = loader.get_sampler()
     if "seed" in state and isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = state["seed"]
-    loader.resume_at(None)
     loader.saved_position = None
     if state["is_mid_epoch"]:
         shared.is_resuming = True
