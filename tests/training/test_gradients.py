@@ -354,6 +354,22 @@ def test_local_steps_are_calls_also_within_an_accumulation_window() -> None:
     assert ranks.run(_local_steps, 2, 7, True, 3, 2) == [equal] * 2
 
 
+def _local_where_steps_average(enabled: bool) -> str:
+    accelerator = Accelerator()
+    accelerator._shared.process.backend.reduces_gradients_at_step = True  # as XLA devices do
+    try:
+        LocalSGD(accelerator, _model(), 2, enabled)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_local_steps_are_refused_where_every_step_averages_gradients() -> None:
+    for message in ranks.run(_local_where_steps_average, 2, True):
+        assert "LocalSGD has no effect on CPU devices" in message
+    assert ranks.run(_local_where_steps_average, 2, False) == [""] * 2
+
+
 # --- clipping --------------------------------------------------------------------------------------------------------
 
 
