@@ -77,7 +77,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def __init__(
         self,
         dataset: Any,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         rng_types: Sequence[str] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
@@ -107,7 +107,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         )
         self.split_batches = self.shard is not None and self.shard.split_batches
         self.num_processes: int = num_processes or (self.shard.num_processes if self.shard is not None else 1)
-        self.device = device
+        self.device = None if device is None else torch.device(device)
         self.rng_types = tuple(rng_types or ())
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
