@@ -312,7 +312,7 @@ class Backend(ABC):
         return False
 
     def seed(self, seed: int) -> None:
-        """Seed the device's generator, where ``torch.manual_seed`` doesn't."""
+        """Seed the device's generator, where ``torch.manual_seed`` doesn't. Take no device for it."""
 
     def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
         """Move ``module`` to the device, in place. Its parameters may be other objects afterwards."""
