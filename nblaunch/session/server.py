@@ -103,6 +103,7 @@ class _Server:
         if is_code or isinstance(command, DropFrames):
             self._debugger.begin_command()
         if is_code:
+            context.current().num_commands += 1
             self._slot.clear_progress()
             self._slot.set_state(WorkerState.RUNNING)
             self._slot.note_progress()

@@ -135,7 +135,16 @@ def test_the_end_of_a_loader_closes_the_windows_of_all_accelerators_in_its_loop(
     assert moved == [(False, False), (False, False), (True, True)]
 
 
-def test_training_begins_anew_after_an_interrupt_within_a_window() -> None:
+def _collect_by_another_accelerator() -> list[int]:
+    loader = Accelerator().prepare(DataLoader(torch.arange(10), batch_size=4))  # type: ignore[arg-type]
+    return [row for rows in loader for row in Accelerator().gather_for_metrics(rows).tolist()]
+
+
+def test_an_accelerator_made_in_a_loop_knows_the_loop() -> None:
+    assert ranks.run(_collect_by_another_accelerator, 2) == [list(range(10))] * 2
+
+
+def test_training_begins_anew_in_the_command_after_an_interrupt_within_a_window() -> None:
     accelerator, model, optimizer = _learner(4)
     batches = iter(accelerator.prepare(DataLoader(_data(1), batch_size=1)))
     next(batches)  # as a traceback keeps it: the loader stays in its loop, at its last batch
@@ -149,6 +158,7 @@ def test_training_begins_anew_after_an_interrupt_within_a_window() -> None:
         interrupted()
     accelerator.gradient_state.sync_gradients = False
 
+    context.current().num_commands += 1  # as a session counts them
     module = _model()
     later = Accelerator()
     model, optimizer = later.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
