@@ -712,8 +712,8 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
         assert decorated(4) == 8
         assert decorated.__doc__ == "Doubles."
     assert accelerator.on_process(answer, process_index=0)(1) == 2
-    assert accelerator.on_process(process_index=3)(answer)(1) is None  # there is no such rank in this job
-    assert accelerator.on_local_process(answer, 3)(1) is None
+    assert accelerator.on_process(process_index=3)(answer)(1) == 2  # a lone process does what is for any rank
+    assert accelerator.on_local_process(answer, 3)(1) == 2
     with pytest.raises(ValueError, match="process_index=None"):
         accelerator.on_process(answer)
     with accelerator.main_process_first(), accelerator.local_main_process_first():
