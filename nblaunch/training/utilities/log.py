@@ -59,7 +59,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         if not self.isEnabledFor(level):
             return
         state = PartialState()
-        kwargs.setdefault("stacklevel", 2)  # the line of whoever called this
+        kwargs.setdefault("stacklevel", 2)  # that of the call
         msg, options = self.process(msg, kwargs)
         if in_order:
             for rank in range(state.num_processes):
