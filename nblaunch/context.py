@@ -50,6 +50,7 @@ class ProcessContext:
         debug_connection: on which the kernel asks the debugger in this process; None where there is none.
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
+        num_commands: commands of a session that this process has begun.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
         object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
@@ -72,6 +73,7 @@ class ProcessContext:
     debug_connection: CommandConnection | None = field(default=None, compare=False, repr=False)
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
+    num_commands: int = 0
     training: Any = None
     compares_shapes: bool | None = None
     object_parts: dict[int, tuple[Any, dict[str, Any]]] = field(

@@ -316,15 +316,11 @@ class Backend(ABC):
         return False
 
     def seed(self, seed: int) -> None:
-        """Seed the device's generator, where ``torch.manual_seed`` doesn't."""
+        """Seed the device's generator, where ``torch.manual_seed`` doesn't. Take no device for it."""
 
     def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
         """Move ``module`` to the device, in place. Its parameters may be other objects afterwards."""
         module.to(device)
-
-    def host_bytes_of_device(self, num_bytes: int) -> int | None:
-        """Return the host memory that ``num_bytes`` on the device take: 0 where it has its own; None = not reported."""
-        return None
 
     def device_memory(self) -> tuple[int, int, int] | None:
         """Return bytes of its device that this process has taken: now, peak, and total of the device; None: unknown."""

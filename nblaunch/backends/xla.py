@@ -325,9 +325,6 @@ class XlaBackend(Backend):
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
         xla_runtime.shard(tensor, dimension)
 
-    def host_bytes_of_device(self, num_bytes: int) -> int:
-        return num_bytes if xla_runtime.kind() == "CPU" else 0
-
     def device_memory(self) -> tuple[int, int, int] | None:
         return xla_runtime.memory() if xla_runtime.kind() != "CPU" else None
 

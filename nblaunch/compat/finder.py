@@ -4,7 +4,7 @@
 use. Names that an installed Accelerate serves are found in every module. An unsupported name raises an error that says
 what to use instead, as a module and as an attribute.
 
-On systems that can run no job ``import nblaunch`` works, and using any of it raises one ``LaunchError``.
+On systems that can run no job ``import nblaunch`` works, and importing any name of it raises one ``LaunchError``.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def attribute(module: str, name: str) -> Any:
 
     Raises:
         AttributeError: the module does not have it; says what to use instead, where there is something.
+        LaunchError: no job can run on this system.
     """
     home = (PUBLIC if module == "nblaunch" else HOMES[module]).get(name)
     if home is not None:
         if system_refusal() is not None and home != "nblaunch.errors":
-            return StandIn()
+            raise LaunchError(system_refusal())
         return getattr(importlib.import_module(home), name)
     if f"{module}.{name}" in HOMES:
         return importlib.import_module(f"{module}.{name}")
@@ -181,15 +182,3 @@ def system_refusal() -> str | None:
     if remedy is None and not hasattr(os, "fork"):
         remedy = f"{sys.platform}, where no process can be forked: use Linux"
     return remedy and f"nblaunch starts and watches its workers as Linux and macOS can, and this is {remedy}"
-
-
-class StandIn:
-    """What a public name is on such a system: it can be imported, and raises when it is used."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise LaunchError(system_refusal())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise LaunchError(system_refusal())

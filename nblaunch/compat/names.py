@@ -128,8 +128,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         ),
         "training.tracking.hub": "LoggerType",
         "training.utilities.environment": (
-            "check_os_kernel clear_environment compare_versions get_int_from_env is_4bit_bnb_available "
-            "is_8bit_bnb_available is_port_in_use merge_dicts "
+            "check_os_kernel clear_environment compare_versions get_int_from_env "
             "is_aim_available is_amdsmi_available is_bf16_available is_bnb_available is_boto3_available "
             "is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available "
             "is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available is_hpu_available "
@@ -144,15 +143,9 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
             "is_trackio_available is_transformer_engine_available is_transformer_engine_mxfp8_available "
             "is_transformers_available is_triton_available is_wandb_available is_weights_only_available "
             "is_xccl_available is_xpu_available parse_choice_from_env parse_flag_from_env patch_environment "
-            "purge_accelerate_environment str_to_bool"
+            "str_to_bool"
         ),
         "training.utilities.log": "tqdm",
-        "training.utilities.modeling": (
-            "clean_state_dict_for_safetensors compute_module_sizes convert_bytes convert_file_size_to_int "
-            "dtype_byte_size find_tied_parameters get_module_children_bottom_up get_module_class_from_name "
-            "get_parameters_from_modules get_pretty_name id_tensor_storage load_state_dict model_has_dtensor "
-            "recursive_getattr"
-        ),
         "training.utilities.memory": (
             "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size"
         ),
@@ -182,20 +175,26 @@ _DELEGATED: Mapping[str, str] = {
     "utils": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
         "TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION are_libraries_initialized "
-        "check_cuda_fp8_capability check_cuda_p2p_ib_support compile_regions compile_regions_deepspeed "
-        "convert_dict_to_env_variables copy_tensor_to_devices deepspeed_required "
-        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
-        "get_cpu_distributed_information get_current_device_type get_gpu_info get_grad_scaler get_model_tp_size "
-        "has_4bit_bnb_layers has_compiled_regions ignorant_find_batch_size install_xla "
-        "is_bitsandbytes_multi_backend_available is_habana_gaudi1 prepare_deepspeed_cmd_env prepare_multi_gpu_env "
-        "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity torchao_required"
+        "check_cuda_fp8_capability check_cuda_p2p_ib_support clean_state_dict_for_safetensors compile_regions "
+        "compile_regions_deepspeed compute_module_sizes convert_bytes convert_dict_to_env_variables "
+        "convert_file_size_to_int copy_tensor_to_devices deepspeed_required disable_fsdp_ram_efficient_loading "
+        "dtype_byte_size enable_fsdp_ram_efficient_loading ensure_weights_retied find_tied_parameters "
+        "get_cpu_distributed_information get_current_device_type get_gpu_info get_grad_scaler "
+        "get_model_tp_size get_module_children_bottom_up get_pretty_name has_4bit_bnb_layers "
+        "has_compiled_regions id_tensor_storage ignorant_find_batch_size install_xla is_4bit_bnb_available "
+        "is_8bit_bnb_available is_bitsandbytes_multi_backend_available is_habana_gaudi1 is_port_in_use "
+        "load_state_dict merge_dicts model_has_dtensor prepare_deepspeed_cmd_env prepare_multi_gpu_env "
+        "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu purge_accelerate_environment "
+        "recursive_getattr set_numa_affinity torchao_required"
     ),
     "utils.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
     "utils.bnb": "load_and_quantize_model",
     "utils.dataclasses": (
-        "BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedSequenceParallelConfig SageMakerDistributedType"
+        "BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedSequenceParallelConfig SageMakerDistributedType "
+        "get_module_class_from_name"
     ),
     "utils.deepspeed": "map_pytorch_optim_to_deepspeed",
+    "utils.fsdp_utils": "get_parameters_from_modules",
     "utils.modeling": (
         "align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config "
         "check_tied_parameters_on_same_device clean_device_map get_balanced_memory get_max_layer_size "

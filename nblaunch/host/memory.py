@@ -3,8 +3,7 @@
 A model that moves from the host to a device passes through private copies of its parameters. glibc takes them from its
 heap and keeps the heap, so that eight workers end with eight models' worth of host memory that nothing uses.
 :func:`tune_allocator` has it take large blocks straight from the system, to which they return when they are freed;
-:func:`trim` gives back what is left. Both are glibc's alone: where another allocator is preloaded they do nothing, and
-what was measured afterwards shows it.
+:func:`trim` gives back what is left. Both are glibc's alone: where another allocator is preloaded they do nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from nblaunch.host import proc
 
 _M_MMAP_THRESHOLD = -3  # source: mallopt(3), <malloc.h>
 _LARGE_BLOCK_BYTES = 1 << 20
-_OTHERS = re.compile(r"/lib(tcmalloc|jemalloc|mimalloc)[^/]*\.so[.0-9]*$")
 
 
 def tune_allocator() -> bool:
@@ -39,15 +37,6 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         return
-
-
-def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Return the name of the allocator that stands in for the C library's, as ``"tcmalloc"``; None where none does."""
-    try:
-        lines = maps.read_text().splitlines()
-    except OSError:
-        return None
-    return next((found[1] for line in lines if (found := _OTHERS.search(line))), None)
 
 
 def proportional_bytes(pid: int | str = "self") -> int | None:

@@ -105,6 +105,7 @@ class _Server:
         if is_code or isinstance(command, DropFrames):
             self._debugger.begin_command()
         if is_code:
+            context.current().num_commands += 1
             self._slot.clear_progress()
             context.current().forget_losses()
             self._slot.set_state(WorkerState.RUNNING)

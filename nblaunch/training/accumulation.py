@@ -16,25 +16,32 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from nblaunch import context
+from nblaunch import context, user_code
 from nblaunch.training.options import GradientAccumulationPlugin
+
+Command = tuple[int, int]
+
+
+def current_command() -> Command:
+    """Return a number of the notebook's cell, or of the session's command, that runs: larger than those before it."""
+    shell = user_code.ipython_shell()
+    return context.current().num_commands, 0 if shell is None else shell.execution_count
 
 
 class LoaderStack:
     """The prepared loaders that a process is reading, outermost first.
 
-    ``num_entered`` counts the epochs that were begun: a loader that an interrupt left here is older than what follows.
+    Each is kept with the number of the command that began to read it, see :func:`current_command`: one whose iterator a
+    traceback or a variable keeps is here still when the cell that left it is over.
     """
 
     def __init__(self) -> None:
-        self.num_entered = 0
         # Weak: a loader that the user drops in the middle of an epoch must go, with the data it holds.
-        self._entries: list[tuple[int, weakref.ref[Any]]] = []
+        self._entries: list[tuple[Command, weakref.ref[Any]]] = []
 
     def enter(self, loader: Any) -> None:
         """Make ``loader`` the active one: it begins an epoch, until it ends or another one begins inside."""
-        self.num_entered += 1
-        self._entries.append((self.num_entered, weakref.ref(loader)))
+        self._entries.append((current_command(), weakref.ref(loader)))
 
     def leave(self, loader: Any) -> None:
         """Forget ``loader``, whose epoch ended or was abandoned; the one around it, if any, is active again."""
@@ -43,24 +50,27 @@ class LoaderStack:
                 del self._entries[position]
                 return
 
-    def innermost(self, since: int = 0) -> Any:
-        """Return the innermost loader that was entered after the first ``since`` ones; None outside of any."""
+    def innermost(self, since: Command) -> Any:
+        """Return the innermost loader that was entered in the command ``since`` or later; None outside of any."""
         while self._entries:
-            number, reference = self._entries[-1]
+            command, reference = self._entries[-1]
             loader = reference()
             if loader is not None:
-                return loader if number > since else None
+                return loader if command >= since else None
             self._entries.pop()
         return None
 
-    def entered(self, since: int = 0) -> list[Any]:
-        """Return all of them that were entered after the first ``since`` ones, outermost first."""
-        found = (reference() for number, reference in self._entries if number > since)
+    def entered(self, since: Command = (0, 0)) -> list[Any]:
+        """Return all of them that were entered in the command ``since`` or later, outermost first."""
+        found = (reference() for command, reference in self._entries if command >= since)
         return [loader for loader in found if loader is not None]
 
 
 class AccumulationState:
-    """The accumulation window of an Accelerator, and the prepared loaders that are being read since it exists.
+    """The accumulation window of an Accelerator, and the prepared loaders that are being read.
+
+    Loops around the Accelerator are among them. What an earlier cell, or command of a session, has left in the
+    middle is known to Accelerators of that time alone.
 
     ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
     since the last window that the end of a loader closed. ``are_gradients_reduced``: the user has averaged gradients
@@ -82,7 +92,7 @@ class AccumulationState:
         self.rescale = 1.0
         self._tail: int | None = None
         self._stack = loaders or LoaderStack()
-        self._since = self._stack.num_entered
+        self._since = current_command()
 
     def configure(self, plugin: GradientAccumulationPlugin) -> None:
         """Use these settings from now on."""

@@ -158,29 +158,8 @@ class BusyTime:
         self._since = 0.0
 
 
-_MEMORY_INTERVAL_S = 1.0
-
-
-class DeviceMemoryReport:
-    """Shows the memory of this rank's device on the board, updated at most once a second."""
-
-    def __init__(self, slot: Slot, backend: Backend) -> None:
-        self._slot = slot
-        self._backend = backend
-        self._next_s = 0.0
-
-    def show_due(self) -> None:
-        """Show the memory taken now, unless it was read less than a second ago."""
-        now_s = monotonic()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + _MEMORY_INTERVAL_S
-        memory = self._backend.device_memory()
-        if memory is not None:
-            self._slot.set_device_memory(*memory)
-
-
 _LOSS_INTERVAL_S = 0.5
+_MEMORY_INTERVAL_S = 1.0
 
 
 class LossReport:
@@ -189,12 +168,14 @@ class LossReport:
     Reading a value makes the process wait for the device, so losses are added up there, in bins that end at fixed
     optimizer steps (``wire/board.py``). They are read now and then, and when a loop ends. A step is over when any
     optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
+
+    With the losses it shows the memory of the rank's device, at most once a second.
     """
 
-    def __init__(self, slot: Slot, memory: DeviceMemoryReport | None = None) -> None:
+    def __init__(self, slot: Slot, backend: Backend) -> None:
         self._slot = slot
-        self._memory = memory
-        self._next_s = 0.0
+        self._backend = backend
+        self._next_s = self._next_memory_s = 0.0
         self._num_noted = 0
         self._num_updates = 0
         self._zero: torch.Tensor | None = None
@@ -245,9 +226,8 @@ class LossReport:
             self.flush()
 
     def flush(self) -> None:
-        """Show the losses now."""
-        if self._memory is not None:
-            self._memory.show_due()
+        """Show the losses now, and the memory of the device where that is due."""
+        self._show_memory()
         latest, self._latest = self._latest, None
         if latest is None:
             return
@@ -255,6 +235,15 @@ class LossReport:
             self._show(latest)
         except RuntimeError:
             return  # the device failed; the error that the user sees is the one of their own call
+
+    def _show_memory(self) -> None:
+        now_s = monotonic()
+        if now_s < self._next_memory_s:
+            return
+        self._next_memory_s = now_s + _MEMORY_INTERVAL_S
+        memory = self._backend.device_memory()
+        if memory is not None:
+            self._slot.set_device_memory(*memory)
 
     def take_mean(self) -> float | None:
         """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""

@@ -57,6 +57,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._backend = backend
         self._is_overflow = False
         self._is_reduced = False
+        self._steps_in_backward = is_lomo(optimizer)
         self._is_accelerate_prepared = True
         self.device_placement = place_state
         self._lets_choose_zeros = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
@@ -116,11 +117,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._precision.forget_gradients(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step; do nothing in the middle of an accumulation window."""
+        """Step; do nothing in the middle of an accumulation window. LOMO optimizers have stepped in backward."""
         if self._accumulation.sync_gradients:
             self.reduce_gradients()
             self._is_reduced = self._accumulation.are_gradients_reduced = False
-            self._is_overflow = self._precision.step(self.optimizer, closure)
+            if not self._steps_in_backward:
+                self._is_overflow = self._precision.step(self.optimizer, closure)
             self._backend.step_boundary()
 
     def reduce_gradients(self, wanted: Container[int] | None = None) -> None:

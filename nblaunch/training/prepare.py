@@ -14,14 +14,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nblaunch import context, formatting
-from nblaunch.events import Note
-from nblaunch.host import memory
 from nblaunch.training import models, precision
-from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
-from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import Replacements, stays_in_place, to_device
 from nblaunch.training.optimizer import (
     AcceleratedOptimizer,
@@ -122,10 +117,6 @@ class Preparer:
         if moves and (evaluation_mode or not self.strategy.moves_models):
             with self._replacing(inner):
                 to_device(inner, self.shared.process)
-            if not evaluation_mode:  # which a rank may prepare alone
-                note = describe_host_memory(inner, self.shared.process)
-                if note is not None:
-                    context.current().emit(Note.of_job(note))
         prepared: Any = model
         if not evaluation_mode:
             with self._replacing(inner):
@@ -238,42 +229,6 @@ def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder
         raise ValueError(
             f"{type(obj).__name__} stands for an object that is made elsewhere; it needs {obj.needs}"
         )
-
-
-def describe_host_memory(model: torch.nn.Module, process: JoinedProcess) -> str | None:
-    """Return a line, on rank 0, on the host memory that the job takes with ``model`` placed, and how to save some.
-
-    A collective on XLA devices. None on other ranks and devices, and where the host can't be read.
-    """
-    model_bytes = sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in (*model.parameters(), *model.buffers())
-        if not torch.nn.parameter.is_lazy(tensor)  # its size is known from the first batch on
-    )
-    device_bytes = process.backend.host_bytes_of_device(model_bytes)
-    if device_bytes is None:
-        return None
-    barrier(process.device)  # no rank is still moving
-    sizes = operations.gather_object([memory.proportional_bytes()])
-    if process.topology.rank != 0 or None in sizes:
-        return None
-    worker, num_workers = context.current(), process.topology.world_size
-    whose = formatting.count(num_workers, "worker")
-    total_bytes = sum(sizes) - num_workers * device_bytes
-    if context.is_worker():
-        whose += " and the launching process"  # the table has the workers alone
-        total_bytes += memory.proportional_bytes(worker.parent_pid) or 0
-    held = f"model {formatting.size(model_bytes)} held once"
-    if num_workers > 1 and worker.slot.built_bytes >= model_bytes:
-        held = (
-            f"model {formatting.size(model_bytes)} built in every worker; held once if it is built in the notebook "
-            "and passed: notebook_launcher(function, (model,))"
-        )
-    line = f"{whose}, host memory {formatting.size(total_bytes)} ({held})"
-    if device_bytes:
-        line += f", besides {formatting.size(num_workers * device_bytes)} that stand for device memory"
-    allocator = memory.other_allocator()
-    return line if not allocator else f"{line}; {allocator} gives memory back by its own rules"
 
 
 def extract_model_from_parallel(

@@ -171,7 +171,7 @@ class ProcessMethods(ABC):
         return self._only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorate ``function`` to run on one rank of the job only; on no rank where there are fewer.
+        """Decorate ``function`` to run on one rank of the job only; in a lone process in any case.
 
         Args:
             function: what is decorated; None: the decorator is returned, as for ``@on_process(process_index=1)``.
@@ -181,12 +181,14 @@ class ProcessMethods(ABC):
             ValueError: ``process_index`` is missing or negative.
         """
         index = self._check_index("process_index", process_index)
-        return self._maybe_later(function, lambda: self.process_index == index)
+        return self._maybe_later(function, lambda: not self.use_distributed or self.process_index == index)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Decorate ``function`` to run on one rank of each machine only; see :meth:`on_process`."""
         index = self._check_index("local_process_index", local_process_index)
-        return self._maybe_later(function, lambda: self.local_process_index == index)
+        return self._maybe_later(
+            function, lambda: not self.use_distributed or self.local_process_index == index
+        )
 
     @staticmethod
     def _check_index(name: str, index: int | None) -> int:

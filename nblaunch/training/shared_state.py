@@ -15,14 +15,7 @@ from nblaunch.errors import warn
 from nblaunch.events import EpochEnded, WorkerState
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
-from nblaunch.training.board_reports import (
-    BusyTime,
-    DeviceMemoryReport,
-    Loop,
-    LoopStack,
-    LossReport,
-    length_of,
-)
+from nblaunch.training.board_reports import BusyTime, Loop, LoopStack, LossReport, length_of
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.parallelism import ParallelismConfig
@@ -171,7 +164,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
         warn(f"{given} has no effect: this process has joined its process group already")
     if worker.training is None:
         process = joining.join(cpu, init)
-        losses = LossReport(process.slot, DeviceMemoryReport(process.slot, process.backend))
+        losses = LossReport(process.slot, process.backend)
         worker.flush_losses, worker.forget_losses = losses.flush, losses.begin_anew
         loaders = LoaderStack()
         worker.training = SharedState(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from nblaunch.host import memory
 
@@ -56,17 +55,6 @@ def test_shared_pages_count_once() -> None:
     assert own is not None
     assert own > 1 << 20
     assert memory.proportional_bytes(1 << 30) is None
-
-
-def test_another_allocator_is_known_by_its_library(tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    maps.write_text(
-        "7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4.5.9\n"
-    )
-    assert memory.other_allocator(maps) == "tcmalloc"
-    maps.write_text("7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libc.so.6\n")
-    assert memory.other_allocator(maps) is None
-    assert memory.other_allocator(tmp_path / "absent") is None
 
 
 SHARES = """

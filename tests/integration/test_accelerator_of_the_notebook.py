@@ -55,6 +55,14 @@ print(notebook_launcher(train, engine="inline"), len(accelerator._models))
     assert cell.stdout.splitlines()[-1] == "1 0"
 
 
+def test_a_loop_that_a_cell_has_left_is_over_in_the_next(shared: Kernel) -> None:
+    in_loop = "Accelerator().gradient_state.in_dataloader"
+    read = "batches = iter(accelerator.prepare(DataLoader([1, 2])))\nbatch = next(batches)"
+    assert shared.run(f"{CELL}{read}\n{in_loop}").value is True
+    assert shared.run(in_loop).value is False
+    shared.run("del batches")
+
+
 REGISTERED = """
 import json, pathlib, tempfile
 folder = pathlib.Path(tempfile.mkdtemp())

@@ -483,6 +483,20 @@ def test_a_process_that_a_command_forks_sends_no_reply(shared: Kernel) -> None:
     assert shared.run("session.ranks(0).execute('\"next\"')").result == "[0] 'next'"
 
 
+def test_a_loop_that_a_command_has_left_is_over_in_the_next(shared: Kernel) -> None:
+    in_loop = "Accelerator().gradient_state.in_dataloader"
+    read = f"""
+from nblaunch import Accelerator
+from torch.utils.data import DataLoader
+batches = iter(Accelerator().prepare(DataLoader(range(8), batch_size=1)))
+batch = next(batches)
+{in_loop}
+"""
+    assert shared.run(f"dict(session.execute({read!r}))").value == dict.fromkeys(range(4), True)
+    assert shared.run(f"dict(session.execute({in_loop!r}))").value == dict.fromkeys(range(4), False)
+    shared.run("session.execute('del batches')")
+
+
 def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
     shared.run("def pid(): return os.getpid()\nfrom nblaunch import notebook_launcher")
     cell = shared.run(

@@ -562,8 +562,11 @@ def test_gradients_that_the_user_reduced_are_not_reduced_again(monkeypatch: pyte
     assert reduced == [optimizer.optimizer]
 
 
-class _Lomo(torch.optim.SGD):
-    """Steps in backward, as those of ``lomo_optim`` do."""
+class _Lomo(torch.optim.Optimizer):
+    """Steps in backward, and only there, as those of ``lomo_optim`` do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
 
     def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
         loss.backward()
@@ -582,7 +585,7 @@ def test_lomo_optimizers_step_in_backward(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="none was prepared"):
         accelerator.lomo_backward(weight.sum(), 0.5)
     assert not accelerator.has_lomo_optimizer
-    accelerator.prepare(_Lomo([weight]))
+    optimizer = accelerator.prepare(_Lomo([weight]))
     assert accelerator.has_lomo_optimizer
     with pytest.raises(ValueError, match="learning rate"):
         accelerator.lomo_backward(weight.sum(), None)  # type: ignore[arg-type]
@@ -590,6 +593,9 @@ def test_lomo_optimizers_step_in_backward(monkeypatch: pytest.MonkeyPatch) -> No
     assert weight.item() == -0.5
     accelerator.backward(weight.sum(), learning_rate=1.0)
     assert weight.item() == -1.0, "the loss is divided by the micro-steps of the window"
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight.item() == -1.0, "it has stepped already"
 
 
 def test_loaders_need_no_adapter_for_sequences() -> None:
@@ -706,8 +712,8 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
         assert decorated(4) == 8
         assert decorated.__doc__ == "Doubles."
     assert accelerator.on_process(answer, process_index=0)(1) == 2
-    assert accelerator.on_process(process_index=3)(answer)(1) is None  # there is no such rank in this job
-    assert accelerator.on_local_process(answer, 3)(1) is None
+    assert accelerator.on_process(process_index=3)(answer)(1) == 2  # a lone process does what is for any rank
+    assert accelerator.on_local_process(answer, 3)(1) == 2
     with pytest.raises(ValueError, match="process_index=None"):
         accelerator.on_process(answer)
     with accelerator.main_process_first(), accelerator.local_main_process_first():

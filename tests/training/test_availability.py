@@ -1,14 +1,15 @@
-"""Versions are compared as PEP 440 orders them."""
+"""Questions about what there is: versions are compared as PEP 440 orders them, an old kernel is warned of."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 
 import pytest
 import torch
 from packaging.version import parse
 
-from nblaunch.utils import compare_versions, is_torch_version
+from nblaunch.utils import check_os_kernel, compare_versions, is_torch_version
 
 
 def test_torch_is_newer_than_the_oldest_that_runs() -> None:
@@ -32,3 +33,13 @@ def test_a_name_is_that_of_a_library() -> None:
 def test_an_unknown_comparison_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"operation='=>'.*'<', '<=', '==', '!=', '>=', '>'"):
         is_torch_version("=>", "2.5")
+
+
+def test_an_old_kernel_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    uname = platform.uname()
+    monkeypatch.setattr(platform, "uname", lambda: uname._replace(release="6.1.0-9-amd64"))
+    check_os_kernel()
+    monkeypatch.setattr(platform, "uname", lambda: uname._replace(release="5.4.0-9-generic"))
+    with pytest.warns(UserWarning, match=r"5\.4\.0-9-generic.*5\.5\.0"):
+        check_os_kernel()

@@ -14,7 +14,7 @@ from nblaunch.launcher.job import Job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
-from nblaunch.training.board_reports import BusyTime, DeviceMemoryReport, LossReport
+from nblaunch.training.board_reports import BusyTime, LossReport
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot, SlotReading, private_slot
 
 
@@ -33,7 +33,7 @@ def test_device_memory_is_asked_for_at_most_once_a_second(monkeypatch: pytest.Mo
     now = [100.0]
     monkeypatch.setattr("nblaunch.training.board_reports.monotonic", lambda: now[0])
     slot, device = private_slot(), Device()
-    losses = LossReport(slot, DeviceMemoryReport(slot, device))
+    losses = LossReport(slot, device)
     for _ in range(50):
         losses.flush()
         now[0] += 0.1
@@ -44,7 +44,7 @@ def test_device_memory_is_asked_for_at_most_once_a_second(monkeypatch: pytest.Mo
 
 def test_a_device_that_reports_nothing_shows_nothing() -> None:
     slot = private_slot()
-    DeviceMemoryReport(slot, BACKEND).show_due()
+    LossReport(slot, BACKEND).flush()
     assert slot.read(0).device_bytes == 0
 
 
@@ -71,7 +71,7 @@ def test_busy_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.Mo
 def shown_losses(losses: list[float], *, per_step: int = 1, flush_every: int = 1_000_000) -> LossCurve:
     """What a rank shows after these losses, with an optimizer step after every ``per_step`` of them."""
     slot = private_slot()
-    report = LossReport(slot)
+    report = LossReport(slot, BACKEND)
     report.show_due = lambda: None  # type: ignore[method-assign]
     for number, loss in enumerate(losses, 1):
         report.note(torch.tensor(loss))
@@ -111,7 +111,7 @@ def test_a_loss_that_is_not_finite_stays_in_its_bin() -> None:
 
 def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
     slot: Slot = private_slot()
-    report = LossReport(slot)
+    report = LossReport(slot, BACKEND)
     report.show_due = lambda: None  # type: ignore[method-assign]
     for value in (4.0, 2.0):
         loss = torch.tensor(value)
@@ -124,7 +124,7 @@ def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
 
 def test_means_of_epochs_are_those_of_their_own_losses() -> None:
     slot = private_slot()
-    report, losses = LossReport(slot), [float(step) for step in range(200)]
+    report, losses = LossReport(slot, BACKEND), [float(step) for step in range(200)]
     ends, means = (1, 70, 71, 199, 200), []
     for step, loss in enumerate(losses, 1):
         report.note(torch.tensor(loss))
@@ -140,7 +140,7 @@ def test_means_of_epochs_are_those_of_their_own_losses() -> None:
 
 def test_the_mean_of_an_epoch_after_one_that_was_not_finite_is_unknown_or_finite() -> None:
     slot = private_slot()
-    report, means = LossReport(slot), []
+    report, means = LossReport(slot, BACKEND), []
     for epoch in range(3):
         for step in range(100):
             report.note(torch.tensor(float("nan") if (epoch, step) == (0, 99) else 1.0))

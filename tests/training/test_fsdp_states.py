@@ -113,3 +113,12 @@ def test_states_that_are_damaged_or_of_another_model_are_refused(kind: str, tmp_
     for found in ranks.run(problems, 2):
         for name, message in zip(names, found, strict=True):
             assert re.search(rf"{name}(_0|\.bin) does not fit what is prepared, or is damaged", message)
+
+
+def test_shards_to_merge_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no shards"):
+        utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    (tmp_path / "pytorch_model_fsdp_0" / ".metadata").touch()
+    with pytest.raises(CheckpointError, match=r"do you mean .*pytorch_model_fsdp_0"):
+        utils.merge_fsdp_weights(tmp_path, tmp_path / "out")

@@ -135,7 +135,16 @@ def test_the_end_of_a_loader_closes_the_windows_of_all_accelerators_in_its_loop(
     assert moved == [(False, False), (False, False), (True, True)]
 
 
-def test_training_begins_anew_after_an_interrupt_within_a_window() -> None:
+def _collect_by_another_accelerator() -> list[int]:
+    loader = Accelerator().prepare(DataLoader(torch.arange(10), batch_size=4))  # type: ignore[arg-type]
+    return [row for rows in loader for row in Accelerator().gather_for_metrics(rows).tolist()]
+
+
+def test_an_accelerator_made_in_a_loop_knows_the_loop() -> None:
+    assert ranks.run(_collect_by_another_accelerator, 2) == [list(range(10))] * 2
+
+
+def test_training_begins_anew_in_the_command_after_an_interrupt_within_a_window() -> None:
     accelerator, model, optimizer = _learner(4)
     batches = iter(accelerator.prepare(DataLoader(_data(1), batch_size=1)))
     next(batches)  # as a traceback keeps it: the loader stays in its loop, at its last batch
@@ -149,6 +158,7 @@ def test_training_begins_anew_after_an_interrupt_within_a_window() -> None:
         interrupted()
     accelerator.gradient_state.sync_gradients = False
 
+    context.current().num_commands += 1  # as a session counts them
     module = _model()
     later = Accelerator()
     model, optimizer = later.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -352,6 +362,22 @@ def test_local_steps_are_calls_also_within_an_accumulation_window() -> None:
     # The optimizer steps at the second, fourth and sixth; averaged is at the third and sixth, as with Accelerate.
     equal = [True, False, True, False, False, True, True, True]
     assert ranks.run(_local_steps, 2, 7, True, 3, 2) == [equal] * 2
+
+
+def _local_where_steps_average(enabled: bool) -> str:
+    accelerator = Accelerator()
+    accelerator._shared.process.backend.reduces_gradients_at_step = True  # as XLA devices do
+    try:
+        LocalSGD(accelerator, _model(), 2, enabled)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_local_steps_are_refused_where_every_step_averages_gradients() -> None:
+    for message in ranks.run(_local_where_steps_average, 2, True):
+        assert "LocalSGD has no effect on CPU devices" in message
+    assert ranks.run(_local_where_steps_average, 2, False) == [""] * 2
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------

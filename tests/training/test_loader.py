@@ -27,8 +27,9 @@ from torch.utils.data import (
 from nblaunch import Accelerator, context, set_seed
 from nblaunch.events import EpochEnded, WorkerState
 from nblaunch.training.collectives import nested
-from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.prepare import LoaderTarget, shard_loader
+from nblaunch.training.data.dispatcher import DataLoaderDispatcher
+from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
+from nblaunch.training.data.prepare import LoaderTarget, prepare_data_loader, shard_loader
 from nblaunch.training.data.samplers import SeedableRandomSampler
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.options import DataLoaderConfiguration
@@ -549,6 +550,13 @@ def test_a_packed_sequence_moves_by_its_own_rules(skip_keys: Any) -> None:
     assert isinstance(moved, PackedSequence)
     assert moved.data.is_meta
     assert moved.batch_sizes.tolist() == packed.batch_sizes.tolist()
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_a_device_may_be_given_as_text(kind: Any) -> None:
+    assert [batch.device.type for batch in kind(range(4), batch_size=2, device="meta")] == ["meta", "meta"]
+    prepared = prepare_data_loader(DataLoader(range(4), batch_size=2), device="meta", put_on_device=True)
+    assert [batch.device.type for batch in prepared] == ["meta", "meta"]
 
 
 def test_device_placement_decides_where_batches_go() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nblaunch import Accelerator, context, set_seed
+from nblaunch.backends.cpu import CpuBackend
 from nblaunch.training.collectives import rng
 from tests.training import ranks
 
@@ -36,6 +37,23 @@ def test_all_generators_are_seeded() -> None:
     assert _draw() == first
     set_seed(8)
     assert _draw() != first
+
+
+class _Seeded(CpuBackend):
+    """A device family with generators that ``torch.manual_seed`` does not reach."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+
+def test_a_script_that_nothing_launched_seeds_its_device_too() -> None:
+    backend = _Seeded()
+    context.install(context.ProcessContext(context.Topology(), backend))
+    set_seed(7)
+    assert backend.seeds == [7]
 
 
 def test_ranks_can_have_seeds_of_their_own() -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import sys
 import weakref
 from typing import Any
 
@@ -20,11 +21,7 @@ from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 from nblaunch.training.strategies.deepspeed.settings import get_active_deepspeed_plugin
-from nblaunch.training.utilities.environment import (
-    clear_environment,
-    patch_environment,
-    purge_accelerate_environment,
-)
+from nblaunch.training.utilities.environment import clear_environment, patch_environment
 from nblaunch.training.utilities.log import get_logger
 from nblaunch.training.utilities.memory import find_executable_batch_size, release_memory
 from tests.training import ranks
@@ -261,27 +258,6 @@ def test_variables_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OTHER_NAME" not in os.environ
 
 
-def test_tests_can_be_kept_from_leaving_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_OLD", "before")
-
-    class Base:
-        def test_inherited(self) -> None:
-            os.environ["ACCELERATE_NEW"] = "x"
-
-    @purge_accelerate_environment
-    class Tests(Base):
-        def test_own(self) -> str:
-            os.environ["ACCELERATE_OLD"] = "after"
-            return "answer"
-
-    assert Tests().test_own() == "answer"
-    Tests().test_inherited()
-    assert os.environ["ACCELERATE_OLD"] == "before"
-    assert "ACCELERATE_NEW" not in os.environ
-    purge_accelerate_environment(lambda: os.environ.pop("ACCELERATE_OLD"))()
-    assert os.environ["ACCELERATE_OLD"] == "before"
-
-
 # --- loggers ---------------------------------------------------------------------------------------------------------
 
 
@@ -295,14 +271,15 @@ def test_a_logger_names_rank_and_caller(caplog: pytest.LogCaptureFixture) -> Non
     logger = get_logger("tests.lines")
 
     def helper() -> None:
-        logger.warning("from %s", "outside", stacklevel=2)
+        logger.warning("from %s", "outside", stacklevel=3)
 
     logger.warning("here")
-    line = logger.process.__code__ is not None and _line() - 1
+    line = _line() - 1
     helper()
     outer = _line() - 1
     for _ in range(3):
         logger.warning_once("once")
+    once = _line() - 1
     try:
         raise KeyError("key")
     except KeyError:
@@ -312,15 +289,15 @@ def test_a_logger_names_rank_and_caller(caplog: pytest.LogCaptureFixture) -> Non
         "[RANK 0] here", "[RANK 0] from outside", "[RANK 0] once", "[RANK 0] failed"
     ]  # fmt: skip
     assert {record.filename for record in records} == {"test_state.py"}
-    assert [record.lineno for record in records[:2]] == [line, outer]
+    assert [records[0].lineno, records[2].lineno] == [line, once]
+    if sys.version_info >= (3, 11):  # before, frames of logging itself count, too, as with Accelerate
+        assert records[1].lineno == outer
     assert records[3].exc_info[0] is KeyError
     assert records[3].colour == "red"
     assert records[0].funcName == "test_a_logger_names_rank_and_caller"
 
 
 def _line() -> int:
-    import sys
-
     return sys._getframe(1).f_lineno
 
 

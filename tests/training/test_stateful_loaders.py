@@ -52,11 +52,12 @@ def test_loaders_pass_for_what_reads(kind: Any, is_stateful: bool) -> None:
         assert isinstance(one, DataLoader)
         assert type(one.base_dataloader) is reads
         assert one.use_stateful_dataloader == is_stateful
-        assert hasattr(one, "state_dict") == is_stateful
         assert (len(one), one.batch_size, one.num_workers) == (4, 4, 0)
     if not is_stateful:
-        with pytest.raises(AttributeError, match="state_dict needs DataLoaderConfiguration"):
-            _ = loader.load_state_dict
+        with pytest.raises(AttributeError, match=r"^state_dict needs DataLoaderConfiguration"):
+            loader.state_dict()
+        with pytest.raises(AttributeError, match="load_state_dict needs DataLoaderConfiguration"):
+            loader.load_state_dict({})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

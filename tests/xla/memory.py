@@ -66,7 +66,6 @@ class Report:
         elapsed_s: from the launch to the last worker's model.
         num_samples: how often it was looked at.
         peak_of_all: highest host memory of the whole launch, with trained weights on their way back.
-        line: what the launcher shows the user.
     """
 
     variant: str
@@ -76,7 +75,6 @@ class Report:
     elapsed_s: float
     num_samples: int
     peak_of_all: int
-    line: str
 
 
 def measure(variant: str, device: str = "CPU", timeout_s: float = 140.0) -> Report:
@@ -90,8 +88,7 @@ def measure(variant: str, device: str = "CPU", timeout_s: float = 140.0) -> Repo
         cwd=Path(__file__).parents[2],
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    line = next((one for one in answer.stdout.splitlines() if "host memory" in one), "")
-    return Report(**{**json.loads(answer.stdout.splitlines()[-1]), "line": line})
+    return Report(**json.loads(answer.stdout.splitlines()[-1]))
 
 
 class Sampler(threading.Thread):
@@ -128,7 +125,7 @@ class Sampler(threading.Thread):
         from nblaunch.backends.xla import BACKEND
 
         arrived = sum(struct.unpack(f"{NUM_WORKERS}q", self.moved[: 8 * NUM_WORKERS]))
-        return BACKEND.host_bytes_of_device(arrived)
+        return arrived if BACKEND.is_oversubscribable else 0  # a TPU has memory of its own
 
 
 def children(pid: int) -> list[int]:
@@ -179,7 +176,7 @@ def run_one(variant: str) -> Report:
     sampler.is_over.set()
     sampler.join()
     placed = sampler.placed
-    return Report(variant, max(placed), placed[-1], start, elapsed_s, len(placed), peak_of_all, "")
+    return Report(variant, max(placed), placed[-1], start, elapsed_s, len(placed), peak_of_all)
 
 
 def _place(model: Any, moved: mmap.mmap, is_alone: bool) -> float:
@@ -234,4 +231,3 @@ if __name__ == "__main__":
                 f"with results {taken.peak_of_all / 1e6:5.0f}  {taken.elapsed_s:5.1f} s  {taken.num_samples} looks",
                 flush=True,
             )
-            print(f"{'':24} {taken.line}", flush=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,6 +206,28 @@ return first == second, third == first
 """,
     )
     assert found == [(True, True), (True, False)]
+
+
+SCRIPT = """
+import torch
+from nblaunch import Accelerator, set_seed
+set_seed(5)
+accelerator = Accelerator()
+first = torch.rand(3, device=accelerator.device).tolist()
+set_seed(5)
+print(accelerator.device, first == torch.rand(3, device=accelerator.device).tolist())
+"""
+
+
+def test_seeds_reach_the_device_of_a_script_that_nothing_launched() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
+    )
+    assert ended.stdout.split() == ["xla:0", "True"], ended.stderr
 
 
 def test_ranks_agree_on_the_devices_generator(shared: Kernel) -> None:

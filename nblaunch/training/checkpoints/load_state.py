@@ -277,8 +277,6 @@ def _read_loader(
         resuming.restore(loader, order, live.shared)
         if own is not None:
             loader.load_state_dict(own)
-        elif loader.use_stateful_dataloader:
-            loader.resume_at(loader.saved_position)
 
     return load
 

@@ -76,29 +76,14 @@ def _joins() -> bool:
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate every tensor of ``tensor`` over ranks on dim 0, in rank order, on every rank.
-
-    Args:
-        tensor: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
-            dimensions counts as one row.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
-        DistributedOperationException: shapes or types differ from rank to rank; on every rank, naming all (on gloo,
-            and everywhere with ``ACCELERATE_DEBUG_MODE``).
-    """
+    """Concatenate every tensor of ``tensor`` over ranks on dim 0; see ``Accelerator.gather``."""
     if world_size() == 1:
         return tensor
     return _each_tensor("gather", _gather_tensor, tensor)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite every tensor of ``tensor`` with that of rank ``from_process``, in place; returns ``tensor``.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
-        ValueError: there is no rank ``from_process``.
-    """
+    """Overwrite every tensor of ``tensor`` with that of one rank, and return it; see ``Accelerator.broadcast``."""
     size = world_size()
     if not 0 <= from_process < size:
         raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
@@ -108,16 +93,9 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine every tensor of ``tensor`` over ranks, elementwise; the argument is not changed.
+    """Combine every tensor of ``tensor`` over ranks, elementwise; see ``Accelerator.reduce``.
 
-    Args:
-        tensor: tensor or nested structure of tensors, of equal shape on all ranks.
-        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
-        scale: the result is multiplied by it.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
-        ValueError: the reduction is unknown.
+    Here the default of ``reduction`` is ``"mean"``, there ``"sum"``, as with Accelerate.
     """
     check_choice("reduction", reduction, _REDUCTIONS)
     if world_size() == 1:
@@ -126,19 +104,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad every tensor of ``tensor`` to the largest size that any rank has in dimension ``dim``.
-
-    Args:
-        tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
-        dim: the dimension, negative from the end; a tensor without it is returned as it is.
-        pad_index: value to pad with.
-        pad_first: pad in front instead of behind.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
-        DistributedOperationException: the type or the number of dimensions of a tensor differs from rank to rank; on
-            every rank, naming all (on gloo, and everywhere with ``ACCELERATE_DEBUG_MODE``).
-    """
+    """Pad every tensor of ``tensor`` to the largest size in ``dim``; see ``Accelerator.pad_across_processes``."""
     if world_size() == 1:
         return tensor
     return _each_tensor(
@@ -147,11 +113,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def gather_object(object: Any) -> Any:
-    """Return the elements of every rank's ``object``, in rank order, as one list. They are pickled.
-
-    Args:
-        object: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
-    """
+    """Return the elements of every rank's ``object``, in rank order, as one list; see ``Accelerator.gather_object``."""
     if world_size() == 1:
         return object
     mine = _pickled(object)

@@ -30,8 +30,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if context.is_worker():  # in the kernel, seeding a device would take it
-        context.current().backend.seed(seed)
+    context.current().backend.seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
     return seed

@@ -65,7 +65,7 @@ class DataLoaderAdapter(Base):
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``batch_sampler`` and other ``options``.
-        use_stateful_dataloader: read with torchdata, so that :attr:`state_dict` says where in an epoch it is.
+        use_stateful_dataloader: read with torchdata, so that :meth:`state_dict` says where in an epoch it is.
 
     Raises:
         ImportError: ``use_stateful_dataloader`` without torchdata.
@@ -83,8 +83,6 @@ class DataLoaderAdapter(Base):
         self.base_dataloader = make(dataset, batch_sampler=batch_sampler, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):
-            raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
         if "base_dataloader" not in self.__dict__:  # while it is being made, or unpickled
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.base_dataloader, name)
@@ -110,9 +108,8 @@ class DataLoaderAdapter(Base):
 
     # --- saving where it is --------------------------------------------------------------------------------------
 
-    @property
-    def state_dict(self) -> Any:
-        """A function: where in its epoch the loader is. A batch that was read ahead does not count.
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in its epoch the loader is. A batch that was read ahead does not count.
 
         The state is torchdata's, and either's loader takes the other's; one entry more says of epoch and order what
         torchdata does not know.
@@ -120,31 +117,28 @@ class DataLoaderAdapter(Base):
         Raises:
             AttributeError: the loader was made without ``use_stateful_dataloader=True``.
         """
-        self._check_stateful()
-        return self._get_state
-
-    @property
-    def load_state_dict(self) -> Any:
-        """A function: go on, in the next iteration, behind the batch at which :attr:`state_dict` was taken."""
-        self._check_stateful()
-        return self._set_state
-
-    def _check_stateful(self) -> None:
-        if not self.use_stateful_dataloader:
-            raise AttributeError  # worded by __getattr__, which Python calls then
-
-    def _get_state(self) -> dict[str, Any]:
+        self._check_stateful("state_dict")
         return self._with_order({}, False) if self._position is None else self._position
 
-    def _set_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on, in the next iteration, behind the batch at which :meth:`state_dict` was called.
+
+        Raises:
+            AttributeError: the loader was made without ``use_stateful_dataloader=True``.
+        """
+        self._check_stateful("load_state_dict")
         base: Any = self.base_dataloader
-        order = state.get(ORDER, {})
+        order = state_dict.get(ORDER, {})
         # At the end of an epoch the next one starts afresh; torchdata would draw its order twice to find that out.
-        is_fresh = state.get(FINISHED, True) or "position" in order
+        is_fresh = state_dict.get(FINISHED, True) or "position" in order
         self._forget_state()
-        base.load_state_dict({} if is_fresh else {key: state[key] for key in state if key != ORDER})
+        base.load_state_dict({} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER})
         self._resume_order_state(order)
-        self._position = state
+        self._position = state_dict
+
+    def _check_stateful(self, name: str) -> None:
+        if not self.use_stateful_dataloader:
+            raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
 
     def _forget_state(self) -> None:
         """Drop a state that was loaded, or noted while an epoch was read."""

@@ -59,7 +59,7 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: Callable[..., Any] | None = None,
         iteration: int = 0,
         *,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         num_processes: int | None = None,
         **options: Any,
     ) -> None:

@@ -69,14 +69,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ``iteration`` is the number of completed epochs, by which samplers shuffle; ``num_partial_epochs`` counts those that
     were left before their end, as with ``break``; ``epoch_start`` has the states, at the start of the epoch, of the
     generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one;
-    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read;
-    ``global_start``, the state of torch's global generator at its start, where that decides the order.
+    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read: stateful
+    loaders go on there by themselves; ``global_start``, the state of torch's global generator at its start, where that
+    decides the order.
     """
 
     def __init__(
         self,
         dataset: Any,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         rng_types: Sequence[str] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
@@ -106,7 +107,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         )
         self.split_batches = self.shard is not None and self.shard.split_batches
         self.num_processes: int = num_processes or (self.shard.num_processes if self.shard is not None else 1)
-        self.device = device
+        self.device = None if device is None else torch.device(device)
         self.rng_types = tuple(rng_types or ())
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
@@ -120,7 +121,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._resumed_start: list[torch.Tensor] = []
         self._loop: Loop | None = None
         self._begins_at = EpochPosition()
-        self._resume_at: EpochPosition | None = None
         self.saved_position: EpochPosition | None = None
         self.global_start: torch.Tensor | None = None
         self._global_now: torch.Tensor | None = None
@@ -141,13 +141,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        position = self.saved_position if self.use_stateful_dataloader else None
         for loader in self.followed():
             loader.saved_position = None
             if loader is not self:
                 loader._forget_state()  # the epoch that it is of goes on here
-        resume_at, self._resume_at = self._resume_at, None
-        if resume_at is not None:
-            yield from self._read_rest(resume_at)
+        if position is not None:
+            yield from self._read_rest(position)
             return
         shared = get_shared_state()
         self._start_epoch()
@@ -345,10 +345,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         rest.follow(self)
         return rest
 
-    def resume_at(self, position: EpochPosition | None) -> None:
-        """Begin the next epoch that is read behind what was read of it; None: whole."""
-        self._resume_at = position
-
     def _read_rest(self, position: EpochPosition) -> Iterator[Any]:
         """Read the rest of an epoch, of which another number of ranks has read the first part."""
         rest = self.beginning_at(position)
@@ -362,7 +358,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _forget_state(self) -> None:
         super()._forget_state()
         self._resumed_start = []
-        self.resume_at(None)
+        self.saved_position = None
 
     def state_for_followed(self) -> dict[str, Any]:
         """Return a state for the loader that this one follows: torchdata's own would be that of another order."""
@@ -389,7 +385,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.num_partial_epochs = state.get("num_partial_epochs", 0)
         self._resumed_start = state.get("generators", [])
         position = state.get("position")
-        self.resume_at(None if position is None else EpochPosition(**position))
+        self.saved_position = None if position is None else EpochPosition(**position)
 
     # --- for users -----------------------------------------------------------------------------------
 

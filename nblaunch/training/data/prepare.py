@@ -48,7 +48,7 @@ class LoaderTarget:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device | None = None
+    device: torch.device | str | None = None
     rng_types: Sequence[str] = ("generator",)
     slice_fn: Callable[..., Any] | None = None
     is_static: bool = False
@@ -56,7 +56,7 @@ class LoaderTarget:
 
 def prepare_data_loader(
     dataloader: DataLoader,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
     split_batches: bool = False,

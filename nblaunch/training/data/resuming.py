@@ -131,8 +131,7 @@ def capture_own(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     """Return the state by which ``loader``, one that knows its position, goes on by itself."""
     reading = _being_read(loader, shared)
     if reading is loader:
-        state: dict[str, Any] = loader.state_dict()
-        return state
+        return loader.state_dict()
     # A stream that has no position for any number of ranks was read from its start, as ``loader`` would have.
     return reading.state_for_followed() if reading.has_portable_position else reading.state_dict()
 
@@ -160,7 +159,6 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     sampler = loader.get_sampler()
     if "seed" in state and isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = state["seed"]
-    loader.resume_at(None)
     loader.saved_position = None
     if state["is_mid_epoch"]:
         shared.is_resuming = True

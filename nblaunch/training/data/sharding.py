@@ -23,13 +23,10 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from nblaunch.training.board_reports import length_of
 from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, pass_epoch
-
-_CHUNK = 8192
-"""Indices that are looked at together where the whole order is known."""
 
 
 class BatchSamplerShard(BatchSampler):
@@ -135,11 +132,11 @@ class BatchSamplerShard(BatchSampler):
         return self._iter_whole()
 
     def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
-        """Do the same as :meth:`_iter_whole`, on indices in place of batches; many of this rank's batches at a time."""
+        """Do the same as :meth:`_iter_whole`, on indices in place of batches; all whole rounds at once where it can."""
         size = self._global_size
         round_size = size * self.num_processes
         start = self.process_index * size
-        order = _whole_order(sampler)
+        order = _permutation(sampler)
         if order is None:
             indices, head = iter(sampler), None
             while len(rows := list(islice(indices, round_size))) == round_size:
@@ -147,15 +144,14 @@ class BatchSamplerShard(BatchSampler):
                 yield [rows[start : start + size]]
         else:
             end = len(order) - len(order) % round_size
-            for chunk in _chunks(order, end, round_size):
-                yield chunk.view(-1, self.num_processes, size)[:, self.process_index].tolist()
-            head, rows = _as_tensor(order[:round_size]).tolist(), _as_tensor(order[end:]).tolist()
+            yield order[:end].view(-1, self.num_processes, size)[:, self.process_index].tolist()
+            head, rows = order[:round_size].tolist(), order[end:].tolist()
         if rows and not self.drop_last:
             batches = [rows[first : first + size] for first in range(0, len(rows), size)]
             if self.even_batches:
                 batches = self._complete(batches, self.num_processes, head or rows)
             yield batches[self.process_index : self.process_index + 1]
-        if isinstance(order, torch.Tensor):
+        if order is not None:
             # torch's RandomSampler ends with a permutation that it takes nothing from; the next epoch shall have the
             # order that it has without sharing.
             torch.randperm(len(order), generator=sampler.generator)
@@ -316,13 +312,11 @@ def check_divisible(batch_size: int, num_processes: int) -> None:
         )
 
 
-def _whole_order(sampler: Any) -> range | torch.Tensor | None:
-    """Return all indices at once, where the sampler makes them so itself; None where it doesn't.
+def _permutation(sampler: Any) -> torch.Tensor | None:
+    """Return the permutation of all indices that a sampler draws; None where it draws none.
 
     A rank then makes Python numbers of its own only, which on cheap samples is most of what sharing costs.
     """
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler.data_source))
     if isinstance(sampler, SeedableRandomSampler):
         sampler.begin_epoch()
     elif type(sampler) is not RandomSampler or sampler.generator is None:
@@ -332,18 +326,6 @@ def _whole_order(sampler: Any) -> range | torch.Tensor | None:
         return None
     # As torch's RandomSampler does, so that any number of processes has the order that one has.
     return torch.randperm(num_rows, generator=sampler.generator)
-
-
-def _chunks(order: range | torch.Tensor, end: int, round_size: int) -> Iterator[torch.Tensor]:
-    """Yield ``order`` up to ``end`` in pieces of whole rounds: few calls into torch, the first batch comes at once."""
-    length = round_size * max(1, _CHUNK // round_size)
-    for first in range(0, end, length):
-        yield _as_tensor(order[first : min(first + length, end)])
-
-
-def _as_tensor(order: range | torch.Tensor) -> torch.Tensor:
-    # On the CPU whatever the default device is.
-    return torch.arange(order.start, order.stop, device="cpu") if isinstance(order, range) else order
 
 
 def _cycle(items: list[Any]) -> Iterator[Any]:

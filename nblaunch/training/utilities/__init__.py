@@ -4,5 +4,4 @@ environment.py   variables, and what is installed
 local_sgd.py     average weights now and then, instead of gradients
 log.py           logging and progress bars of several processes
 memory.py        memory of a device: release it, find the largest batch that fits
-modeling.py      sizes, tied parameters and files of models, as other libraries ask for them
 """

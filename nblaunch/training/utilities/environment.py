@@ -5,14 +5,11 @@ Packages are looked up without importing them, and no device is touched beyond t
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import inspect
 import operator
 import platform
 import re
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -107,16 +104,6 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     return is_installed("bitsandbytes") and (
         min_version is None or compare_versions("bitsandbytes", ">=", min_version)
     )
-
-
-def is_4bit_bnb_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` knows numbers of 4 bits."""
-    return is_bnb_available(min_version="0.39.0")
-
-
-def is_8bit_bnb_available() -> bool:
-    """Return whether the installed ``bitsandbytes`` can save numbers of 8 bits."""
-    return is_bnb_available(min_version="0.37.2")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
@@ -226,7 +213,6 @@ def is_fp16_available() -> bool:
     return backend.precision_refusal("fp16") is None or backend.computes_in_full("fp16")
 
 
-_REFERENCE_PREFIX = "ACCELERATE_"
 _YES = ("y", "yes", "t", "true", "on", "1")
 _NO = ("n", "no", "f", "false", "off", "0")
 
@@ -239,52 +225,12 @@ def patch_environment(**variables: Any) -> AbstractContextManager[None]:
 @contextmanager
 def clear_environment() -> Iterator[None]:
     """Run the block in an empty environment; whatever is set inside is gone afterwards."""
-    with _restored(""):
-        env.apply(dict.fromkeys(env.snapshot()))
-        yield
-
-
-def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a test, or a class of tests, to undo afterwards what each does to ``ACCELERATE_*``.
-
-    Args:
-        func_or_cls: a function, or a class whose methods called ``test...`` are decorated, inherited ones too.
-    """
-    if not inspect.isclass(func_or_cls):
-        return _purged(func_or_cls)
-    for name, member in inspect.getmembers(func_or_cls, inspect.isfunction):
-        if name.startswith("test"):
-            setattr(func_or_cls, name, _purged(member))
-    return func_or_cls
-
-
-def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def call_later(*args: Any, **kwargs: Any) -> Any:
-            with _restored(_REFERENCE_PREFIX):
-                return await function(*args, **kwargs)
-
-        return call_later
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _restored(_REFERENCE_PREFIX):
-            return function(*args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def _restored(prefix: str) -> Iterator[None]:
-    """At the end of the block, give the variables with this prefix the values that they had at its start."""
     before = env.snapshot()
     try:
+        env.apply(dict.fromkeys(before))
         yield
     finally:
-        names = {*before, *env.snapshot()}
-        env.apply({name: before.get(name) for name in names if name.startswith(prefix)})
+        env.apply({**dict.fromkeys(env.snapshot()), **before})
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int:
@@ -320,29 +266,9 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     return next((number for number in numbers if number >= 0), default)
 
 
-# --- what libraries of training scripts use beside -----------------------------------------------------------------
-
-
 def check_os_kernel() -> None:
     """Warn where the Linux kernel is older than 5.5, with which processes have been seen to hang."""
     release = platform.uname().release
     numbers = re.match(r"(\d+)\.(\d+)", release) if platform.system() == "Linux" else None
     if numbers and (int(numbers[1]), int(numbers[2])) < (5, 5):
         warn(f"the Linux kernel {release} is older than 5.5.0, the recommended minimum; the process may hang")
-
-
-def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a process of this machine listens on ``port``; None: on 29500, torch's default."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
-
-
-def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Merge nested mappings into ``destination``, which is returned; what ``source`` has wins."""
-    for key, value in source.items():
-        if isinstance(value, Mapping):
-            node = destination.setdefault(key, {})
-            merge_dicts(value, node)
-        else:
-            destination[key] = value
-    return destination

@@ -31,7 +31,8 @@ class LocalSGD:
         enabled: False: nothing is changed, and gradients are averaged as always.
 
     Raises:
-        ValueError: ``local_sgd_steps`` is less than 1, or ranks hold shards of models.
+        ValueError: ``local_sgd_steps`` is less than 1, ranks hold shards of models, or their devices average gradients
+            at every step, as XLA does.
     """
 
     def __init__(
@@ -44,10 +45,15 @@ class LocalSGD:
                 f"LocalSGD averages whole models, and with {accelerator.distributed_type.value} every rank holds a "
                 "shard of one; leave LocalSGD or the plugin out"
             )
+        self.enabled = enabled and accelerator.use_distributed
+        if self.enabled and accelerator._shared.process.backend.reduces_gradients_at_step:
+            raise ValueError(
+                f"LocalSGD has no effect on {accelerator.device.type.upper()} devices, where every optimizer.step() "
+                "averages gradients over ranks; leave it out, or pass enabled=False"
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0
         self._stack = ExitStack()
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
-import traceback
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from nblaunch import context, env
-from nblaunch.errors import user_frame
 from nblaunch.training.state import PartialState
 
 
@@ -42,6 +39,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
     * ``main_process_only`` (default True): only the main process logs.
     * ``in_order`` (default False): all processes log, one after the other; all of them must make the call.
+
+    An explicit ``stacklevel`` counts :meth:`log` as a frame, as Accelerate's logger does: 2 is the line of the call.
     """
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
@@ -60,43 +59,26 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         if not self.isEnabledFor(level):
             return
         state = PartialState()
-        record = self._record(level, *self.process(msg, kwargs), args)
+        kwargs.setdefault("stacklevel", 2)  # that of the call
+        msg, options = self.process(msg, kwargs)
         if in_order:
             for rank in range(state.num_processes):
                 if rank == state.process_index:
-                    self.logger.handle(record)
+                    self.logger.log(level, msg, *args, **options)
                 state.wait_for_everyone()
         elif state.is_main_process or not main_process_only:
-            self.logger.handle(record)
+            self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Return the message with the rank in front, and the arguments of the call with those of the adapter."""
         kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
-    def _record(
-        self, level: int, msg: Any, options: Mapping[str, Any], args: tuple[Any, ...]
-    ) -> logging.LogRecord:
-        """Return what logging would make, with the user's line: how it counts frames depends on Python's version."""
-        caller = user_frame()
-        for _ in range(options.get("stacklevel", 1) - 1):
-            caller = caller.f_back or caller
-        error = options.get("exc_info")
-        if isinstance(error, BaseException):
-            error = (type(error), error, error.__traceback__)
-        elif error and not isinstance(error, tuple):
-            error = sys.exc_info()
-        stack = "".join(traceback.format_stack(caller)).rstrip() if options.get("stack_info") else None
-        code = caller.f_code
-        return self.logger.makeRecord(
-            self.logger.name, level, code.co_filename, caller.f_lineno, msg, args, error or None,
-            code.co_name, options.get("extra"), stack,
-        )  # fmt: skip
-
     @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Do the same as ``warning``, but only at the first call with the same arguments."""
-        self.warning(*args, **kwargs)
+        kwargs.setdefault("stacklevel", 3)
+        self.log(logging.WARNING, *args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import importlib
 import json
 import math
 from pathlib import Path
@@ -72,6 +73,32 @@ def test_transformers_sees_the_configuration_while_the_plugin_lives() -> None:
     del plugin
     gc.collect()
     assert not integration.is_deepspeed_zero3_enabled()
+
+
+@pytest.mark.parametrize("kit", ["nblaunch", "accelerate"])
+def test_a_deepspeed_configuration_answers_questions(kit: str, tmp_path: Path) -> None:
+    Config = importlib.import_module(f"{kit}.utils.deepspeed").HfDeepSpeedConfig
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    for source in (config, str(path)):
+        asked = Config(source)
+        assert asked.config == config
+        assert (asked.is_zero2(), asked.is_zero3(), asked.is_offload()) == (False, True, True)
+        assert asked.get_value("zero_optimization.offload_param.device") == "cpu"
+        assert asked.get_value("fp16.enabled", 7) == 7
+        assert asked.is_true("bf16.enabled")
+        assert (asked.is_true("fp16.enabled"), asked.is_false("fp16.enabled")) == (False, False)
+        assert asked.find_config_node("bf16.enabled") == ({"enabled": True}, "enabled")
+        assert asked.find_config_node("fp16.enabled")[0] is None
+        asked.del_config_sub_tree("zero_optimization")
+        assert asked.get_value("zero_optimization.stage") is None
+        with pytest.raises(ValueError, match="fp16"):
+            asked.del_config_sub_tree("fp16.enabled", must_exist=True)
+    assert not Config({"zero_optimization": {"stage": 2}}).is_offload()
 
 
 # --- the plugin -------------------------------------------------------------------------------------------------------
