@@ -12,8 +12,8 @@ for screen readers, heads with scopes, and bars with the role of a progress bar.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
@@ -49,8 +49,6 @@ _STYLES = {
 }
 _USUAL = {"right", "row"}  # styles of all elements of a table that have no class
 _CLASS = "nbl-"
-_GLIDE = f"{_CLASS}glide"
-_GLIDE_S = 0.35
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,9 @@ class Markup:
 
     Args:
         is_inline: styles are in line; else :data:`STYLE_SHEET` must be on the page.
-        fractions: row (-1 for the whole job) -> fraction that was shown last, for bars that glide on from there.
     """
 
     is_inline: bool = True
-    fractions: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, name: str, more: str = "") -> str:
         """Return the attributes of an element with the style ``name``, and with the properties ``more``."""
@@ -81,11 +77,9 @@ STYLE_SHEET = (
     + "".join(
         f":is(.{_CLASS}{name}, .{_CLASS}table .{_CLASS}{name}){{{style}}}" for name, style in _STYLES.items()
     )
-    + f"@keyframes {_GLIDE}{{from{{width:var(--from)}}}}"
-    + f"@media(prefers-reduced-motion:reduce){{[class^={_CLASS}bar]{{animation:none!important}}}}"
     + "</style>"
 )
-"""Styles by class name, and bars that glide; the front end may remove it, which leaves a plain table."""
+"""Styles by class name; the front end may remove it, which leaves a plain table."""
 
 
 def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
@@ -274,24 +268,15 @@ def _detail(text: str, markup: Markup) -> str:
 
 
 def _bar(row: Row, markup: Markup) -> str:
-    """Return a bar, which glides on from its last place."""
     if row.fraction is None:
         return ""
-    start = markup.fractions.get(row_key(row), row.fraction)
     width = f"width:{_percent(row.fraction)}"
-    if start < row.fraction:
-        width += f";--from:{_percent(start)};animation:{_GLIDE} {_GLIDE_S:g}s linear"
     about = "the job" if row.rank is None else f"rank {row.rank}"
     bar = f"<div {markup.of(f'bar{COLOURS.index(STATE_LOOKS[row.state].colour)}', width)}></div>"
     return (
         f'<div role="progressbar" aria-label="{about}" aria-valuemin="0" aria-valuemax="100" '
         f'aria-valuenow="{int(100 * row.fraction)}" {markup.of("track")}>{bar}</div>'
     )
-
-
-def row_key(row: Row) -> int:
-    """Return the key of a row in :attr:`Markup.fractions`."""
-    return -1 if row.rank is None else row.rank
 
 
 def _percent(fraction: float) -> str:

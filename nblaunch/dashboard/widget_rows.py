@@ -10,15 +10,14 @@ The front end opens the line by itself, also while a cell runs and the kernel re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
 import ipywidgets as widgets
 
 from nblaunch.dashboard.charts import charts
-from nblaunch.dashboard.html import Markup, all_ranks_html, row_key, rows_html
-from nblaunch.dashboard.rows import Row
+from nblaunch.dashboard.html import Markup, all_ranks_html, rows_html
 from nblaunch.dashboard.table import Table
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_throttle import MESSAGE_BYTES, Throttle
@@ -75,9 +74,6 @@ class RankRows:
             _dom_classes=(_JOB,),
         )
         self._states: list[tuple[str, str]] = []
-        self._built = ""
-        self._built_fractions: Mapping[int, float] = {}
-        self._fractions: Mapping[int, float] = {}
 
     @property
     def unused(self) -> list[Any]:
@@ -90,17 +86,9 @@ class RankRows:
         has_news = states != self._states  # a new state, and a rank that differs, are sent at once
         self._states = states
         if has_news or self._throttle.is_due(self._rows, ROWS_S):
-            self._show_rows(table, is_urgent=has_news)
+            rows = in_style(rows_html(table, table.rows, Markup(is_inline=False)))
+            self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=has_news, value=rows)
         self._show_collapsed(table, is_urgent=has_news)
-
-    def _show_rows(self, table: Table, *, is_urgent: bool) -> None:
-        if self._rows.value == self._built:  # what was built last has been sent
-            self._fractions = self._built_fractions
-        self._built = in_style(
-            rows_html(table, table.rows, Markup(is_inline=False, fractions=self._fractions))
-        )
-        self._built_fractions = _fractions(table.rows)
-        self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=is_urgent, value=self._built)
 
     def _show_collapsed(self, table: Table, *, is_urgent: bool) -> None:
         if not table.collapsed:
@@ -115,10 +103,6 @@ class RankRows:
         if self._throttle.is_due(self._expanded, every_s):
             ranks = in_style(all_ranks_html(table, Markup(is_inline=False)))
             self._throttle.update(self._expanded, every_s=every_s, value=ranks)
-
-
-def _fractions(rows: Sequence[Row]) -> Mapping[int, float]:
-    return {row_key(row): row.fraction for row in rows if row.fraction is not None}
 
 
 # --- charts --------------------------------------------------------------------------------------------------------

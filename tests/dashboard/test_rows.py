@@ -263,15 +263,6 @@ def test_ranks_of_a_finished_job_open_on_a_click() -> None:
     assert "<details" not in render_html(trained(8))  # an update would close it
 
 
-def test_bars_glide_from_where_they_were() -> None:
-    table = tabulate(trained(2))
-    html = rows_html(table, table.rows, Markup(is_inline=False, fractions={-1: 0.05, 0: 0.1}))
-    assert html.count("--from:5%") == 1
-    assert html.count("animation") == 1
-    assert "@keyframes" in STYLE_SHEET
-    assert "prefers-reduced-motion" in STYLE_SHEET
-
-
 def test_states_differ_in_shape_wherever_they_differ_in_colour() -> None:
     looks = {shape_of(state, is_marked=marked) for state in WorkerState for marked in (False, True)}
     looks |= {(look.shape, look.colour) for look in map(outcome_look, ("", "done", "failed", "cancelled"))}
