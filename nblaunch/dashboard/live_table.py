@@ -29,7 +29,6 @@ from nblaunch.dashboard.text import (
     BAR_WIDTH,
     GAP,
     TEXT_COLUMNS,
-    collapsed_lines,
     fitting_columns,
     is_starting,
 )
@@ -109,7 +108,7 @@ def renderable(view: JobView, width: int) -> RenderableType:
     for notice in table.notices:
         remarks += [Text(notice.text, style="yellow"), *(Text(f"    {line}") for line in notice.lines)]
     remarks += [Text(f"warning: {text}", style="yellow") for text in table.warnings]
-    collapsed = [Text(line, no_wrap=True, overflow="ellipsis") for line in collapsed_lines(table)]
+    collapsed = [Text(table.collapsed, no_wrap=True, overflow="ellipsis")] if table.collapsed else []
     drawn, has_output = _rows(view, table, width)
     stalled = [] if has_output else [row for row in table.rows if row.is_stalled]
     abouts = [f"rank {row.label}: " for row in stalled]

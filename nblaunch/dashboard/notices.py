@@ -342,7 +342,7 @@ def stall_text(view: JobView, rank: RankView) -> str:
 def settled_state(view: JobView, rank: RankView) -> WorkerState:
     """Return the state of a rank, without the brief waits in the collectives of each step."""
     if rank.state is not WorkerState.WAITING:
-        return WorkerState.WAITING if stall_text(view, rank) else rank.state
+        return rank.state
     since_s = max(rank.state_s, rank.stepped_s)
     is_brief = not (rank.stall and rank.stall.waiting_in) and view.now_s - since_s < _BRIEF_S
     return rank.phase if is_brief else rank.state

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
-from nblaunch.dashboard.rows import Tile, full_length, furthest_behind, in_lines
+from nblaunch.dashboard.rows import full_length, furthest_behind
 from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState
@@ -49,20 +49,6 @@ _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", 
 _MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # where there is no terminal
 _NUM_LIVE_LINES = 8
-_GRID_WIDTH, _GROUP = 64, 8  # letters in a line, and between two spaces
-_LETTERS = {
-    WorkerState.STARTING: "s",
-    WorkerState.RUNNING: "r",
-    WorkerState.TRAINING: "t",
-    WorkerState.EVALUATING: "e",
-    WorkerState.WAITING: "w",
-    WorkerState.COMPILING: "c",
-    WorkerState.FINISHING: "f",
-    WorkerState.DONE: "d",
-    WorkerState.FAILED: "X",
-    WorkerState.STOPPED: "-",
-}
-
 
 Paint = Callable[[str, str], str]
 """Returns a text in a colour: :func:`nblaunch.dashboard.palette.paint`, or one that changes nothing."""
@@ -92,7 +78,7 @@ def render_text(
     """
     table = table or tabulate(view)
     lines = _table_lines(table, paint, width, has_blocks=has_blocks) if table.rows else []
-    lines += collapsed_lines(table)
+    lines += [table.collapsed] if table.collapsed else []
     headline = paint(table.headline, outcome_look(view.outcome).style)
     lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
     lines += [table.fallback] if table.fallback else []
@@ -196,22 +182,3 @@ def _track(fraction: float, *, has_blocks: bool) -> str:
 def _epoch_lines(table: EpochTable) -> list[str]:
     lines = formatting.columns([table.columns, *table.rows], num_left=0) if table.columns else []
     return [*lines, *[""] * table.num_free, *[table.note] * bool(table.note)]
-
-
-def collapsed_lines(table: Table) -> list[str]:
-    """Return the ranks in lockstep as a line, and the grid with its legend: a letter for each rank."""
-    lines = [table.collapsed] if table.collapsed else []
-    grid = [] if table.expanded else in_lines(table.tiles, _GRID_WIDTH)
-    width = max((len(label) for label, _ in grid), default=0)
-    for label, line in grid:
-        letters = "".join(map(_letter, line))
-        groups = [letters[start : start + _GROUP] for start in range(0, len(letters), _GROUP)]
-        lines.append(f"{label:>{width}}  {' '.join(groups)}")
-    if grid:
-        names = {_letter(tile): tile.text for tile in table.tiles}
-        lines.append(" " * width + "  " + ", ".join(f"{letter} {name}" for letter, name in names.items()))
-    return lines
-
-
-def _letter(tile: Tile) -> str:
-    return "!" if tile.differs else _LETTERS[tile.state]

@@ -171,7 +171,7 @@ def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Se
             if is_measured:
                 sent.num_messages += 1
                 sent.num_bytes += MESSAGE_BYTES + len(str(change["new"]))
-                if widget is panel._rows._rows:
+                if widget is panel._rows.widget:
                     sent.rows_s.append(clock.now_s)
                 if widget in panel._charts.widget.children:
                     sent.charts_s.append(clock.now_s)
@@ -226,7 +226,7 @@ def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_
         view = fold(view, Metric(0, START_S, 10 + tick, {f"moving {i}": 1 / (tick + 1) for i in range(4)}))
         panel.show(view)
         if tick == 20:  # what may be sent at once at the beginning is spent
-            shown = {"rows": panel._rows._rows}
+            shown = {"rows": panel._rows.widget}
             for chart in panel._charts.widget.children:
                 shown[re.search(r"<b>(.*?)</b>", chart.value)[1]] = chart  # type: ignore[index]
             for name, noted in times_s.items():
