@@ -337,8 +337,7 @@ class Panel:
     def _all(self) -> Iterator[Any]:
         """Yield every widget of the panel, outermost first."""
         loose = [self._shown, self._hidden, *self._charts.unused, *self._buttons.unused]
-        links = self._logs.links if self._logs is not None else []
-        for part in [*links, self.root, self._charts.widget, self._epochs, *loose]:
+        for part in [self.root, self._charts.widget, self._epochs, *loose]:
             yield from _with_parts(part)
 
 
