@@ -26,7 +26,7 @@ from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.fold import display_line
 from nblaunch.dashboard.rows import HEAD_LINES
-from nblaunch.dashboard.terminal import LiveDisplay, write
+from nblaunch.dashboard.terminal import LiveTable, write
 from nblaunch.dashboard.view import TAIL_LENGTH
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.formatting import single_line
@@ -155,7 +155,7 @@ class LinesPrinter(Dashboard):
         *,
         stream: TextIO | None = None,
         publish: Publish | None = None,
-        live: LiveDisplay | None = None,
+        live: LiveTable | None = None,
         shortens: bool = True,
         first_s: float = 0.0,
         defers_lines: bool = False,

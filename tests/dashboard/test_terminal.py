@@ -17,16 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from nblaunch.dashboard import open_live
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.live_table import LiveTable, renderable
-from nblaunch.dashboard.terminal import (
-    TextDashboard,
-    has_colour,
-)
+from nblaunch.dashboard.terminal import LiveTable, TextDashboard, has_colour
+from nblaunch.dashboard.text import render_text
 from nblaunch.events import HostMemory, LogLines, Note, Stalled
 from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
 
@@ -227,11 +223,8 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_cell_is_cut_but_the_start_of
 ) -> None:
     stall = Stalled(1, START_S + 13, f"/home/ada/{'folder/' * 20}train.py, line 18", "", 3.0)
     memory = [HostMemory(rank, START_S + 13, 812_000_000) for rank in range(3)]
-    console = Console(file=io.StringIO(), width=width)
-    with console.capture() as drawn:
-        view = fold_readings(view_of([stall, *memory], trained(3)), [], START_S + 22)
-        console.print(renderable(view, width))
-    lines = drawn.get().splitlines()
+    view = fold_readings(view_of([stall, *memory], trained(3)), [], START_S + 22)
+    lines = render_text(view, width=width, is_live=True).splitlines()
     assert [line.split()[0] for line in lines[1:6]] == ["rank", "all", "0", "1", "2"]
     assert {"state", "step", "loss"} <= set(lines[1].split())
     assert ("steps/s" in lines[1], "peak memory" in lines[1]) == (width >= 100, width >= 140)
