@@ -20,7 +20,6 @@ from nblaunch.dashboard.view import (
     JobView,
     RankView,
     RatePoint,
-    TrainingRates,
     read_bar,
     replace,
 )
@@ -107,20 +106,14 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     return {}
 
 
-def _trained(rank: RankView, reading: SlotReading) -> TrainingRates | None:
-    """Return the rates of the training loop that ``reading`` is from, or those of the last one."""
+def _trained(rank: RankView, reading: SlotReading) -> RankView | None:
+    """Return the rank as it was in its last training loop: now, where ``reading`` is from one."""
     trained = rank.trained
     goes_on = (
         trained is not None and trained.loop == reading.loop and reading.state is not WorkerState.EVALUATING
     )
     if reading.state is WorkerState.TRAINING or goes_on:  # the rank may wait in it, or have left it
-        return TrainingRates(
-            reading.loop,
-            rank.steps_per_s,
-            rank.samples_per_s,
-            rank.busy_step_s,
-            rank.rate_points,
-        )
+        return replace(rank, trained=None)
     return trained
 
 
@@ -130,7 +123,7 @@ def _is_new_loop(last: SlotReading, reading: SlotReading) -> bool:
     return last.state != reading.state and {last.state, reading.state} == _PHASES
 
 
-def _measured_before(rank: RankView, reading: SlotReading) -> RankView | TrainingRates:
+def _measured_before(rank: RankView, reading: SlotReading) -> RankView:
     """Return the rate points that a new loop goes on from: one that trains, from the training loop right before it.
 
     A look may have met the rank in the loop over epochs between the two; of ranks in lockstep, it meets some.
@@ -260,14 +253,14 @@ def _with_training_numbers(rank: RankView) -> RankView:
     step, total, epoch = rank.reading.trained
     if epoch and (step, total, epoch) != (rank.step, rank.total, rank.epoch):
         rank = replace(rank, step=step, total=total, epoch=epoch, steps_per_s=None, samples_per_s=None)
-    rates = rank.trained
-    if rates is None:
+    trained = rank.trained
+    if trained is None:
         return rank
     return replace(
         rank,
-        steps_per_s=rates.steps_per_s,
-        samples_per_s=rates.samples_per_s,
-        busy_step_s=rates.busy_step_s,
+        steps_per_s=trained.steps_per_s,
+        samples_per_s=trained.samples_per_s,
+        busy_step_s=trained.busy_step_s,
     )
 
 

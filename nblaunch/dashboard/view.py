@@ -177,17 +177,6 @@ class RatePoint:
 
 
 @dataclass(frozen=True)
-class TrainingRates:
-    """Rates of a rank in its last training loop, the one with number ``loop``; other fields as in :class:`RankView`."""
-
-    loop: int
-    steps_per_s: float | None
-    samples_per_s: float | None
-    busy_step_s: float | None
-    rate_points: tuple[RatePoint, ...]
-
-
-@dataclass(frozen=True)
 class RankView:
     """The state of one worker.
 
@@ -230,7 +219,7 @@ class RankView:
         device_peak_bytes: largest value so far.
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
-        trained: rates of the last training loop, shown when the job has ended; None before the first.
+        trained: the rank in its last training loop, whose rates an ended job shows; None before the first.
         reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
     """
@@ -273,9 +262,14 @@ class RankView:
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
     device_use: float | None = None
-    trained: TrainingRates | None = None
+    trained: RankView | None = None
     reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
+
+    @property
+    def loop(self) -> int:
+        """Return the number of the current loop, from 1; 0 before the first."""
+        return 0 if self.reading is None else self.reading.loop
 
     def without_line(self) -> RankView:
         """Return the rank without a status line."""
