@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.view import JobView, RankView, replace
@@ -25,8 +24,6 @@ SLOW_RATIO = 1.3
 """A rank is slow if its step takes this many times as long as those of the others."""
 
 _MIN_SPAN_S = 3.0  # seconds of measurement before a rate is compared
-_RECENT_S, _RECENT_STEPS = 2.0, 6  # a rank that is far slower is found from fewer measurements
-_RECENT_RATIO = 1.6
 _LARGE_RATIO, _LARGE_BYTES = 1.5, 1_000_000_000
 _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
 _MIN_WAITING = 0.25  # fraction of the time
@@ -65,18 +62,12 @@ def _slow_ranks(view: JobView) -> list[Notice]:
     rates = {
         rank.rank: rank.steps_per_s for rank in view.ranks if rank.steps_per_s and _is_measured(view, rank)
     }
-    slower, when = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO), ""
-    if not slower and not view.is_over:
-        when = f" in the last {_RECENT_S:g} s"  # the rows have rates over a longer time
-        rates = {
-            rank.rank: recent.steps_per_s for rank in view.ranks if (recent := _recent(rank)) is not None
-        }
-        slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, _RECENT_RATIO)
+    slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO)
     if not slower:
         return []
     text = (
         f"{_are_slower(view, slower, rates)} ({rate(median(rates[rank] for rank in slower))} against "
-        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s{when})"
+        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s)"
     )
     return [Notice("slow", tuple(sorted(slower)), text)]
 
@@ -87,44 +78,18 @@ def _slow_in_step(view: JobView) -> list[Notice]:
         rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
     }
     slower = _outliers(busy_s, SLOW_RATIO)
-    steps_per_s = {rank: view.ranks[rank].steps_per_s or 1.0 for rank in slower}
-    if not slower and not view.is_over:
-        recents = {rank.rank: recent for rank in view.ranks if (recent := _recent(rank)) is not None}
-        busy_s = {rank: recent.busy_step_s for rank, recent in recents.items() if recent.busy_step_s > 0}
-        slower = _outliers(busy_s, _RECENT_RATIO)
-        steps_per_s = {rank: recents[rank].steps_per_s for rank in slower}
     if not slower:
         return []
     longest = median(busy_s[rank] for rank in slower)
     usual = median(seconds for rank, seconds in busy_s.items() if rank not in slower)
-    if (longest - usual) * median(steps_per_s.values()) < _MIN_LOSS:
+    steps_per_s = median(view.ranks[rank].steps_per_s or 1.0 for rank in slower)
+    if (longest - usual) * steps_per_s < _MIN_LOSS:
         return []
     text = (
         f"{_are_slower(view, slower, busy_s)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
         f"({longest * 1000:,.0f} against {usual * 1000:,.0f} ms), which slows down all ranks"
     )
     return [Notice("slow", tuple(sorted(slower)), text)]
-
-
-class _Recent(NamedTuple):
-    """Rates of a rank over the last :data:`_RECENT_S`."""
-
-    steps_per_s: float
-    busy_step_s: float
-
-
-def _recent(rank: RankView) -> _Recent | None:
-    """Return what a rank has done recently, if that is enough to be compared."""
-    if rank.state.is_final or len(rank.rate_points) < 2:
-        return None
-    last = rank.rate_points[-1]
-    first = next(point for point in rank.rate_points if last.time_s - point.time_s <= _RECENT_S)
-    span_s, num_steps = last.time_s - first.time_s, last.steps - first.steps
-    if span_s < _RECENT_S / 2 or num_steps < _RECENT_STEPS:
-        return None
-    num_busy = last.busy_steps - first.busy_steps
-    busy_s = (last.busy_time_s - first.busy_time_s) / num_busy if num_busy else 0.0
-    return _Recent(num_steps / span_s, busy_s)
 
 
 def _outliers(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
