@@ -175,55 +175,20 @@ def _stalled(view: JobView) -> list[Notice]:
             since_s = max(stall.time_s - stall.for_s for stall in found.values())
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
         return [Notice("stalled", tuple(found), text, view.hang[1:])]
-    without_progress = [rank for rank in live if is_stalled(view, rank)]
-    if not without_progress:
-        return []
-    waiting = [rank for rank in without_progress if _is_waiting(rank)]
-    stalled = [rank for rank in without_progress if not _is_waiting(rank)]
-    for_s = whole_duration(view.now_s - max(rank.changed_s for rank in stalled or waiting))
-    if not stalled and len(waiting) < len(live):
-        return []  # they wait for ranks that make progress
-    text = _where_stalled(live, stalled, waiting, for_s)
-    return [Notice("stalled", tuple(rank.rank for rank in stalled or waiting), text)]
+    still = [rank for rank in live if is_stalled(view, rank)]
+    stalled = [rank for rank in still if not _is_waiting(rank)]
+    if not still or (not stalled and len(still) < len(live)):
+        return []  # those that wait do so for ranks that make progress
+    named = stalled or still
+    for_s = whole_duration(view.now_s - max(rank.changed_s for rank in named))
+    text = f"{_names(named)}: no progress for {for_s}"
+    if not stalled:
+        text += ", waiting for each other in a collective"
+    return [Notice("stalled", tuple(rank.rank for rank in named), text)]
 
 
 def _is_waiting(rank: RankView) -> bool:
     return rank.state is WorkerState.WAITING or bool(rank.stall and rank.stall.waiting_in)
-
-
-def _where_stalled(
-    live: Sequence[RankView], stalled: Sequence[RankView], waiting: Sequence[RankView], for_s: str
-) -> str:
-    if not stalled:
-        return f"all ranks have waited for each other in a collective for {for_s}"
-    if len(stalled) == len(live) and len(live) > 1:
-        return f"no rank has made progress for {for_s}{_steps(stalled)}"
-    verb = "has" if len(stalled) == 1 else "have"
-    text = (
-        f"{_names(stalled)} {verb} made no progress for {for_s}{_steps(stalled) if len(stalled) == 1 else ''}"
-    )
-    if waiting:
-        pronoun = "it" if len(stalled) == 1 else "them"
-        text += (
-            f"; {_names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {pronoun} in a collective"
-        )
-    return text
-
-
-def _steps(ranks: Sequence[RankView]) -> str:
-    """Return the ranks' steps as the end of a sentence; a rank that is behind the others is the likely cause."""
-    by_step: dict[int, list[int]] = {}
-    for rank in ranks:
-        by_step.setdefault(rank.step, []).append(rank.rank)
-    if not any(rank.has_progress for rank in ranks):
-        return ""
-    if len(by_step) == 1:
-        return f", at step {ranks[0].step:,}"
-    if len(by_step) > 3:
-        return f", at steps {min(by_step):,} to {max(by_step):,}"
-    return "; " + ", ".join(
-        f"{formatting.ranks(members)} at step {step:,}" for step, members in sorted(by_step.items())
-    )
 
 
 def _names(ranks: Sequence[RankView]) -> str:

@@ -164,10 +164,7 @@ def test_a_rank_without_a_sign_of_life_is_stalled_and_others_wait_for_it() -> No
     view = fold_readings(view, [], START_S + 55)
     stalled = notices(view)[0]
     assert (stalled.kind, stalled.ranks) == ("stalled", (1,))
-    assert (
-        stalled.text
-        == "rank 1 has made no progress for 45 s, at step 100; ranks 0, 2-3 wait for it in a collective"
-    )
+    assert stalled.text == "rank 1: no progress for 45 s"
 
 
 def test_output_is_a_sign_of_life() -> None:
@@ -176,13 +173,13 @@ def test_output_is_a_sign_of_life() -> None:
     assert texts(fold_readings(view, [], START_S + 55)) == []
 
 
-def test_all_ranks_at_rest_are_reported_with_their_steps() -> None:
+def test_all_ranks_at_rest_are_reported() -> None:
     view = fold_readings(trained(4), [sample(2, 99)], START_S + 10)
     view = fold_readings(view, [], START_S + 70)
-    assert texts(view) == ["no rank has made progress for 1:00; rank 2 at step 99, ranks 0-1, 3 at step 100"]
+    assert texts(view) == ["ranks 0-3: no progress for 1:00"]
     view = waiting(trained(2), (0, 1), 11)
     assert texts(fold_readings(view, [], START_S + 41)) == [
-        "all ranks have waited for each other in a collective for 30 s"
+        "ranks 0-1: no progress for 30 s, waiting for each other in a collective"
     ]
 
 
@@ -223,7 +220,7 @@ def test_the_hang_timeout_of_the_job_decides_when_a_rank_is_stalled() -> None:
     for step in range(0, 101, 5):
         view = fold_readings(view, [sample(rank, step) for rank in range(2)], START_S + step / 10)
     assert texts(fold_readings(view, [], START_S + 15)) == []
-    assert texts(fold_readings(view, [], START_S + 16)) == ["no rank has made progress for 6 s, at step 100"]
+    assert texts(fold_readings(view, [], START_S + 16)) == ["ranks 0-1: no progress for 6 s"]
 
 
 def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None:
@@ -242,7 +239,7 @@ def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None
     assert [row.detail for row in rows[1:]] == [
         "waiting in all_reduce (cell 5, line 14)", "no progress for 12 s (cell 5, line 9)", ""
     ]  # fmt: skip
-    assert "waits for it in a collective" in texts(view)[0]
+    assert notices(view)[0].ranks == (1,)
     view = fold_readings(view, [sample(rank, 101) for rank in range(2)], START_S + 22.1)
     assert [row.state_text for row in tabulate(view).rows] == ["training"] * 4
 
