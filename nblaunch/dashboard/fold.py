@@ -46,9 +46,22 @@ def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) 
         for reading in changed:
             updated[reading.rank] = _read(updated[reading.rank], reading, now_s)
         ranks = tuple(updated)
+    hang = () if view.hang and _has_moved_on(view.ranks, ranks) else view.hang
     if any(_has_lost_line(rank, now_s) for rank in ranks):
         ranks = tuple(rank.without_line() if _has_lost_line(rank, now_s) else rank for rank in ranks)
-    return replace(view, ranks=ranks, now_s=view.now_s if view.is_over else max(now_s, view.now_s))
+    now_s = view.now_s if view.is_over else max(now_s, view.now_s)
+    return replace(view, ranks=ranks, hang=hang, now_s=now_s)
+
+
+def _has_moved_on(before: Sequence[RankView], ranks: Sequence[RankView]) -> bool:
+    """Return whether a rank has taken a step, and none is left of which the launcher knows that it makes no progress.
+
+    Other changes do not count: ranks that were interrupted in a hang have changed, too.
+    """
+    has_stepped = any(
+        old.stepped_s and new.stepped_s > old.stepped_s for old, new in zip(before, ranks, strict=True)
+    )
+    return has_stepped and not any(rank.stall for rank in ranks)
 
 
 def _has_lost_line(rank: RankView, now_s: float) -> bool:

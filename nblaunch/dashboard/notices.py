@@ -163,8 +163,8 @@ def _awaited_rank(view: JobView) -> list[Notice]:
 def _stalled(view: JobView) -> list[Notice]:
     """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
-        # The exception of a job that was stopped for a hang has the positions.
-        is_shown = view.hang and not view.has_hung
+        # The exception of a job that was stopped for a hang has the positions; one that is done has overcome it.
+        is_shown = view.hang and view.outcome != "done" and not view.has_hung
         return [Notice("stalled", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
     found = {rank.rank: rank.stall for rank in live if rank.stall is not None}

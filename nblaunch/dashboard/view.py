@@ -342,7 +342,7 @@ class JobView:
         message: one line about the failure.
         notes: ``(rank, text)`` of the last notes that are no warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, each once.
-        hang: the last report about ranks without progress, a line each; empty otherwise.
+        hang: the last report about ranks without progress, a line each; empty when they have gone on.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by number.
         host_bytes: host memory of all workers; None if unknown.

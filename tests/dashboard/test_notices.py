@@ -194,7 +194,7 @@ def test_compiling_takes_its_time(state: WorkerState) -> None:
     assert texts(fold_readings(view, [], START_S + 500)) == []
 
 
-def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> None:
+def test_where_ranks_are_comes_with_the_notice_and_stays_after_an_interrupt() -> None:
     report = Note(
         -1, START_S + 70, text="no progress for 60 s:\n    rank 1 is at cell 5, line 9", kind="hang"
     )
@@ -205,8 +205,25 @@ def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> No
     assert "rank 1 is at cell 5, line 9" in render_text(view)
     moved = fold_readings(view, [sample(1, 101)], START_S + 72)
     assert not any(notice.lines for notice in notices(moved))
-    over = view_of(ended(2), view)
+    over = view_of([JobEnded(-1, START_S + 80, "interrupted")], view)
     assert [notice.text for notice in notices(over)] == ["no progress for 60 s:"]
+
+
+def test_a_hang_that_is_over_is_not_shown_with_the_next_one_nor_at_the_end() -> None:
+    report = Note(-1, START_S + 70, text="rank 1 may hang:\n    rank 1 is at cell 5, line 9", kind="hang")
+    stalls = [
+        Stalled(0, START_S + 70, "cell 5, line 14", "all_reduce", 60.0),
+        Stalled(1, START_S + 70, "cell 5, line 9", "", 60.0, is_certain=False),
+    ]
+    view = fold_readings(view_of([*stalls, report], trained(2)), [], START_S + 71)
+    assert notices(view_of(ended(2), view)) == ()  # all have returned, whatever was seen of it
+    view = waiting(view, (0, 1), 72, WorkerState.RUNNING)
+    assert notices(view_of([JobEnded(-1, START_S + 80, "interrupted")], view))[0].lines  # no step yet
+    view = fold_readings(view, [sample(rank, 101) for rank in range(2)], START_S + 73)
+    assert notices(view_of([JobEnded(-1, START_S + 80, "failed", 0)], view)) == ()
+    stall = Stalled(0, START_S + 120, "cell 5, line 20", "barrier", 40.0)
+    waits = fold_readings(view_of([stall], view), [], START_S + 121)
+    assert not any(notice.lines for notice in notices(waits))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
