@@ -196,6 +196,7 @@ class LinesPrinter(Dashboard):
                 f"{'nblaunch: ' if event.rank < 0 else self._label(event.rank)}{event.text}\n"
             )
         elif isinstance(event, AttemptStarted):
+            self._end_all()  # the logs of this attempt are others
             self._num_processes = event.num_processes
             self._first_rank = event.first_rank
             self._log_dir = event.log_dir
@@ -210,15 +211,7 @@ class LinesPrinter(Dashboard):
                 self._flush()
 
     def close(self) -> None:
-        for rank in sorted(self._tails):
-            self._end(rank)
-        if self._num_hidden:
-            logs = f"; complete logs: {self._log_dir}" if self._log_dir else ""
-            hidden = formatting.count(sum(self._num_hidden.values()), "line")
-            self._pending.append(
-                f"[{formatting.spans(sorted(self._num_hidden))}] ... {hidden} not shown{logs}\n"
-            )
-        self._tails, self._num_hidden = {}, Counter()
+        self._end_all()
         if self._pending:
             self._flush()
 
@@ -274,6 +267,20 @@ class LinesPrinter(Dashboard):
         share = _HEAD_LINES_OF_ALL // self._num_processes
         room = max(_HEAD_LINES_OF_ALL - self._num_shown.total(), share - shown)
         return max(min(HEAD_LINES - shown, room), 0)
+
+    def _end_all(self) -> None:
+        """Show the last lines of ranks that printed a lot, and begin to count anew."""
+        for rank in sorted(self._tails):
+            self._end(rank)
+        if self._num_hidden:
+            logs = f"; complete logs: {self._log_dir}" if self._log_dir else ""
+            hidden = formatting.count(sum(self._num_hidden.values()), "line")
+            self._pending.append(
+                f"[{formatting.spans(sorted(self._num_hidden))}] ... {hidden} not shown{logs}\n"
+            )
+        self._tails = {}
+        for counts in (self._num_lines, self._num_shown, self._num_hidden):
+            counts.clear()
 
     def _end(self, rank: int) -> None:
         label, tail = self._label(rank), self._tails[rank]

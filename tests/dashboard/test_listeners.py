@@ -378,6 +378,17 @@ def test_endless_output_is_shortened(chunk: int) -> None:
     assert lines[502:] == [f"[1] line {number}" for number in range(9_980, 10_000)]
 
 
+def test_each_attempt_has_its_own_lines_and_names_its_own_log() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream)
+    feed(printer, [*started(2), lines_of(1, 0, 600)])
+    feed(printer, [*started(2, attempt=1, log_dir="/logs/train-1/attempt_1"), lines_of(1, 0, 3)])
+    printer.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[501] == "[1] ... 80 lines not shown; complete log: /logs/train-1/rank_1.log"
+    assert lines[502:] == [f"[1] line {number}" for number in (*range(580, 600), 0, 1, 2)]
+
+
 def test_notes_are_one_line_each() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream)
