@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -103,6 +104,16 @@ def test_views_change_as_often_as_is_seen_however_many_events_there_are(
     assert [rank.step for rank in board.last.ranks] == [20] * num_ranks
     assert [rank.num_lines for rank in board.last.ranks] == [20] * num_ranks
     assert board.last.tail[-1] == (num_ranks - 1, f"line 20 of {num_ranks - 1}")
+
+
+def test_a_log_that_is_read_as_a_whole_is_not_held() -> None:
+    board = CountingDashboard(Pace(clock=Clock()))
+    feed(board, started(2))
+    events = [lines_of(rank, 0, 5_000) for rank in range(2)]
+    held = [weakref.ref(event) for event in events]
+    feed(board, events)
+    del events
+    assert [event() for event in held] == [None, None]
 
 
 def test_the_last_reading_before_the_end_counts() -> None:
