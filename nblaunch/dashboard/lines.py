@@ -167,6 +167,8 @@ class LinesPrinter(Dashboard):
         self._stream = stream
         self._publish = publish
         self._live = live
+        if live is not None:
+            live.flush_lines = self._flush
         self._shortens = shortens
         self._pace = Pace(first_s=first_s, clock=clock)
         self._defers_lines = defers_lines

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO, final
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, final
 
 from nblaunch import env
 from nblaunch.dashboard.base import Pace, ViewingDashboard
@@ -90,9 +90,17 @@ class LiveTable:
 
     Args:
         stream: default: ``sys.stderr``, looked up at each use.
+
+    Attributes:
+        flush_lines: writes the lines that are to stand above it.
     """
 
+    latest: ClassVar[LiveTable | None] = None
+    """The one that was opened last: a terminal has room for one."""
+
     def __init__(self, stream: TextIO | None = None) -> None:
+        LiveTable.latest = self
+        self.flush_lines: Callable[[], None] = lambda: None
         self._stream = stream
         self._view: JobView | None = None
         self._live: Live | None = None
@@ -151,6 +159,18 @@ class LiveTable:
         )
         self._live.start()
         return self._live
+
+
+@contextmanager
+def live_hidden() -> Iterator[None]:
+    """Show the lines that are held back, and hide the live table, if there is one, while the block asks the user."""
+    live = LiveTable.latest
+    if live is None:
+        yield
+        return
+    live.flush_lines()
+    with live.hidden():
+        yield
 
 
 @final
