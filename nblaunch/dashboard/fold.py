@@ -13,7 +13,6 @@ from nblaunch.dashboard.view import (
     CHART_LENGTH,
     LINE_STAYS_S,
     NUM_EPOCHS,
-    TAIL_LENGTH,
     WINDOW_S,
     Curve,
     EpochView,
@@ -327,22 +326,7 @@ def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView
             num_lines=rank.num_lines + num_lines[event.rank],
             changed_s=max(rank.changed_s, event.time_s),
         )
-    tail: list[tuple[int, str]] = []
-    for event in printed[-TAIL_LENGTH:]:
-        tail += [(event.rank, single_line(line)) for line in event.lines[-TAIL_LENGTH:]]
-    return replace(view, ranks=tuple(ranks), tail=(*view.tail, *tail)[-TAIL_LENGTH:])
-
-
-def display_line(event: events.Displayed) -> str:
-    """Return a display in one line: its text, or else the types of its data."""
-    text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
-    return f"displayed: {text}"
-
-
-def _displayed(view: JobView, event: events.Displayed) -> JobView:
-    if event.update:
-        return view
-    return replace(view, tail=(*view.tail, (event.rank, display_line(event)))[-TAIL_LENGTH:])
+    return replace(view, ranks=tuple(ranks))
 
 
 def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
@@ -484,7 +468,6 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.Note: _note,
     events.Fact: _fact,
     events.LogLines: lambda view, event: fold_log_lines(view, [event]),
-    events.Displayed: _displayed,
     events.Metric: _metric,
     events.EpochEnded: _epoch_ended,
     events.HostMemory: _host_memory,

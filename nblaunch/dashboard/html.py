@@ -20,7 +20,7 @@ from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.palette import BAD, CAUTION, COLOURS, MUTED, STATE_LOOKS, ink, outcome_look, shape_of
 from nblaunch.dashboard.rows import Row, full_length
 from nblaunch.dashboard.table import EpochTable, Table, tabulate
-from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.text import Tail, render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 
@@ -76,21 +76,21 @@ STYLE_SHEET = (
 """Styles by class name; the front end may remove it, which leaves a plain table."""
 
 
-def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
+def mimebundle(view: JobView, *, tail: Tail | None = None) -> dict[str, str]:
     """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``."""
     table = tabulate(view)
     return {
-        "text/html": render_html(view, with_output=with_output, table=table),
-        "text/plain": render_text(view, with_output=with_output, table=table),
+        "text/html": render_html(view, tail=tail, table=table),
+        "text/plain": render_text(view, tail=tail, table=table),
     }
 
 
-def render_html(view: JobView, *, with_output: bool = False, table: Table | None = None) -> str:
+def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None = None) -> str:
     """Return the table as an HTML fragment.
 
     Args:
         view: the job.
-        with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
+        tail: the last lines of output, shown with the notes; None where something else shows these.
         table: of this view, where it is at hand.
     """
     table = table or tabulate(view)
@@ -100,9 +100,9 @@ def render_html(view: JobView, *, with_output: bool = False, table: Table | None
     parts.append(line(table.metrics))
     parts += [f"<div>{''.join(charts(view, has_values=True))}</div>"] if view.is_over else []
     parts.append(epochs(table.epochs))
-    if with_output:
+    if tail is not None:
         parts += [line(f"note: {text}") for text in table.notes]
-        parts += [_tail(view.tail, is_live=not view.is_over)] if view.tail else []
+        parts += [_tail(tail, is_live=not view.is_over)] if tail else []
     parts += [line(table.memory), line(f"logs: {table.log_dir}" if table.log_dir else "")]
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
@@ -174,7 +174,7 @@ def line(text: str) -> str:
     return f'<div style="{MUTED};font-size:12px">{escape(text)}</div>' if text else ""
 
 
-def _tail(tail: Sequence[tuple[int, str]], *, is_live: bool) -> str:
+def _tail(tail: Tail, *, is_live: bool) -> str:
     """Return lines of output; while the job runs in a frame of constant height, at its end."""
     lines = "\n".join(f"[{rank}] {line}" for rank, line in tail)
     style = "margin:4px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit"

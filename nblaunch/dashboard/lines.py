@@ -24,10 +24,8 @@ from typing import Any, TextIO, final
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.fold import display_line
 from nblaunch.dashboard.rows import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveTable, write
-from nblaunch.dashboard.view import TAIL_LENGTH
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading
@@ -35,14 +33,21 @@ from nblaunch.wire.board import SlotReading
 NUM_LINES = 60
 """Number of last lines that a ``LastLines`` keeps of each rank, and of all ranks together."""
 
+TAIL_LENGTH = 20
+"""Number of last lines that are shown where there is room for a few, and at the end of a rank that printed a lot."""
+
 
 class LastLines:
-    """The last lines of each rank and of all ranks."""
+    """The last lines of each rank and of all ranks.
+
+    Attributes:
+        num_added: number of all lines, kept or not.
+    """
 
     def __init__(self) -> None:
+        self.num_added = 0
         self._by_rank: dict[int, deque[str]] = {}
         self._all: deque[tuple[float, int, int, str]] = deque(maxlen=NUM_LINES)
-        self._count = 0
 
     def add(self, event: Event) -> None:
         """Add the text of an event if a rank printed or displayed it."""
@@ -50,7 +55,7 @@ class LastLines:
             for line in event.lines[-NUM_LINES:]:
                 self._add_line(event, single_line(line))
         elif isinstance(event, Displayed) and not event.update:
-            self._add_line(event, display_line(event))
+            self._add_line(event, _display_line(event))
         elif isinstance(event, Note) and event.rank >= 0:
             self._add_line(event, single_line(event.text))
 
@@ -68,9 +73,15 @@ class LastLines:
         return list(self._by_rank.get(rank, ()))
 
     def _add_line(self, event: Event, line: str) -> None:
-        self._count += 1
-        self._all.append((event.time_s, self._count, event.rank, line))
+        self.num_added += 1
+        self._all.append((event.time_s, self.num_added, event.rank, line))
         self._by_rank.setdefault(event.rank, deque(maxlen=NUM_LINES)).append(line)
+
+
+def _display_line(event: Displayed) -> str:
+    """Return a display in one line: its text, or else the types of its data."""
+    text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
+    return f"displayed: {text}"
 
 
 MIN_RANKS = 3

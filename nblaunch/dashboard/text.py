@@ -46,6 +46,9 @@ _MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # where there is no terminal
 _NUM_LIVE_LINES = 8
 
+Tail = Sequence[tuple[int, str]]
+"""``(rank, line)`` of the last lines of output."""
+
 Paint = Callable[[str, str], str]
 """Returns a text in a colour: :func:`nblaunch.dashboard.palette.paint`, or one that changes nothing."""
 
@@ -53,7 +56,7 @@ Paint = Callable[[str, str], str]
 def render_text(
     view: JobView,
     *,
-    with_output: bool = False,
+    tail: Tail | None = None,
     paint: Paint = unpainted,
     table: Table | None = None,
     width: int | None = None,
@@ -67,7 +70,7 @@ def render_text(
 
     Args:
         view: the job.
-        with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
+        tail: the last lines of output, shown with the notes; None where something else shows these.
         paint: colours states, failures and warnings.
         table: of this view, where it is at hand.
         width: columns of the terminal, where it has fewer columns of the table if it is narrow.
@@ -91,21 +94,21 @@ def render_text(
     lines += _epoch_lines(table.epochs)
     lines += [table.metrics] if table.metrics else []
     lines += [table.memory] if table.memory else []
-    if with_output:
+    if tail is not None:
         lines += [f"note: {text}" for text in table.notes]
-        lines += _tail(view)
+        lines += _tail(tail, is_over=view.is_over)
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)
 
 
-def _tail(view: JobView) -> list[str]:
+def _tail(tail: Tail, *, is_over: bool) -> list[str]:
     """Return the last lines of output; while the job runs always as many, so that what is below stays in place."""
-    if not view.tail:
+    if not tail:
         return []
-    if view.is_over:
-        return ["last output:", *(f"[{rank}] {line}" for rank, line in view.tail)]
-    shown = [f"[{rank}] {line}" for rank, line in view.tail[-_NUM_LIVE_LINES:]]
+    if is_over:
+        return ["last output:", *(f"[{rank}] {line}" for rank, line in tail)]
+    shown = [f"[{rank}] {line}" for rank, line in tail[-_NUM_LIVE_LINES:]]
     return ["last output:", *shown, *[""] * (_NUM_LIVE_LINES - len(shown))]
 
 

@@ -127,9 +127,6 @@ class Curve:
 CHART_LENGTH = 200
 """Largest number of points of a logged metric."""
 
-TAIL_LENGTH = 20
-"""Number of last lines of output in the view, all ranks together."""
-
 WINDOW_S = 10.0
 """Seconds over which rates are averaged."""
 
@@ -348,7 +345,6 @@ class JobView:
         host_bytes: host memory of all workers; None if unknown.
         host_peak_bytes: largest value so far.
         is_host_proportional: pages shared by workers count once.
-        tail: ``(rank, line)`` of the last lines of output.
         ranks: one view per worker, by rank; empty before the start.
     """
 
@@ -378,7 +374,6 @@ class JobView:
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
     is_host_proportional: bool = True
-    tail: tuple[tuple[int, str], ...] = ()
     ranks: tuple[RankView, ...] = ()
 
     @property

@@ -314,7 +314,7 @@ def test_no_faint_text_is_inside_faint_text(num_ranks: int) -> None:
         view_of(ended(num_ranks), trained(num_ranks)),
     ):
         depth: list[bool] = []
-        tokens = re.findall(r"<(/?)(\w+)([^>]*)>([^<]*)", render_html(view, with_output=True))
+        tokens = re.findall(r"<(/?)(\w+)([^>]*)>([^<]*)", render_html(view, tail=()))
         for closing, _, attributes, text in tokens:
             if closing:
                 depth.pop()
