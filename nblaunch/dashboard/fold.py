@@ -12,6 +12,7 @@ from nblaunch import events
 from nblaunch.dashboard.view import (
     CHART_LENGTH,
     LINE_STAYS_S,
+    NOT_ENDED,
     NUM_EPOCHS,
     WINDOW_S,
     Curve,
@@ -220,22 +221,11 @@ def _with_rank(view: JobView, rank: RankView) -> JobView:
 def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
     return replace(
         view,
-        function_name=single_line(event.function_name),
-        backend=event.backend,
-        start_method=event.start_method,
-        reason=event.reason,
-        fallback=single_line(event.fallback),
-        is_spmd=event.is_spmd,
-        mixed_precision="" if event.mixed_precision == "no" else single_line(event.mixed_precision),
-        log_dir=event.log_dir,
-        hang_timeout_s=event.hang_timeout_s,
-        attempt=event.attempt,
+        start=event,
+        end=NOT_ENDED,
         # After a restart it is still the same job for its user.
         started_s=view.started_s if event.attempt and view.started_s else event.time_s,
         now_s=event.time_s,
-        outcome="",
-        failed_rank=None,
-        message="",
         hang=(),
         facts={},
         host_bytes=None,
@@ -244,15 +234,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
 
 
 def _job_ended(view: JobView, event: events.JobEnded) -> JobView:
-    view = replace(
-        view,
-        outcome=event.outcome,
-        is_early=event.is_early,
-        has_hung=event.has_hung,
-        failed_rank=event.failed_rank,
-        message=event.message,
-        now_s=max(event.time_s, view.started_s),
-    )
+    view = replace(view, end=event, now_s=max(event.time_s, view.started_s))
     return replace(
         view, ranks=tuple(_with_training_numbers(_with_outcome(view, rank)) for rank in view.ranks)
     )
@@ -278,14 +260,14 @@ def _with_training_numbers(rank: RankView) -> RankView:
 
 def _with_outcome(view: JobView, rank: RankView) -> RankView:
     """Return a rank in its final state by the outcome of the job: ranks that the launcher stopped did not fail."""
-    if view.outcome == "failed" and rank.rank == view.failed_rank:
-        message = _first_line(view.message)
-        failure = message if view.has_hung else rank.failure or message
+    if view.outcome == "failed" and rank.rank == view.end.failed_rank:
+        message = _first_line(view.end.message)
+        failure = message if view.end.has_hung else rank.failure or message
         return replace(rank, state=WorkerState.FAILED, failure=failure, is_consequence=False)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
     was_ended = was_stopped and not rank.is_consequence
     # What ranks that waited have raised when their peers were stopped explains nothing.
-    was_waiting = view.has_hung and rank.is_consequence
+    was_waiting = view.end.has_hung and rank.is_consequence
     if rank.state is WorkerState.FAILED and (was_ended or was_waiting):
         return replace(rank, state=WorkerState.STOPPED, failure="")
     if rank.state.is_final:
@@ -355,8 +337,8 @@ def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
 
 def _epoch(view: JobView, number: int) -> EpochView:
     """Return an epoch of this attempt, empty if nothing is known of it."""
-    known = view.epochs.get(number)
-    return known if known is not None and known.attempt == view.attempt else EpochView(view.attempt)
+    known, attempt = view.epochs.get(number), view.start.attempt
+    return known if known is not None and known.attempt == attempt else EpochView(attempt)
 
 
 def _with_epoch(view: JobView, number: int, epoch: EpochView) -> JobView:
@@ -375,9 +357,9 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
         )
         if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
             continue
-        curve = extended.get(name, Curve(attempt=view.attempt))
-        if curve.attempt != view.attempt:  # without steps, it isn't known where the attempt goes on
-            curve = curve.resumed_at(event.step or 0, view.attempt)
+        curve = extended.get(name, Curve(attempt=view.start.attempt))
+        if curve.attempt != view.start.attempt:  # without steps, it isn't known where the attempt goes on
+            curve = curve.resumed_at(event.step or 0, view.start.attempt)
         step = curve.num_seen if event.step is None else event.step
         extended[name] = curve.extended(float(step), float(value), CHART_LENGTH)
     return extended

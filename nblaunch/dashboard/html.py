@@ -115,7 +115,7 @@ def title(view: JobView, table: Table) -> str:
     look = outcome_look(view.outcome)
     shape = _glyph(look.shape, look.colour)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
-    why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
+    why = f' title="{escape(f"{view.start.start_method}: {view.start.reason}")}"' if view.start.reason else ""
     setting = f' <span style="{MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
     return f"<div>{shape} {name}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
 

@@ -164,7 +164,7 @@ def _stalled(view: JobView) -> list[Notice]:
     """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
         # The exception of a job that was stopped for a hang has the positions; one that is done has overcome it.
-        is_shown = view.hang and view.outcome != "done" and not view.has_hung
+        is_shown = view.hang and view.outcome != "done" and not view.end.has_hung
         return [Notice("stalled", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
     found = {rank.rank: rank.stall for rank in live if rank.stall is not None}
@@ -252,8 +252,8 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
     limit_s = max(STALLED_S, _STALLED_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
     if rank.state is WorkerState.RUNNING:
         limit_s *= _OUTSIDE_FACTOR
-    elif view.hang_timeout_s is not None:
-        limit_s = min(limit_s, view.hang_timeout_s)
+    elif view.start.hang_timeout_s is not None:
+        limit_s = min(limit_s, view.start.hang_timeout_s)
     return view.now_s - rank.changed_s >= limit_s
 
 

@@ -119,7 +119,7 @@ def _used_columns(view: JobView) -> tuple[str, ...]:
         rank.device_peak_bytes or rank.device_bytes or rank.device_use is not None for rank in view.ranks
     )
     shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
-    shows_device = has_device or (trains and view.backend not in ("", "cpu"))
+    shows_device = has_device or (trains and view.start.backend not in ("", "cpu"))
     return (
         *(_TRAINING_COLUMNS if trains else ()),
         *(["peak memory"] if shows_memory else []),
@@ -308,7 +308,7 @@ def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapp
     counts = Counter(status.word for status in statuses)
     few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
-    failed.sort(key=lambda rank: (rank.rank != view.failed_rank, rank.is_consequence, rank.rank))
+    failed.sort(key=lambda rank: (rank.rank != view.end.failed_rank, rank.is_consequence, rank.rank))
     noticed = [rank for rank in sorted(marks) if len(marks) <= len(statuses) // 2]
     alone = [rank for rank, status in enumerate(statuses) if counts[status.word] <= few]
     ordered = dict.fromkeys([*(rank.rank for rank in failed), *noticed, *alone])

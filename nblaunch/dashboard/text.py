@@ -32,7 +32,7 @@ def progress_line(view: JobView) -> str:
     row = table.rows[0]
     parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
     about = f"rank {behind.rank} " if len(view.ranks) > 1 else ""
-    return f"{view.function_name or 'job'}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
+    return f"{table.name}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
 
 
 _BAR_WIDTH = 16

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.events import ExitStatus, Stalled, WorkerState
+from nblaunch.events import AttemptStarted, ExitStatus, JobEnded, Stalled, WorkerState
 from nblaunch.wire.board import SlotReading
 
 if TYPE_CHECKING:
@@ -314,29 +314,20 @@ class RankView:
         return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
 
 
+NOT_STARTED = AttemptStarted(-1, 0.0)
+NOT_ENDED = JobEnded(-1, 0.0, outcome="")
+
+
 @dataclass(frozen=True)
 class JobView:
     """The state of a job. Times are wall-clock seconds (``time.time()``).
 
     Args:
-        function_name: of the function that runs.
-        backend: device family.
-        start_method: of the workers.
-        reason: for the start method.
-        fallback: a sentence why the usual start method was not possible; empty otherwise.
-        is_spmd: one worker drives all devices.
-        mixed_precision: ``"fp16"``, ``"bf16"`` or ``"fp8"``; empty if unknown or full precision.
+        start: how the last attempt was started.
+        end: how the job ended; its outcome is empty while the job runs.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
-        log_dir: folder of complete logs.
-        hang_timeout_s: seconds without progress that are a hang; None = never.
-        attempt: number of restarts so far.
-        started_s: start of the job; 0.0 before.
+        started_s: start of the job, of its first attempt; 0.0 before.
         now_s: time of the last reading.
-        outcome: as in :class:`nblaunch.events.JobEnded`; empty while the job runs.
-        is_early: the job ended before its last step because that was requested.
-        has_hung: the job failed because a hang was stopped.
-        failed_rank: the rank with the root cause of a failure.
-        message: one line about the failure.
         notes: ``(rank, text)`` of the last notes that are no warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, each once.
         hang: the last report about ranks without progress, a line each; empty when they have gone on.
@@ -348,24 +339,11 @@ class JobView:
         ranks: one view per worker, by rank; empty before the start.
     """
 
-    function_name: str = ""
-    backend: str = ""
-    start_method: str = ""
-    reason: str = ""
-    fallback: str = ""
-    is_spmd: bool = False
-    mixed_precision: str = ""
+    start: AttemptStarted = NOT_STARTED
+    end: JobEnded = NOT_ENDED
     facts: Mapping[str, str] = field(default_factory=dict)
-    log_dir: str = ""
-    hang_timeout_s: float | None = None
-    attempt: int = 0
     started_s: float = 0.0
     now_s: float = 0.0
-    outcome: str = ""
-    is_early: bool = False
-    has_hung: bool = False
-    failed_rank: int | None = None
-    message: str = ""
     notes: tuple[tuple[int, str], ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
     hang: tuple[str, ...] = ()
@@ -380,6 +358,11 @@ class JobView:
     def is_started(self) -> bool:
         """Return whether the job has started."""
         return bool(self.ranks)
+
+    @property
+    def outcome(self) -> str:
+        """Return how the job ended; empty while it runs."""
+        return self.end.outcome
 
     @property
     def is_over(self) -> bool:

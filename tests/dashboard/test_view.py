@@ -130,7 +130,7 @@ def test_a_restart_begins_anew_but_time_goes_on() -> None:
     view = view_of([*started(2), raised(1), Note(-1, START_S, text="restarting")])
     view = fold(view, AttemptStarted(-1, START_S + 10, "train", 2, attempt=1))
     assert states(view) == ["starting", "starting"]
-    assert (view.attempt, view.elapsed_s, view.notes) == (1, 10.0, ((-1, "restarting"),))
+    assert (view.start.attempt, view.elapsed_s, view.notes) == (1, 10.0, ((-1, "restarting"),))
 
 
 def test_the_last_line_of_the_output_is_kept() -> None:
