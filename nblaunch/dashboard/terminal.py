@@ -163,13 +163,13 @@ class LiveTable:
 
 @contextmanager
 def live_hidden() -> Iterator[None]:
-    """Show the lines that are held back, and hide the live table, if there is one, while the block asks the user."""
+    """Hide the live table, if there is one, and show the lines that are held back, while the block asks the user."""
     live = LiveTable.latest
     if live is None:
         yield
         return
-    live.flush_lines()
     with live.hidden():
+        live.flush_lines()
         yield
 
 
