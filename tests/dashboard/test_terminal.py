@@ -380,7 +380,7 @@ def test_the_debugger_asks_below_what_was_printed_with_the_table_out_of_the_way(
             env={**os.environ, "PYTHONPATH": str(ROOT), "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
         )
         try:
-            _read_until(lambda: "training" in screen.text, screen, user, process)
+            _read_until(lambda: "/10,000" in screen.text, screen, user, process)
             (tmp_path / "seen").touch()
             _read_until(lambda: screen.text.endswith("[0] (Pdb)"), screen, user, process)
             first, second, *_ = screen.text.splitlines()
@@ -390,7 +390,7 @@ def test_the_debugger_asks_below_what_was_printed_with_the_table_out_of_the_way(
             assert not screen.is_cursor_hidden
             os.write(user, b"c\n")
             _read_until(lambda: "train: done in" in screen.text, screen, user, process)
-            assert screen.text.count("printed after") == 1
+            assert screen.text.splitlines().count("printed after") == 1
         finally:
             process.kill()
             process.wait()
