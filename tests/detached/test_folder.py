@@ -166,6 +166,7 @@ def test_a_long_log_is_shown_while_it_is_read() -> None:
     recorder.on_event(AttemptStarted(-1, 1.0, "print", 1))
     recorder.on_event(JobEnded(-1, 2.0, "done"))
     os.close(recorder._sender.fd)
+    folder.log_path(0).parent.mkdir()
     folder.log_path(0).write_text("a line\n" * 500_000)  # read in portions of 1 MiB
     listener = _Ticks()
     followed = follower.JobFollower(folder, [listener])
