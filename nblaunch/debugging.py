@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
-from nblaunch.dashboard.terminal import is_terminal
+from nblaunch.dashboard.terminal import is_terminal, live_hidden
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
 from nblaunch.launcher import post_mortem
@@ -131,14 +131,15 @@ def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
 
 def _ask(rank: int, prompt: Prompted) -> str:
     """Show what pdb has printed, and return the user's line; the end of the input leaves pdb."""
-    if prompt.stop is not None:
-        filename, line = prompt.place
-        _print(f"rank {rank} at breakpoint() in {cell_name(filename)}, line {line}:\n")
-    _print(prompt.text)
-    try:
-        return input(f"[{rank}] {prompt.prompt}")
-    except EOFError:
-        return "q"
+    with live_hidden():
+        if prompt.stop is not None:
+            filename, line = prompt.place
+            _print(f"rank {rank} at breakpoint() in {cell_name(filename)}, line {line}:\n")
+        _print(prompt.text)
+        try:
+            return input(f"[{rank}] {prompt.prompt}")
+        except EOFError:
+            return "q"
 
 
 def _print(text: str) -> None:

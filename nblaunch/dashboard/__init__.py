@@ -9,8 +9,7 @@ table.py           all text of the view
 rows.py            rows of ranks: which are shown, which are collapsed
 notices.py         slow and stalled ranks, rates that fall to 0, losses that are not finite
 text.py            the table as text, and the progress in one line
-terminal.py        the dashboard for scripts and terminals
-  live_table.py        a table that is redrawn in place
+terminal.py        the dashboard for scripts and terminals, with a table that is redrawn in place
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
@@ -36,7 +35,7 @@ from nblaunch import env
 from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
-from nblaunch.dashboard.terminal import LiveDisplay, TextDashboard, moves_cursor
+from nblaunch.dashboard.terminal import LiveTable, TextDashboard, moves_cursor
 from nblaunch.events import JobEnded
 from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
@@ -127,17 +126,13 @@ def lines_printer(**options: Any) -> Dashboard:
     return GuardedDashboard(LinesPrinter(publish=publish, merges_equal=True, **options))
 
 
-def open_live(stream: TextIO | None = None) -> LiveDisplay | None:
+def open_live(stream: TextIO | None = None) -> LiveTable | None:
     """Return a table that is redrawn in place; None where the cursor can't be moved.
 
     Args:
         stream: default: ``sys.stderr``.
     """
-    if not moves_cursor(sys.stderr if stream is None else stream):
-        return None
-    from nblaunch.dashboard.live_table import LiveTable
-
-    return LiveTable(stream)
+    return LiveTable(stream) if moves_cursor(sys.stderr if stream is None else stream) else None
 
 
 def connect(dashboards: Sequence[Dashboard], controls: Controls) -> None:

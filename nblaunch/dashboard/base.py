@@ -41,6 +41,9 @@ _INDEPENDENT = (DeviceUse, Fact, HostMemory)
 _FOLD_S_PER_RANK = 0.0009
 """Seconds between foldings for each rank: 0.46 s for 512 ranks; up to about 100 ranks, every reading is folded."""
 
+_MANY_LINES = 100
+"""Lines of an event that is folded at once: a whole log may be read before the next reading of the board."""
+
 
 class Controls(Protocol):
     """Requests to a running job. They are safe in any thread and return at once."""
@@ -204,6 +207,8 @@ class ViewingDashboard(Dashboard):
             return
         if isinstance(event, LogLines):
             self._log_lines.append(event)
+            if len(event.lines) >= _MANY_LINES:
+                self._fold_log_lines()
             return
         if isinstance(event, AttemptStarted) and not self._view.is_started:
             self._pace.restart(event.ago_s)
@@ -231,15 +236,18 @@ class ViewingDashboard(Dashboard):
 
     def _catch_up(self) -> None:
         """Fold lines, bars and readings into the view; with many ranks that is too expensive for each of them."""
-        if self._log_lines:
-            self._view = fold_log_lines(self._view, self._log_lines)
-            self._log_lines = []
+        self._fold_log_lines()
         for event in self._status_lines.values():
             self._view = fold(self._view, event)
         self._status_lines = {}
         if self._readings:
             self._view = fold_readings(self._view, self._readings, self._read_s)
             self._readings, self._folded_s = (), self._read_s
+
+    def _fold_log_lines(self) -> None:
+        if self._log_lines:
+            self._view = fold_log_lines(self._view, self._log_lines)
+            self._log_lines = []
 
     @abc.abstractmethod
     def _draw(self) -> None:

@@ -12,15 +12,14 @@ from nblaunch import events
 from nblaunch.dashboard.view import (
     CHART_LENGTH,
     LINE_STAYS_S,
+    NOT_ENDED,
     NUM_EPOCHS,
-    TAIL_LENGTH,
     WINDOW_S,
     Curve,
     EpochView,
     JobView,
     RankView,
     RatePoint,
-    TrainingRates,
     read_bar,
     replace,
 )
@@ -47,9 +46,22 @@ def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) 
         for reading in changed:
             updated[reading.rank] = _read(updated[reading.rank], reading, now_s)
         ranks = tuple(updated)
+    hang = () if view.hang and _has_moved_on(view.ranks, ranks) else view.hang
     if any(_has_lost_line(rank, now_s) for rank in ranks):
         ranks = tuple(rank.without_line() if _has_lost_line(rank, now_s) else rank for rank in ranks)
-    return replace(view, ranks=ranks, now_s=view.now_s if view.is_over else max(now_s, view.now_s))
+    now_s = view.now_s if view.is_over else max(now_s, view.now_s)
+    return replace(view, ranks=ranks, hang=hang, now_s=now_s)
+
+
+def _has_moved_on(before: Sequence[RankView], ranks: Sequence[RankView]) -> bool:
+    """Return whether a rank has taken a step, and none is left of which the launcher knows that it makes no progress.
+
+    Other changes do not count: ranks that were interrupted in a hang have changed, too.
+    """
+    has_stepped = any(
+        old.stepped_s and new.stepped_s > old.stepped_s for old, new in zip(before, ranks, strict=True)
+    )
+    return has_stepped and not any(rank.stall for rank in ranks)
 
 
 def _has_lost_line(rank: RankView, now_s: float) -> bool:
@@ -107,20 +119,14 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     return {}
 
 
-def _trained(rank: RankView, reading: SlotReading) -> TrainingRates | None:
-    """Return the rates of the training loop that ``reading`` is from, or those of the last one."""
+def _trained(rank: RankView, reading: SlotReading) -> RankView | None:
+    """Return the rank as it was in its last training loop: now, where ``reading`` is from one."""
     trained = rank.trained
     goes_on = (
         trained is not None and trained.loop == reading.loop and reading.state is not WorkerState.EVALUATING
     )
     if reading.state is WorkerState.TRAINING or goes_on:  # the rank may wait in it, or have left it
-        return TrainingRates(
-            reading.loop,
-            rank.steps_per_s,
-            rank.samples_per_s,
-            rank.busy_step_s,
-            rank.rate_points,
-        )
+        return replace(rank, trained=None)
     return trained
 
 
@@ -130,7 +136,7 @@ def _is_new_loop(last: SlotReading, reading: SlotReading) -> bool:
     return last.state != reading.state and {last.state, reading.state} == _PHASES
 
 
-def _measured_before(rank: RankView, reading: SlotReading) -> RankView | TrainingRates:
+def _measured_before(rank: RankView, reading: SlotReading) -> RankView:
     """Return the rate points that a new loop goes on from: one that trains, from the training loop right before it.
 
     A look may have met the rank in the loop over epochs between the two; of ranks in lockstep, it meets some.
@@ -215,22 +221,11 @@ def _with_rank(view: JobView, rank: RankView) -> JobView:
 def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
     return replace(
         view,
-        function_name=single_line(event.function_name),
-        backend=event.backend,
-        start_method=event.start_method,
-        reason=event.reason,
-        fallback=single_line(event.fallback),
-        is_spmd=event.is_spmd,
-        mixed_precision="" if event.mixed_precision == "no" else single_line(event.mixed_precision),
-        log_dir=event.log_dir,
-        hang_timeout_s=event.hang_timeout_s,
-        attempt=event.attempt,
+        start=event,
+        end=NOT_ENDED,
         # After a restart it is still the same job for its user.
         started_s=view.started_s if event.attempt and view.started_s else event.time_s,
         now_s=event.time_s,
-        outcome="",
-        failed_rank=None,
-        message="",
         hang=(),
         facts={},
         host_bytes=None,
@@ -239,15 +234,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
 
 
 def _job_ended(view: JobView, event: events.JobEnded) -> JobView:
-    view = replace(
-        view,
-        outcome=event.outcome,
-        is_early=event.is_early,
-        has_hung=event.has_hung,
-        failed_rank=event.failed_rank,
-        message=event.message,
-        now_s=max(event.time_s, view.started_s),
-    )
+    view = replace(view, end=event, now_s=max(event.time_s, view.started_s))
     return replace(
         view, ranks=tuple(_with_training_numbers(_with_outcome(view, rank)) for rank in view.ranks)
     )
@@ -260,27 +247,27 @@ def _with_training_numbers(rank: RankView) -> RankView:
     step, total, epoch = rank.reading.trained
     if epoch and (step, total, epoch) != (rank.step, rank.total, rank.epoch):
         rank = replace(rank, step=step, total=total, epoch=epoch, steps_per_s=None, samples_per_s=None)
-    rates = rank.trained
-    if rates is None:
+    trained = rank.trained
+    if trained is None:
         return rank
     return replace(
         rank,
-        steps_per_s=rates.steps_per_s,
-        samples_per_s=rates.samples_per_s,
-        busy_step_s=rates.busy_step_s,
+        steps_per_s=trained.steps_per_s,
+        samples_per_s=trained.samples_per_s,
+        busy_step_s=trained.busy_step_s,
     )
 
 
 def _with_outcome(view: JobView, rank: RankView) -> RankView:
     """Return a rank in its final state by the outcome of the job: ranks that the launcher stopped did not fail."""
-    if view.outcome == "failed" and rank.rank == view.failed_rank:
-        message = _first_line(view.message)
-        failure = message if view.has_hung else rank.failure or message
+    if view.outcome == "failed" and rank.rank == view.end.failed_rank:
+        message = _first_line(view.end.message)
+        failure = message if view.end.has_hung else rank.failure or message
         return replace(rank, state=WorkerState.FAILED, failure=failure, is_consequence=False)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
     was_ended = was_stopped and not rank.is_consequence
     # What ranks that waited have raised when their peers were stopped explains nothing.
-    was_waiting = view.has_hung and rank.is_consequence
+    was_waiting = view.end.has_hung and rank.is_consequence
     if rank.state is WorkerState.FAILED and (was_ended or was_waiting):
         return replace(rank, state=WorkerState.STOPPED, failure="")
     if rank.state.is_final:
@@ -321,22 +308,7 @@ def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView
             num_lines=rank.num_lines + num_lines[event.rank],
             changed_s=max(rank.changed_s, event.time_s),
         )
-    tail: list[tuple[int, str]] = []
-    for event in printed[-TAIL_LENGTH:]:
-        tail += [(event.rank, single_line(line)) for line in event.lines[-TAIL_LENGTH:]]
-    return replace(view, ranks=tuple(ranks), tail=(*view.tail, *tail)[-TAIL_LENGTH:])
-
-
-def display_line(event: events.Displayed) -> str:
-    """Return a display in one line: its text, or else the types of its data."""
-    text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
-    return f"displayed: {text}"
-
-
-def _displayed(view: JobView, event: events.Displayed) -> JobView:
-    if event.update:
-        return view
-    return replace(view, tail=(*view.tail, (event.rank, display_line(event)))[-TAIL_LENGTH:])
+    return replace(view, ranks=tuple(ranks))
 
 
 def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
@@ -365,8 +337,8 @@ def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
 
 def _epoch(view: JobView, number: int) -> EpochView:
     """Return an epoch of this attempt, empty if nothing is known of it."""
-    known = view.epochs.get(number)
-    return known if known is not None and known.attempt == view.attempt else EpochView(view.attempt)
+    known, attempt = view.epochs.get(number), view.start.attempt
+    return known if known is not None and known.attempt == attempt else EpochView(attempt)
 
 
 def _with_epoch(view: JobView, number: int, epoch: EpochView) -> JobView:
@@ -385,9 +357,9 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
         )
         if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
             continue
-        curve = extended.get(name, Curve(attempt=view.attempt))
-        if curve.attempt != view.attempt:  # without steps, it isn't known where the attempt goes on
-            curve = curve.resumed_at(event.step or 0, view.attempt)
+        curve = extended.get(name, Curve(attempt=view.start.attempt))
+        if curve.attempt != view.start.attempt:  # without steps, it isn't known where the attempt goes on
+            curve = curve.resumed_at(event.step or 0, view.start.attempt)
         step = curve.num_seen if event.step is None else event.step
         extended[name] = curve.extended(float(step), float(value), CHART_LENGTH)
     return extended
@@ -478,7 +450,6 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.Note: _note,
     events.Fact: _fact,
     events.LogLines: lambda view, event: fold_log_lines(view, [event]),
-    events.Displayed: _displayed,
     events.Metric: _metric,
     events.EpochEnded: _epoch_ended,
     events.HostMemory: _host_memory,

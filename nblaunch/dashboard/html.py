@@ -11,18 +11,16 @@ for screen readers, heads with scopes, and bars with the role of a progress bar.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from itertools import groupby
 
 from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.palette import BAD, CAUTION, COLOURS, MUTED, STATE_LOOKS, ink, outcome_look, shape_of
-from nblaunch.dashboard.rows import Row, Tile, full_length, in_lines
+from nblaunch.dashboard.rows import Row, full_length
 from nblaunch.dashboard.table import EpochTable, Table, tabulate
-from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.text import Tail, render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 
@@ -40,17 +38,11 @@ _STYLES = {
     "muted": MUTED,
     "detail": f"{MONO};{MUTED};max-width:36em;overflow:hidden;text-overflow:ellipsis;white-space:pre",
     "track": "width:80px;background:rgba(128,128,128,.25)",
-    "tiles": f"{MONO};font-size:13px;letter-spacing:3px;line-height:17px;white-space:pre;text-align:left;padding:0;"
-    "border:0",
-    "ranks": "font-weight:normal;text-align:right;line-height:17px;padding:0 14px 0 0;border:0",
-    "line": "background:none;border:0",
     **{f"ink{number}": ink(colour) for number, colour in enumerate(COLOURS)},
     **{f"bar{number}": f"height:6px;background:{colour}" for number, colour in enumerate(COLOURS)},
 }
 _USUAL = {"right", "row"}  # styles of all elements of a table that have no class
 _CLASS = "nbl-"
-_GLIDE = f"{_CLASS}glide"
-_GLIDE_S = 0.35
 
 
 @dataclass(frozen=True)
@@ -59,11 +51,9 @@ class Markup:
 
     Args:
         is_inline: styles are in line; else :data:`STYLE_SHEET` must be on the page.
-        fractions: row (-1 for the whole job) -> fraction that was shown last, for bars that glide on from there.
     """
 
     is_inline: bool = True
-    fractions: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, name: str, more: str = "") -> str:
         """Return the attributes of an element with the style ``name``, and with the properties ``more``."""
@@ -81,41 +71,38 @@ STYLE_SHEET = (
     + "".join(
         f":is(.{_CLASS}{name}, .{_CLASS}table .{_CLASS}{name}){{{style}}}" for name, style in _STYLES.items()
     )
-    + f"@keyframes {_GLIDE}{{from{{width:var(--from)}}}}"
-    + f"@media(prefers-reduced-motion:reduce){{[class^={_CLASS}bar]{{animation:none!important}}}}"
     + "</style>"
 )
-"""Styles by class name, and bars that glide; the front end may remove it, which leaves a plain table."""
+"""Styles by class name; the front end may remove it, which leaves a plain table."""
 
 
-def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
+def mimebundle(view: JobView, *, tail: Tail | None = None) -> dict[str, str]:
     """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``."""
     table = tabulate(view)
     return {
-        "text/html": render_html(view, with_output=with_output, table=table),
-        "text/plain": render_text(view, with_output=with_output, table=table),
+        "text/html": render_html(view, tail=tail, table=table),
+        "text/plain": render_text(view, tail=tail, table=table),
     }
 
 
-def render_html(view: JobView, *, with_output: bool = False, table: Table | None = None) -> str:
+def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None = None) -> str:
     """Return the table as an HTML fragment.
 
     Args:
         view: the job.
-        with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
+        tail: the last lines of output, shown with the notes; None where something else shows these.
         table: of this view, where it is at hand.
     """
     table = table or tabulate(view)
     parts = [title(view, table)]
-    parts += [rows_html(table, table.rows)] if table.rows else []
-    parts += [_collapsed(view, table)] if table.collapsed else []
+    parts += [rows_html(table)] if table.rows else []
     parts.append(remarks(table))
     parts.append(line(table.metrics))
     parts += [f"<div>{''.join(charts(view, has_values=True))}</div>"] if view.is_over else []
     parts.append(epochs(table.epochs))
-    if with_output:
+    if tail is not None:
         parts += [line(f"note: {text}") for text in table.notes]
-        parts += [_tail(view.tail, is_live=not view.is_over)] if view.tail else []
+        parts += [_tail(tail, is_live=not view.is_over)] if tail else []
     parts += [line(table.memory), line(f"logs: {table.log_dir}" if table.log_dir else "")]
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
@@ -128,7 +115,7 @@ def title(view: JobView, table: Table) -> str:
     look = outcome_look(view.outcome)
     shape = _glyph(look.shape, look.colour)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
-    why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
+    why = f' title="{escape(f"{view.start.start_method}: {view.start.reason}")}"' if view.start.reason else ""
     setting = f' <span style="{MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
     return f"<div>{shape} {name}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
 
@@ -138,18 +125,6 @@ def remarks(table: Table) -> str:
     failures = [_labelled(label, text, "✗", BAD) for label, text in table.failures]
     warnings = [_labelled("warning", text, "▲", CAUTION) for text in table.warnings]
     return "".join([*failures, *map(_notice, table.notices), *warnings])
-
-
-def _collapsed(view: JobView, table: Table) -> str:
-    """Return the ranks in lockstep in one line that opens on a click.
-
-    While the job runs, each update would close what a user has opened, so it is open.
-    """
-    if not view.is_over:
-        return f"<div>{escape(table.collapsed)}</div>{tiles_html(table.tiles)}"
-    is_open = "" if table.expanded else " open"
-    summary = f'<summary style="cursor:pointer">{escape(table.collapsed)}</summary>'
-    return f"<details{is_open}>{summary}{all_ranks_html(table)}</details>"
 
 
 def _labelled(label: str, text: str, shape: str, colour: str) -> str:
@@ -199,7 +174,7 @@ def line(text: str) -> str:
     return f'<div style="{MUTED};font-size:12px">{escape(text)}</div>' if text else ""
 
 
-def _tail(tail: Sequence[tuple[int, str]], *, is_live: bool) -> str:
+def _tail(tail: Tail, *, is_live: bool) -> str:
     """Return lines of output; while the job runs in a frame of constant height, at its end."""
     lines = "\n".join(f"[{rank}] {line}" for rank, line in tail)
     style = "margin:4px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit"
@@ -216,23 +191,24 @@ _WIDTHS = {
 }  # fmt: skip
 
 
-def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str:
-    """Return rows of the table, its ``rows`` or ``expanded``, as HTML."""
+def rows_html(table: Table, markup: Markup = INLINE) -> str:
+    """Return the rows, and the line of the ranks in lockstep, as HTML."""
     trains = "step" in table.columns
     heads = [("rank", "right"), ("state", "left")]
     heads += [("progress", "left")] if trains or any(row.fraction is not None for row in table.rows) else []
     heads += [(name, "right") for name in table.columns]
-    heads += [("output", "left")] if any(row.detail and not row.is_stalled for row in rows) else []
+    heads += [("output", "left")] if any(row.detail and not row.is_stalled for row in table.rows) else []
     widths = {name: f"min-width:{number}ch" for name, number in _WIDTHS.items()}
     if trains:
         at = table.columns.index("step")
-        widths["step"] = f"min-width:{max(full_length(row.cells[at]) for row in rows)}ch"
+        widths["step"] = f"min-width:{max(full_length(row.cells[at]) for row in table.rows)}ch"
     head = "".join(_head(name, style, widths.get(name, ""), markup) for name, style in heads)
     names = [name for name, _ in heads]
-    body = "".join(_row(row, names, markup) for row in rows)
+    body = "".join(_row(row, names, markup) for row in table.rows)
+    collapsed = f"<div>{escape(table.collapsed)}</div>" if table.collapsed else ""
     return (
         f'<table aria-label="ranks of {escape(table.name)}" {markup.of("table")}>'
-        f"<tr {markup.of('row')}>{head}</tr>{body}</table>"
+        f"<tr {markup.of('row')}>{head}</tr>{body}</table>{collapsed}"
     )
 
 
@@ -274,13 +250,9 @@ def _detail(text: str, markup: Markup) -> str:
 
 
 def _bar(row: Row, markup: Markup) -> str:
-    """Return a bar, which glides on from its last place."""
     if row.fraction is None:
         return ""
-    start = markup.fractions.get(row_key(row), row.fraction)
     width = f"width:{_percent(row.fraction)}"
-    if start < row.fraction:
-        width += f";--from:{_percent(start)};animation:{_GLIDE} {_GLIDE_S:g}s linear"
     about = "the job" if row.rank is None else f"rank {row.rank}"
     bar = f"<div {markup.of(f'bar{COLOURS.index(STATE_LOOKS[row.state].colour)}', width)}></div>"
     return (
@@ -289,54 +261,5 @@ def _bar(row: Row, markup: Markup) -> str:
     )
 
 
-def row_key(row: Row) -> int:
-    """Return the key of a row in :attr:`Markup.fractions`."""
-    return -1 if row.rank is None else row.rank
-
-
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}".removesuffix(".0") + "%"
-
-
-# --- collapsed ranks --------------------------------------------------------------------------------------------------
-
-_TILES_IN_LINE, _TILE_GROUP = 32, 8
-
-
-def all_ranks_html(table: Table, markup: Markup = INLINE) -> str:
-    """Return what is behind the line of the ranks in lockstep: a row for each rank, or a tile."""
-    return rows_html(table, table.expanded, markup) if table.expanded else tiles_html(table.tiles, markup)
-
-
-def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
-    """Return a tile for each rank, by rank, and what the shapes mean."""
-    lines = "".join(
-        f'<tr {markup.of("line")}><td role="rowheader" {markup.of("ranks")}>'
-        f"<span {markup.of('muted')}>{label}</span></td>"
-        f"<td {markup.of('tiles')}>{_shapes(line, markup)}</td></tr>"
-        for label, line in in_lines(tiles, _TILES_IN_LINE)
-    )
-    return (
-        f'<table aria-label="state of each rank" {markup.of("table")}>{lines}</table>'
-        f'<div style="font-size:12px">{_legend(tiles, markup)}</div>'
-    )
-
-
-def _shapes(line: Sequence[Tile], markup: Markup) -> str:
-    """Return the shapes of a line in groups; neighbours with the same look are one element."""
-    parts = []
-    for (shape, colour), same in groupby(enumerate(line), lambda placed: _look(placed[1])):
-        gaps = [" " if place and place % _TILE_GROUP == 0 else "" for place, _ in same]
-        parts.append(_glyph("".join(gap + shape for gap in gaps), colour, markup))
-    return "".join(parts)
-
-
-def _look(tile: Tile) -> tuple[str, str]:
-    return shape_of(tile.state, is_marked=tile.is_marked)
-
-
-def _legend(tiles: Sequence[Tile], markup: Markup) -> str:
-    counts = Counter((_look(tile), tile.text) for tile in tiles)
-    return "&emsp;".join(
-        f"{_glyph(*look, markup)} {number} {text}" for (look, text), number in counts.items()
-    )

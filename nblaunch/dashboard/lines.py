@@ -24,10 +24,8 @@ from typing import Any, TextIO, final
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.fold import display_line
 from nblaunch.dashboard.rows import HEAD_LINES
-from nblaunch.dashboard.terminal import LiveDisplay, write
-from nblaunch.dashboard.view import TAIL_LENGTH
+from nblaunch.dashboard.terminal import LiveTable, write
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading
@@ -35,14 +33,21 @@ from nblaunch.wire.board import SlotReading
 NUM_LINES = 60
 """Number of last lines that a ``LastLines`` keeps of each rank, and of all ranks together."""
 
+TAIL_LENGTH = 20
+"""Number of last lines that are shown where there is room for a few, and at the end of a rank that printed a lot."""
+
 
 class LastLines:
-    """The last lines of each rank and of all ranks."""
+    """The last lines of each rank and of all ranks.
+
+    Attributes:
+        num_added: number of all lines, kept or not.
+    """
 
     def __init__(self) -> None:
+        self.num_added = 0
         self._by_rank: dict[int, deque[str]] = {}
         self._all: deque[tuple[float, int, int, str]] = deque(maxlen=NUM_LINES)
-        self._count = 0
 
     def add(self, event: Event) -> None:
         """Add the text of an event if a rank printed or displayed it."""
@@ -50,7 +55,7 @@ class LastLines:
             for line in event.lines[-NUM_LINES:]:
                 self._add_line(event, single_line(line))
         elif isinstance(event, Displayed) and not event.update:
-            self._add_line(event, display_line(event))
+            self._add_line(event, _display_line(event))
         elif isinstance(event, Note) and event.rank >= 0:
             self._add_line(event, single_line(event.text))
 
@@ -68,9 +73,15 @@ class LastLines:
         return list(self._by_rank.get(rank, ()))
 
     def _add_line(self, event: Event, line: str) -> None:
-        self._count += 1
-        self._all.append((event.time_s, self._count, event.rank, line))
+        self.num_added += 1
+        self._all.append((event.time_s, self.num_added, event.rank, line))
         self._by_rank.setdefault(event.rank, deque(maxlen=NUM_LINES)).append(line)
+
+
+def _display_line(event: Displayed) -> str:
+    """Return a display in one line: its text, or else the types of its data."""
+    text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
+    return f"displayed: {text}"
 
 
 MIN_RANKS = 3
@@ -155,7 +166,7 @@ class LinesPrinter(Dashboard):
         *,
         stream: TextIO | None = None,
         publish: Publish | None = None,
-        live: LiveDisplay | None = None,
+        live: LiveTable | None = None,
         shortens: bool = True,
         first_s: float = 0.0,
         defers_lines: bool = False,
@@ -167,6 +178,8 @@ class LinesPrinter(Dashboard):
         self._stream = stream
         self._publish = publish
         self._live = live
+        if live is not None:
+            live.flush_lines = self._flush
         self._shortens = shortens
         self._pace = Pace(first_s=first_s, clock=clock)
         self._defers_lines = defers_lines
@@ -196,6 +209,7 @@ class LinesPrinter(Dashboard):
                 f"{'nblaunch: ' if event.rank < 0 else self._label(event.rank)}{event.text}\n"
             )
         elif isinstance(event, AttemptStarted):
+            self._end_all()  # the logs of this attempt are others
             self._num_processes = event.num_processes
             self._first_rank = event.first_rank
             self._log_dir = event.log_dir
@@ -210,15 +224,7 @@ class LinesPrinter(Dashboard):
                 self._flush()
 
     def close(self) -> None:
-        for rank in sorted(self._tails):
-            self._end(rank)
-        if self._num_hidden:
-            logs = f"; complete logs: {self._log_dir}" if self._log_dir else ""
-            hidden = formatting.count(sum(self._num_hidden.values()), "line")
-            self._pending.append(
-                f"[{formatting.spans(sorted(self._num_hidden))}] ... {hidden} not shown{logs}\n"
-            )
-        self._tails, self._num_hidden = {}, Counter()
+        self._end_all()
         if self._pending:
             self._flush()
 
@@ -274,6 +280,20 @@ class LinesPrinter(Dashboard):
         share = _HEAD_LINES_OF_ALL // self._num_processes
         room = max(_HEAD_LINES_OF_ALL - self._num_shown.total(), share - shown)
         return max(min(HEAD_LINES - shown, room), 0)
+
+    def _end_all(self) -> None:
+        """Show the last lines of ranks that printed a lot, and begin to count anew."""
+        for rank in sorted(self._tails):
+            self._end(rank)
+        if self._num_hidden:
+            logs = f"; complete logs: {self._log_dir}" if self._log_dir else ""
+            hidden = formatting.count(sum(self._num_hidden.values()), "line")
+            self._pending.append(
+                f"[{formatting.spans(sorted(self._num_hidden))}] ... {hidden} not shown{logs}\n"
+            )
+        self._tails = {}
+        for counts in (self._num_lines, self._num_shown, self._num_hidden):
+            counts.clear()
 
     def _end(self, rank: int) -> None:
         label, tail = self._label(rank), self._tails[rank]

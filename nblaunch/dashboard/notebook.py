@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from nblaunch.dashboard.base import Bundle, Controls, Pace, ViewingDashboard
 from nblaunch.dashboard.html import mimebundle
-from nblaunch.dashboard.lines import LastLines
+from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import Event
@@ -159,8 +159,7 @@ class NotebookDashboard(ViewingDashboard):
 
     def on_event(self, event: Event) -> None:
         super().on_event(event)
-        if self._has_widgets:
-            self._last_lines.add(event)
+        self._last_lines.add(event)
 
     def control(self, controls: Controls) -> None:
         if self._is_background and self._panel is not None:
@@ -207,7 +206,7 @@ class NotebookDashboard(ViewingDashboard):
         """Return whether the table may have changed: after an event, or in another second."""
         view = self._view
         last = self._drawn
-        self._drawn = (int(view.elapsed_s), view.ranks, view.notes, view.warnings, view.tail)
+        self._drawn = (int(view.elapsed_s), view.ranks, view.notes, view.warnings, self._last_lines.num_added)
         return self._drawn != last
 
     def _show_table(self) -> None:
@@ -216,10 +215,11 @@ class NotebookDashboard(ViewingDashboard):
             self._pace.note_published(num_cells * sum(map(len, table.values())))
 
     def _table(self, view: JobView) -> Bundle:
-        with_output = self._is_background or (self._is_watched and not view.is_over)
+        has_lines = self._is_background or (self._is_watched and not view.is_over)
+        tail = self._last_lines.of_all()[-TAIL_LENGTH:] if has_lines else None
         if self._is_html:
-            return mimebundle(view, with_output=with_output)
-        return {"text/plain": render_text(view, with_output=with_output)}
+            return mimebundle(view, tail=tail)
+        return {"text/plain": render_text(view, tail=tail)}
 
 
 def _pace(*, has_widgets: bool, background: bool, clock: Callable[[], float]) -> Pace:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.view import JobView, RankView, replace
@@ -25,8 +24,6 @@ SLOW_RATIO = 1.3
 """A rank is slow if its step takes this many times as long as those of the others."""
 
 _MIN_SPAN_S = 3.0  # seconds of measurement before a rate is compared
-_RECENT_S, _RECENT_STEPS = 2.0, 6  # a rank that is far slower is found from fewer measurements
-_RECENT_RATIO = 1.6
 _LARGE_RATIO, _LARGE_BYTES = 1.5, 1_000_000_000
 _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
 _MIN_WAITING = 0.25  # fraction of the time
@@ -65,18 +62,12 @@ def _slow_ranks(view: JobView) -> list[Notice]:
     rates = {
         rank.rank: rank.steps_per_s for rank in view.ranks if rank.steps_per_s and _is_measured(view, rank)
     }
-    slower, when = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO), ""
-    if not slower and not view.is_over:
-        when = f" in the last {_RECENT_S:g} s"  # the rows have rates over a longer time
-        rates = {
-            rank.rank: recent.steps_per_s for rank in view.ranks if (recent := _recent(rank)) is not None
-        }
-        slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, _RECENT_RATIO)
+    slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO)
     if not slower:
         return []
     text = (
         f"{_are_slower(view, slower, rates)} ({rate(median(rates[rank] for rank in slower))} against "
-        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s{when})"
+        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s)"
     )
     return [Notice("slow", tuple(sorted(slower)), text)]
 
@@ -87,44 +78,18 @@ def _slow_in_step(view: JobView) -> list[Notice]:
         rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
     }
     slower = _outliers(busy_s, SLOW_RATIO)
-    steps_per_s = {rank: view.ranks[rank].steps_per_s or 1.0 for rank in slower}
-    if not slower and not view.is_over:
-        recents = {rank.rank: recent for rank in view.ranks if (recent := _recent(rank)) is not None}
-        busy_s = {rank: recent.busy_step_s for rank, recent in recents.items() if recent.busy_step_s > 0}
-        slower = _outliers(busy_s, _RECENT_RATIO)
-        steps_per_s = {rank: recents[rank].steps_per_s for rank in slower}
     if not slower:
         return []
     longest = median(busy_s[rank] for rank in slower)
     usual = median(seconds for rank, seconds in busy_s.items() if rank not in slower)
-    if (longest - usual) * median(steps_per_s.values()) < _MIN_LOSS:
+    steps_per_s = median(view.ranks[rank].steps_per_s or 1.0 for rank in slower)
+    if (longest - usual) * steps_per_s < _MIN_LOSS:
         return []
     text = (
         f"{_are_slower(view, slower, busy_s)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
         f"({longest * 1000:,.0f} against {usual * 1000:,.0f} ms), which slows down all ranks"
     )
     return [Notice("slow", tuple(sorted(slower)), text)]
-
-
-class _Recent(NamedTuple):
-    """Rates of a rank over the last :data:`_RECENT_S`."""
-
-    steps_per_s: float
-    busy_step_s: float
-
-
-def _recent(rank: RankView) -> _Recent | None:
-    """Return what a rank has done recently, if that is enough to be compared."""
-    if rank.state.is_final or len(rank.rate_points) < 2:
-        return None
-    last = rank.rate_points[-1]
-    first = next(point for point in rank.rate_points if last.time_s - point.time_s <= _RECENT_S)
-    span_s, num_steps = last.time_s - first.time_s, last.steps - first.steps
-    if span_s < _RECENT_S / 2 or num_steps < _RECENT_STEPS:
-        return None
-    num_busy = last.busy_steps - first.busy_steps
-    busy_s = (last.busy_time_s - first.busy_time_s) / num_busy if num_busy else 0.0
-    return _Recent(num_steps / span_s, busy_s)
 
 
 def _outliers(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
@@ -198,8 +163,8 @@ def _awaited_rank(view: JobView) -> list[Notice]:
 def _stalled(view: JobView) -> list[Notice]:
     """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
-        # The exception of a job that was stopped for a hang has the positions.
-        is_shown = view.hang and not view.has_hung
+        # The exception of a job that was stopped for a hang has the positions; one that is done has overcome it.
+        is_shown = view.hang and view.outcome != "done" and not view.end.has_hung
         return [Notice("stalled", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
     found = {rank.rank: rank.stall for rank in live if rank.stall is not None}
@@ -210,55 +175,20 @@ def _stalled(view: JobView) -> list[Notice]:
             since_s = max(stall.time_s - stall.for_s for stall in found.values())
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
         return [Notice("stalled", tuple(found), text, view.hang[1:])]
-    without_progress = [rank for rank in live if is_stalled(view, rank)]
-    if not without_progress:
-        return []
-    waiting = [rank for rank in without_progress if _is_waiting(rank)]
-    stalled = [rank for rank in without_progress if not _is_waiting(rank)]
-    for_s = whole_duration(view.now_s - max(rank.changed_s for rank in stalled or waiting))
-    if not stalled and len(waiting) < len(live):
-        return []  # they wait for ranks that make progress
-    text = _where_stalled(live, stalled, waiting, for_s)
-    return [Notice("stalled", tuple(rank.rank for rank in stalled or waiting), text)]
+    still = [rank for rank in live if is_stalled(view, rank)]
+    stalled = [rank for rank in still if not _is_waiting(rank)]
+    if not still or (not stalled and len(still) < len(live)):
+        return []  # those that wait do so for ranks that make progress
+    named = stalled or still
+    for_s = whole_duration(view.now_s - max(rank.changed_s for rank in named))
+    text = f"{_names(named)}: no progress for {for_s}"
+    if not stalled:
+        text += ", waiting for each other in a collective"
+    return [Notice("stalled", tuple(rank.rank for rank in named), text)]
 
 
 def _is_waiting(rank: RankView) -> bool:
     return rank.state is WorkerState.WAITING or bool(rank.stall and rank.stall.waiting_in)
-
-
-def _where_stalled(
-    live: Sequence[RankView], stalled: Sequence[RankView], waiting: Sequence[RankView], for_s: str
-) -> str:
-    if not stalled:
-        return f"all ranks have waited for each other in a collective for {for_s}"
-    if len(stalled) == len(live) and len(live) > 1:
-        return f"no rank has made progress for {for_s}{_steps(stalled)}"
-    verb = "has" if len(stalled) == 1 else "have"
-    text = (
-        f"{_names(stalled)} {verb} made no progress for {for_s}{_steps(stalled) if len(stalled) == 1 else ''}"
-    )
-    if waiting:
-        pronoun = "it" if len(stalled) == 1 else "them"
-        text += (
-            f"; {_names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {pronoun} in a collective"
-        )
-    return text
-
-
-def _steps(ranks: Sequence[RankView]) -> str:
-    """Return the ranks' steps as the end of a sentence; a rank that is behind the others is the likely cause."""
-    by_step: dict[int, list[int]] = {}
-    for rank in ranks:
-        by_step.setdefault(rank.step, []).append(rank.rank)
-    if not any(rank.has_progress for rank in ranks):
-        return ""
-    if len(by_step) == 1:
-        return f", at step {ranks[0].step:,}"
-    if len(by_step) > 3:
-        return f", at steps {min(by_step):,} to {max(by_step):,}"
-    return "; " + ", ".join(
-        f"{formatting.ranks(members)} at step {step:,}" for step, members in sorted(by_step.items())
-    )
 
 
 def _names(ranks: Sequence[RankView]) -> str:
@@ -322,8 +252,8 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
     limit_s = max(STALLED_S, _STALLED_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
     if rank.state is WorkerState.RUNNING:
         limit_s *= _OUTSIDE_FACTOR
-    elif view.hang_timeout_s is not None:
-        limit_s = min(limit_s, view.hang_timeout_s)
+    elif view.start.hang_timeout_s is not None:
+        limit_s = min(limit_s, view.start.hang_timeout_s)
     return view.now_s - rank.changed_s >= limit_s
 
 
@@ -342,7 +272,7 @@ def stall_text(view: JobView, rank: RankView) -> str:
 def settled_state(view: JobView, rank: RankView) -> WorkerState:
     """Return the state of a rank, without the brief waits in the collectives of each step."""
     if rank.state is not WorkerState.WAITING:
-        return WorkerState.WAITING if stall_text(view, rank) else rank.state
+        return rank.state
     since_s = max(rank.state_s, rank.stepped_s)
     is_brief = not (rank.stall and rank.stall.waiting_in) and view.now_s - since_s < _BRIEF_S
     return rank.phase if is_brief else rank.state

@@ -1,18 +1,18 @@
-"""The rows of a job: one for the whole job, one for each rank that differs, and the others collapsed.
+"""The rows of a job: one for the whole job and one for each rank; of many ranks, those in lockstep are collapsed.
 
     rank  state            epoch      step  steps/s ...
      all  training, 1 slow   2/6   450/1,000    24.1
       11  training, slow     2/6   450/1,000    24.1
     ranks 0-10, 12-63 training, 24.1 steps/s each
 
-Up to :data:`MAX_ALL_IN_ROWS` ranks all have a row. With more, ranks in lockstep are one line in words; behind it are
-their rows, or a tile for each rank. Ranks always stand in the order of their numbers.
+Up to :data:`MAX_ALL_IN_ROWS` ranks all have a row. With more, ranks in lockstep are one line in words. Ranks always
+stand in the order of their numbers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -23,11 +23,8 @@ from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import loss, rate, whole_duration
 
-MAX_ALL_IN_ROWS = 4
+MAX_ALL_IN_ROWS = 16
 """Largest number of ranks that all have a row of their own."""
-
-MAX_ROWS = 16
-"""Largest number of ranks with rows behind the collapsed line; with more ranks there is a tile for each."""
 
 MAX_DIFFERING_ROWS = 12
 """Largest number of rows for ranks that differ; more of them are collapsed as well."""
@@ -80,31 +77,6 @@ class Row:
         return f"…{self.detail[1 - width :]}" if self.is_stalled else f"{self.detail[: width - 1]}…"
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A rank in the grid.
-
-    Args:
-        rank: of the worker.
-        state: decides colour and shape.
-        is_marked: the rank differs from the others.
-    """
-
-    rank: int
-    state: WorkerState
-    is_marked: bool = False
-
-    @property
-    def differs(self) -> bool:
-        """Return whether the rank differs while it runs."""
-        return self.is_marked and not self.state.is_final
-
-    @property
-    def text(self) -> str:
-        """Return the meaning of the tile in one word."""
-        return "differs" if self.differs else self.state.name.lower()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """All rows of a job.
@@ -113,15 +85,11 @@ class Rows:
         columns: names of the columns between state and detail.
         rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
         collapsed: ranks in lockstep, in words; empty if all ranks have a row.
-        expanded: rows of all ranks, behind the collapsed line; empty if they are too many.
-        tiles: all ranks, if some are collapsed.
     """
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     collapsed: str = ""
-    expanded: tuple[Row, ...] = ()
-    tiles: tuple[Tile, ...] = ()
 
 
 def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
@@ -129,25 +97,17 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
     marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
     columns = _used_columns(view)
     are_few = len(view.ranks) <= MAX_ALL_IN_ROWS
-    statuses = [_status_of(view, rank, settles=not are_few) for rank in view.ranks]
-    differing = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
-
-    def rows(ranks: Iterable[int]) -> tuple[Row, ...]:
-        return tuple(_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in ranks)
-
+    statuses = [_status_of(view, rank) for rank in view.ranks]
+    shown = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
     num_marked = sum(
-        not view.ranks[rank].state.is_final for rank in differing if marks.get(rank, "stalled") != "stalled"
+        not view.ranks[rank].state.is_final for rank in shown if marks.get(rank, "stalled") != "stalled"
     )
     whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
-    shown = (*whole, *rows(differing))
-    if are_few:
-        return Rows(columns=columns, rows=shown)
+    ranks = [_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in shown]
     return Rows(
         columns=columns,
-        rows=shown,
-        collapsed=_collapsed(view, statuses, differing),
-        expanded=rows(range(len(view.ranks))) if len(view.ranks) <= MAX_ROWS else (),
-        tiles=tuple(Tile(rank, status.state, rank in differing) for rank, status in enumerate(statuses)),
+        rows=(*whole, *ranks),
+        collapsed="" if are_few else _collapsed(view, statuses, shown),
     )
 
 
@@ -159,7 +119,7 @@ def _used_columns(view: JobView) -> tuple[str, ...]:
         rank.device_peak_bytes or rank.device_bytes or rank.device_use is not None for rank in view.ranks
     )
     shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
-    shows_device = has_device or (trains and view.backend not in ("", "cpu"))
+    shows_device = has_device or (trains and view.start.backend not in ("", "cpu"))
     return (
         *(_TRAINING_COLUMNS if trains else ()),
         *(["peak memory"] if shows_memory else []),
@@ -178,12 +138,12 @@ class _RankStatus(NamedTuple):
     where: str
 
 
-def _status_of(view: JobView, rank: RankView, *, settles: bool) -> _RankStatus:
+def _status_of(view: JobView, rank: RankView) -> _RankStatus:
     stalled = stall_text(view, rank)
     if stalled:
         waits = rank.stall is not None and bool(rank.stall.waiting_in)
         return _RankStatus(WorkerState.WAITING, "waiting" if waits else _NO_PROGRESS, stalled)
-    state = settled_state(view, rank) if settles else rank.state
+    state = settled_state(view, rank)
     return _RankStatus(state, "killed" if rank.is_killed else state.name.lower(), "")
 
 
@@ -348,7 +308,7 @@ def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapp
     counts = Counter(status.word for status in statuses)
     few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
-    failed.sort(key=lambda rank: (rank.rank != view.failed_rank, rank.is_consequence, rank.rank))
+    failed.sort(key=lambda rank: (rank.rank != view.end.failed_rank, rank.is_consequence, rank.rank))
     noticed = [rank for rank in sorted(marks) if len(marks) <= len(statuses) // 2]
     alone = [rank for rank, status in enumerate(statuses) if counts[status.word] <= few]
     ordered = dict.fromkeys([*(rank.rank for rank in failed), *noticed, *alone])
@@ -392,9 +352,3 @@ def _spread(ranks: Sequence[RankView]) -> list[str]:
             f"{rate(median(rates))} steps/s{each}" if is_same else f"{rate(low)} to {rate(high)} steps/s"
         )
     return parts
-
-
-def in_lines(tiles: Sequence[Tile], width: int) -> list[tuple[str, list[Tile]]]:
-    """Return the tiles in lines of ``width`` with the ranks as labels: ``0-31``."""
-    lines = [list(tiles[start : start + width]) for start in range(0, len(tiles), width)]
-    return [(formatting.spans(tile.rank for tile in line), line) for line in lines]

@@ -86,10 +86,10 @@ def tabulate(view: JobView) -> Table:
     view = as_of_now(view)
     return Table(
         **vars(rows_of(view, found)),
-        name=view.function_name or "job",
+        name=single_line(view.start.function_name) or "job",
         headline=headline(view),
         setting=_setting(view),
-        fallback=view.fallback,
+        fallback=single_line(view.start.fallback),
         failures=_failures(view),
         notices=found,
         epochs=tabulate_epochs(view),
@@ -97,7 +97,7 @@ def tabulate(view: JobView) -> Table:
         memory=_memory(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),
         notes=tuple(_note(rank, text) for rank, text in view.notes[-_NUM_NOTES:]),
-        log_dir=view.log_dir,
+        log_dir=view.start.log_dir,
     )
 
 
@@ -111,11 +111,11 @@ def headline(view: JobView) -> str:
     if not view.is_started:
         return "starting" if not view.is_over else "not started"
     if view.is_over:
-        if view.outcome == "done" and view.is_early:
+        if view.outcome == "done" and view.end.is_early:
             return f"stopped early on request after {duration(view.elapsed_s)}"
-        is_of_rank = view.outcome == "failed" and view.failed_rank is not None
+        is_of_rank = view.outcome == "failed" and view.end.failed_rank is not None
         outcome = (
-            f"failed in rank {view.failed_rank} after"
+            f"failed in rank {view.end.failed_rank} after"
             if is_of_rank
             else _OUTCOMES.get(view.outcome, "cancelled after")
         )
@@ -125,15 +125,15 @@ def headline(view: JobView) -> str:
 
 
 def _setting(view: JobView) -> str:
-    facts = dict(view.facts)
+    start, facts = view.start, dict(view.facts)
     # Workers report it where it differs from the setting.
-    precision = facts.pop("precision", view.mixed_precision)
-    spanning = "spmd" if view.is_spmd else ""
-    parts = (view.backend, view.start_method, spanning, precision, *facts.values())
+    precision = facts.pop("precision", "" if start.mixed_precision == "no" else start.mixed_precision)
+    spanning = "spmd" if start.is_spmd else ""
+    parts = (start.backend, start.start_method, spanning, precision, *facts.values())
     how = ", ".join(part for part in parts if part)
     text = formatting.count(len(view.ranks), "process") + (f" ({how})" if how else "")
-    if view.attempt:
-        text += f", attempt {view.attempt + 1}"
+    if start.attempt:
+        text += f", attempt {start.attempt + 1}"
     return text
 
 
@@ -148,7 +148,7 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
         if rank.failure:
             # Consequences of another rank's failure differ only in ports and addresses.
             text = _NUMBER.sub("0", rank.failure) if rank.is_consequence else rank.failure
-            is_other = rank.rank != view.failed_rank
+            is_other = rank.rank != view.end.failed_rank
             grouped.setdefault((is_other, rank.is_consequence, text), []).append(rank)
     groups = [ranks for _, ranks in sorted(grouped.items(), key=lambda item: item[0])]
     lines = []
@@ -158,8 +158,8 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     if len(lines) > _NUM_FAILURE_LINES:
         hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
         lines = [*lines[:_NUM_FAILURE_LINES], (formatting.count(hidden, "more rank"), "see the logs")]
-    if not lines and view.outcome == "failed" and view.message:
-        lines = [("job", single_line(view.message.strip().partition("\n")[0]))]
+    if not lines and view.outcome == "failed" and view.end.message:
+        lines = [("job", single_line(view.end.message.strip().partition("\n")[0]))]
     return tuple(lines)
 
 
@@ -214,7 +214,7 @@ def tabulate_epochs(view: JobView) -> EpochTable:
     shown = epochs[-most:]
     running = 0 if view.is_over else max((rank.epoch for rank in view.ranks), default=0)
     if len(shown) < most and running > max(view.epochs, default=0):
-        shown.append((running, EpochView(view.attempt)))
+        shown.append((running, EpochView(view.start.attempt)))
     rows = [
         _epoch_row(number, epoch, names, has_loss=has_loss, is_running=number == running)
         for number, epoch in shown

@@ -1,24 +1,27 @@
 """The dashboard for scripts and terminals: progress, and a table at the end.
 
-In a terminal progress is a table that is redrawn in place (``live_table.py``). Elsewhere, and in a dumb terminal, whose
-cursor can't be moved up, a line is written from time to time. Colours are for terminals.
+In a terminal progress is a table that rich redraws in place. Elsewhere, and in a dumb terminal, whose cursor can't be
+moved up, a line is written from time to time. Colours are for terminals.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
-from typing import Any, Protocol, TextIO, final
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, final
 
 from nblaunch import env
 from nblaunch.dashboard.base import Pace, ViewingDashboard
 from nblaunch.dashboard.palette import paint, unpainted
 from nblaunch.dashboard.text import progress_line, render_text
 from nblaunch.dashboard.view import JobView
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first drawing, and between two
 _FIRST_LINE_S = 2.0  # where lines are written; a short job writes its last table only
@@ -76,17 +79,98 @@ def write(stream: TextIO, text: str) -> None:
         stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
-class LiveDisplay(Protocol):
-    """Progress at the bottom of a terminal, redrawn in place: ``live_table.LiveTable``, which imports rich."""
+@final
+class LiveTable:
+    """Progress at the bottom of a terminal, redrawn in place; the terminal must be able to move its cursor.
+
+        train: running for 12 s on 2 processes (cpu, fork)
+        rank  state       progress          epoch         step  steps/s    loss
+           0  training    ━━━━━━━╸            1/4    450/1,000     10.0  0.5321
+           1  waiting     ━━━━━━━╸            1/4    450/1,000     10.0  0.5330
+
+    Args:
+        stream: default: ``sys.stderr``, looked up at each use.
+
+    Attributes:
+        flush_lines: writes the lines that are to stand above it.
+    """
+
+    latest: ClassVar[LiveTable | None] = None
+    """The one that was opened last: a terminal has room for one."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        LiveTable.latest = self
+        self.flush_lines: Callable[[], None] = lambda: None
+        self._stream = stream
+        self._view: JobView | None = None
+        self._live: Live | None = None
 
     def draw(self, view: JobView) -> None:
         """Show the progress of a job."""
+        from rich.text import Text  # rich takes 100 ms, for terminals alone
+
+        self._view = view
+        live = self._live or self._start()
+        live.console.size = size = size_of(self._to)
+        blocks = has_blocks(self._to)
+        text = render_text(view, paint=paint, width=size[0], has_blocks=blocks, is_live=True)
+        live.update(Text.from_ansi(text), refresh=True)
 
     def clear(self) -> None:
         """Remove it; the cursor is then at the beginning of an empty line."""
+        self._view = None
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
-    def hidden(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
         """Hide it while the block writes whole lines to the terminal."""
+        view = self._view
+        self.clear()
+        try:
+            yield
+        finally:
+            if view is not None:
+                self.draw(view)
+
+    @property
+    def _to(self) -> TextIO:
+        return sys.stderr if self._stream is None else self._stream
+
+    def _start(self) -> Live:
+        from rich.console import Console
+        from rich.live import Live
+
+        # Neither a thread, which a fork would lose, nor replaced streams: output of workers is written around it.
+        self._live = Live(
+            console=Console(
+                file=self._to,
+                force_terminal=True,
+                color_system="standard" if has_colour(self._to) else None,
+                highlight=False,
+                markup=False,
+                emoji=False,
+            ),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+        return self._live
+
+
+@contextmanager
+def live_hidden() -> Iterator[None]:
+    """Hide the live table, if there is one, and show the lines that are held back, while the block asks the user."""
+    live = LiveTable.latest
+    if live is None:
+        yield
+        return
+    with live.hidden():
+        live.flush_lines()
+        yield
 
 
 @final
@@ -106,7 +190,7 @@ class TextDashboard(ViewingDashboard):
         self,
         *,
         stream: TextIO | None = None,
-        live: LiveDisplay | None = None,
+        live: LiveTable | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
-from nblaunch.dashboard.rows import Tile, full_length, furthest_behind, in_lines
+from nblaunch.dashboard.rows import Row, full_length, furthest_behind
 from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState
@@ -15,7 +15,7 @@ from nblaunch.events import WorkerState
 _START_S = 20.0  # after which ranks that show nothing are called running
 
 
-def is_starting(view: JobView) -> bool:
+def _is_starting(view: JobView) -> bool:
     """Return whether the ranks have not begun to do what can be seen; one that is silent for long just runs."""
     is_quiet = all(
         rank.state in (WorkerState.STARTING, WorkerState.RUNNING)
@@ -32,37 +32,22 @@ def progress_line(view: JobView) -> str:
     row = table.rows[0]
     parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
     about = f"rank {behind.rank} " if len(view.ranks) > 1 else ""
-    return f"{view.function_name or 'job'}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
+    return f"{table.name}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
 
 
-BAR_WIDTH = 16
-GAP = 2
-"""Characters between two columns."""
-
-TEXT_COLUMNS = ("state", "progress", "output")
-"""Columns that are aligned to the left."""
-
-_USUAL_WIDTHS = {"state": 10, "progress": BAR_WIDTH, "ETA": 5, "loss": 6}
+_BAR_WIDTH = 16
+_GAP = 2  # characters between two columns
+_TEXT_COLUMNS = ("state", "progress", "output")  # aligned to the left
+_USUAL_WIDTHS = {"state": 10, "progress": _BAR_WIDTH, "ETA": 5, "loss": 6}
 _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
 """Columns in the order in which a narrow terminal does without them."""
 
 _MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # where there is no terminal
 _NUM_LIVE_LINES = 8
-_GRID_WIDTH, _GROUP = 64, 8  # letters in a line, and between two spaces
-_LETTERS = {
-    WorkerState.STARTING: "s",
-    WorkerState.RUNNING: "r",
-    WorkerState.TRAINING: "t",
-    WorkerState.EVALUATING: "e",
-    WorkerState.WAITING: "w",
-    WorkerState.COMPILING: "c",
-    WorkerState.FINISHING: "f",
-    WorkerState.DONE: "d",
-    WorkerState.FAILED: "X",
-    WorkerState.STOPPED: "-",
-}
 
+Tail = Sequence[tuple[int, str]]
+"""``(rank, line)`` of the last lines of output."""
 
 Paint = Callable[[str, str], str]
 """Returns a text in a colour: :func:`nblaunch.dashboard.palette.paint`, or one that changes nothing."""
@@ -71,11 +56,12 @@ Paint = Callable[[str, str], str]
 def render_text(
     view: JobView,
     *,
-    with_output: bool = False,
+    tail: Tail | None = None,
     paint: Paint = unpainted,
     table: Table | None = None,
     width: int | None = None,
     has_blocks: bool = True,
+    is_live: bool = False,
 ) -> str:
     """Return the table as text, without a final line end.
 
@@ -84,45 +70,50 @@ def render_text(
 
     Args:
         view: the job.
-        with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
+        tail: the last lines of output, shown with the notes; None where something else shows these.
         paint: colours states, failures and warnings.
         table: of this view, where it is at hand.
         width: columns of the terminal, where it has fewer columns of the table if it is narrow.
         has_blocks: draw bars with line characters; else with ``#``.
+        is_live: it is redrawn in place: the headline comes first, epochs, metrics and memory are left out.
     """
     table = table or tabulate(view)
-    lines = _table_lines(table, paint, width, has_blocks=has_blocks) if table.rows else []
-    lines += collapsed_lines(table)
+    state = "starting" if is_live and _is_starting(view) else ""
+    lines = _table_lines(table, paint, width, state=state, has_blocks=has_blocks) if table.rows else []
+    lines += [table.collapsed] if table.collapsed else []
     headline = paint(table.headline, outcome_look(view.outcome).style)
-    lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
+    headline = f"{table.name}: {headline} on {table.setting}" if view.is_started else headline
+    lines = [headline, *lines] if is_live else [*lines, headline]
     lines += [table.fallback] if table.fallback else []
     lines += [f"{paint(label, 'red')}: {text}" for label, text in table.failures]
     for notice in table.notices:
         lines += [paint(notice.text, "yellow"), *(f"    {line}" for line in notice.lines)]
     lines += [f"{paint('warning', 'yellow')}: {text}" for text in table.warnings]
+    if is_live:
+        return "\n".join(lines)
     lines += _epoch_lines(table.epochs)
     lines += [table.metrics] if table.metrics else []
     lines += [table.memory] if table.memory else []
-    if with_output:
+    if tail is not None:
         lines += [f"note: {text}" for text in table.notes]
-        lines += _tail(view)
+        lines += _tail(tail, is_over=view.is_over)
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)
 
 
-def _tail(view: JobView) -> list[str]:
+def _tail(tail: Tail, *, is_over: bool) -> list[str]:
     """Return the last lines of output; while the job runs always as many, so that what is below stays in place."""
-    if not view.tail:
+    if not tail:
         return []
-    if view.is_over:
-        return ["last output:", *(f"[{rank}] {line}" for rank, line in view.tail)]
-    shown = [f"[{rank}] {line}" for rank, line in view.tail[-_NUM_LIVE_LINES:]]
+    if is_over:
+        return ["last output:", *(f"[{rank}] {line}" for rank, line in tail)]
+    shown = [f"[{rank}] {line}" for rank, line in tail[-_NUM_LIVE_LINES:]]
     return ["last output:", *shown, *[""] * (_NUM_LIVE_LINES - len(shown))]
 
 
-def _table_lines(table: Table, paint: Paint, width: int | None, *, has_blocks: bool) -> list[str]:
-    columns = fitting_columns(table, width, has_blocks=has_blocks)
+def _table_lines(table: Table, paint: Paint, width: int | None, *, state: str, has_blocks: bool) -> list[str]:
+    columns = _fitting_columns(table, width, state=state, has_blocks=has_blocks)
     rows = zip(*([name, *column.cells] for name, column in columns.items()), strict=True)
     styles = ["", *(STATE_LOOKS[row.state].style for row in table.rows)]
     lines = []
@@ -132,27 +123,33 @@ def _table_lines(table: Table, paint: Paint, width: int | None, *, has_blocks: b
             space = " " * (column.width - len(cell))
             shade = style if name in ("state", "progress") else ""
             # Text is aligned to the left, numbers to the right.
-            padded.append(f"{paint(cell, shade)}{space}" if name in TEXT_COLUMNS else f"{space}{cell}")
-        lines.append((" " * GAP).join(padded).rstrip())
+            padded.append(f"{paint(cell, shade)}{space}" if name in _TEXT_COLUMNS else f"{space}{cell}")
+        lines.append((" " * _GAP).join(padded).rstrip())
+    if width is not None and "output" not in columns:
+        lines += [_where_stalled(row, width) for row in table.rows if row.is_stalled]
     return lines
 
 
-class Column(NamedTuple):
+def _where_stalled(row: Row, width: int) -> str:
+    """Return where a stalled rank is, in a line below a table without a column for that."""
+    about = f"rank {row.label}: "
+    return about + row.detail_within(width - len(about))
+
+
+class _Column(NamedTuple):
     """A column of the table: its width, and the texts of its cells."""
 
     width: int
     cells: list[str]
 
 
-def fitting_columns(
-    table: Table, width: int | None, *, state: str = "", has_blocks: bool = True
-) -> dict[str, Column]:
+def _fitting_columns(table: Table, width: int | None, *, state: str, has_blocks: bool) -> dict[str, _Column]:
     """Return the columns that fit side by side: a number that is cut would be worse than none.
 
     Args:
         table: of which the rows are drawn.
         width: columns of the terminal; None = all fit.
-        state: shown instead of the state of each rank.
+        state: shown instead of the state of each rank; empty = that state.
         has_blocks: draw bars with line characters; else with ``#``.
     """
     cells = {
@@ -173,11 +170,11 @@ def fitting_columns(
     if "output" in widths:
         widths["output"] += 0 if width is None else width - _total(widths)  # it takes what is left
         cells["output"] = [row.detail_within(widths["output"]) for row in table.rows]
-    return {name: Column(number, cells[name]) for name, number in widths.items()}
+    return {name: _Column(number, cells[name]) for name, number in widths.items()}
 
 
 def _total(widths: dict[str, int]) -> int:
-    return sum(number + GAP for number in widths.values()) - GAP
+    return sum(number + _GAP for number in widths.values()) - _GAP
 
 
 def _width_of(name: str, cells: Sequence[str]) -> int:
@@ -188,30 +185,10 @@ def _width_of(name: str, cells: Sequence[str]) -> int:
 
 
 def _track(fraction: float, *, has_blocks: bool) -> str:
-    """Return a bar as rich draws it."""
-    halves = int(fraction * 2 * BAR_WIDTH)
+    halves = int(fraction * 2 * _BAR_WIDTH)
     return "━" * (halves // 2) + "╸" * (halves % 2) if has_blocks else "#" * (halves // 2)
 
 
 def _epoch_lines(table: EpochTable) -> list[str]:
     lines = formatting.columns([table.columns, *table.rows], num_left=0) if table.columns else []
     return [*lines, *[""] * table.num_free, *[table.note] * bool(table.note)]
-
-
-def collapsed_lines(table: Table) -> list[str]:
-    """Return the ranks in lockstep as a line, and the grid with its legend: a letter for each rank."""
-    lines = [table.collapsed] if table.collapsed else []
-    grid = [] if table.expanded else in_lines(table.tiles, _GRID_WIDTH)
-    width = max((len(label) for label, _ in grid), default=0)
-    for label, line in grid:
-        letters = "".join(map(_letter, line))
-        groups = [letters[start : start + _GROUP] for start in range(0, len(letters), _GROUP)]
-        lines.append(f"{label:>{width}}  {' '.join(groups)}")
-    if grid:
-        names = {_letter(tile): tile.text for tile in table.tiles}
-        lines.append(" " * width + "  " + ", ".join(f"{letter} {name}" for letter, name in names.items()))
-    return lines
-
-
-def _letter(tile: Tile) -> str:
-    return "!" if tile.differs else _LETTERS[tile.state]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.events import ExitStatus, Stalled, WorkerState
+from nblaunch.events import AttemptStarted, ExitStatus, JobEnded, Stalled, WorkerState
 from nblaunch.wire.board import SlotReading
 
 if TYPE_CHECKING:
@@ -127,9 +127,6 @@ class Curve:
 CHART_LENGTH = 200
 """Largest number of points of a logged metric."""
 
-TAIL_LENGTH = 20
-"""Number of last lines of output in the view, all ranks together."""
-
 WINDOW_S = 10.0
 """Seconds over which rates are averaged."""
 
@@ -177,17 +174,6 @@ class RatePoint:
 
 
 @dataclass(frozen=True)
-class TrainingRates:
-    """Rates of a rank in its last training loop, the one with number ``loop``; other fields as in :class:`RankView`."""
-
-    loop: int
-    steps_per_s: float | None
-    samples_per_s: float | None
-    busy_step_s: float | None
-    rate_points: tuple[RatePoint, ...]
-
-
-@dataclass(frozen=True)
 class RankView:
     """The state of one worker.
 
@@ -230,7 +216,7 @@ class RankView:
         device_peak_bytes: largest value so far.
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
-        trained: rates of the last training loop, shown when the job has ended; None before the first.
+        trained: the rank in its last training loop, whose rates an ended job shows; None before the first.
         reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
     """
@@ -273,9 +259,14 @@ class RankView:
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
     device_use: float | None = None
-    trained: TrainingRates | None = None
+    trained: RankView | None = None
     reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
+
+    @property
+    def loop(self) -> int:
+        """Return the number of the current loop, from 1; 0 before the first."""
+        return 0 if self.reading is None else self.reading.loop
 
     def without_line(self) -> RankView:
         """Return the rank without a status line."""
@@ -323,59 +314,36 @@ class RankView:
         return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
 
 
+NOT_STARTED = AttemptStarted(-1, 0.0)
+NOT_ENDED = JobEnded(-1, 0.0, outcome="")
+
+
 @dataclass(frozen=True)
 class JobView:
     """The state of a job. Times are wall-clock seconds (``time.time()``).
 
     Args:
-        function_name: of the function that runs.
-        backend: device family.
-        start_method: of the workers.
-        reason: for the start method.
-        fallback: a sentence why the usual start method was not possible; empty otherwise.
-        is_spmd: one worker drives all devices.
-        mixed_precision: ``"fp16"``, ``"bf16"`` or ``"fp8"``; empty if unknown or full precision.
+        start: how the last attempt was started.
+        end: how the job ended; its outcome is empty while the job runs.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
-        log_dir: folder of complete logs.
-        hang_timeout_s: seconds without progress that are a hang; None = never.
-        attempt: number of restarts so far.
-        started_s: start of the job; 0.0 before.
+        started_s: start of the job, of its first attempt; 0.0 before.
         now_s: time of the last reading.
-        outcome: as in :class:`nblaunch.events.JobEnded`; empty while the job runs.
-        is_early: the job ended before its last step because that was requested.
-        has_hung: the job failed because a hang was stopped.
-        failed_rank: the rank with the root cause of a failure.
-        message: one line about the failure.
         notes: ``(rank, text)`` of the last notes that are no warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, each once.
-        hang: the last report about ranks without progress, a line each; empty otherwise.
+        hang: the last report about ranks without progress, a line each; empty when they have gone on.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by number.
         host_bytes: host memory of all workers; None if unknown.
         host_peak_bytes: largest value so far.
         is_host_proportional: pages shared by workers count once.
-        tail: ``(rank, line)`` of the last lines of output.
         ranks: one view per worker, by rank; empty before the start.
     """
 
-    function_name: str = ""
-    backend: str = ""
-    start_method: str = ""
-    reason: str = ""
-    fallback: str = ""
-    is_spmd: bool = False
-    mixed_precision: str = ""
+    start: AttemptStarted = NOT_STARTED
+    end: JobEnded = NOT_ENDED
     facts: Mapping[str, str] = field(default_factory=dict)
-    log_dir: str = ""
-    hang_timeout_s: float | None = None
-    attempt: int = 0
     started_s: float = 0.0
     now_s: float = 0.0
-    outcome: str = ""
-    is_early: bool = False
-    has_hung: bool = False
-    failed_rank: int | None = None
-    message: str = ""
     notes: tuple[tuple[int, str], ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
     hang: tuple[str, ...] = ()
@@ -384,13 +352,17 @@ class JobView:
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
     is_host_proportional: bool = True
-    tail: tuple[tuple[int, str], ...] = ()
     ranks: tuple[RankView, ...] = ()
 
     @property
     def is_started(self) -> bool:
         """Return whether the job has started."""
         return bool(self.ranks)
+
+    @property
+    def outcome(self) -> str:
+        """Return how the job ended; empty while it runs."""
+        return self.end.outcome
 
     @property
     def is_over(self) -> bool:

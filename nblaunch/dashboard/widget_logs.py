@@ -17,10 +17,7 @@ from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.widget_throttle import Throttle
 
 MAX_TABS = 16
-"""Largest number of ranks with tabs; with more ranks there is a list."""
-
-MAX_LISTED = 64
-"""Largest number of ranks in the list; with more ranks only the lines of all together are shown."""
+"""Largest number of ranks with tabs; with more ranks only the lines of all together are shown."""
 
 _NUM_AT_ONCE = 8  # panes that are made in a tick
 _LINE_LENGTH = 200
@@ -46,8 +43,7 @@ TAB_SHEET = (
 class LogPane:
     """The last lines of all ranks by time, and those of each rank.
 
-    All tabs are kept up to date, since the front end switches them by itself. If there are too many ranks for tabs, a
-    list selects the rank; it is linked in the front end too.
+    All tabs are kept up to date, since the front end switches them by itself.
     """
 
     def __init__(self, last_lines: LastLines, num_ranks: int, throttle: Throttle) -> None:
@@ -59,19 +55,19 @@ class LogPane:
             justify_content="flex-start",
         )  # fmt: skip
         self._num_ranks = num_ranks
-        self.links: list[Any] = []
         self.widget: Any
         self._pages: Any = None
         self._next = -1
         self._width = len(str(num_ranks - 1))
-        num_panes = 1 if num_ranks == 1 or num_ranks > MAX_LISTED else num_ranks + 1
+        num_panes = num_ranks + 1 if 1 < num_ranks <= MAX_TABS else 1
         self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_panes)]
         if num_ranks == 1:
             self.widget = self._panes[0]
         elif num_ranks <= MAX_TABS:
             self.widget = self._pages = self._tabs()
         else:
-            self.widget = self._list()
+            hint = widgets.HTML('<span style="opacity:.7">one rank alone: job.logs(rank)</span>')
+            self.widget = widgets.VBox([hint, *self._panes])
 
     def show(self) -> None:
         """Update the tabs; sent at the throttle's next flushes."""
@@ -96,27 +92,13 @@ class LogPane:
             num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
             self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
 
-    def _titles(self) -> list[str]:
-        return ["All ranks", *(f"rank {rank}" for rank in range(self._num_ranks))]
-
     def _tabs(self) -> Any:
         layout = widgets.Layout(margin="4px 0 0 0", width="100%")
         tab = widgets.Tab(children=self._panes, layout=layout, _dom_classes=(_TABS,))
-        for index, title in enumerate(self._titles()):
+        for index, title in enumerate(["All ranks", *(f"rank {rank}" for rank in range(self._num_ranks))]):
             tab.set_title(index, title)
         tab.selected_index = 0
         return tab
-
-    def _list(self) -> Any:
-        stack = getattr(widgets, "Stack", None)  # new in ipywidgets 8
-        if stack is None or self._num_ranks > MAX_LISTED:
-            hint = widgets.HTML('<span style="opacity:.7">one rank alone: job.logs(rank)</span>')
-            self._panes = self._panes[:1]
-            return widgets.VBox([hint, *self._panes])
-        chooser = widgets.Dropdown(options=self._titles(), index=0, layout=widgets.Layout(width="14em"))
-        self._pages = pages = stack(children=self._panes, selected_index=0)
-        self.links = [widgets.jslink((chooser, "index"), (pages, "selected_index"))]
-        return widgets.VBox([chooser, pages])
 
 
 _NOTHING = f'<pre style="{_PRE};opacity:.7">nothing printed yet</pre>'

@@ -30,7 +30,7 @@ from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
-from nblaunch.dashboard.widget_rows import COLLAPSED_SHEET, ChartRow, RankRows, in_style
+from nblaunch.dashboard.widget_rows import ChartRow, RankRows, in_style
 from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0
@@ -227,7 +227,7 @@ class Panel:
         self._top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
-        sheet = widgets.HTML(html.STYLE_SHEET + COLLAPSED_SHEET + TAB_SHEET, layout=self._hidden)
+        sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET, layout=self._hidden)
         self._above = [sheet, self._top, self._rows.widget, self._remarks]
         self.root = Root([*self._above, self._footer], layout=widgets.Layout(width="100%", overflow="hidden"))
         self._has_figures = False
@@ -336,9 +336,8 @@ class Panel:
 
     def _all(self) -> Iterator[Any]:
         """Yield every widget of the panel, outermost first."""
-        loose = [self._shown, self._hidden, *self._rows.unused, *self._charts.unused, *self._buttons.unused]
-        links = self._logs.links if self._logs is not None else []
-        for part in [*links, self.root, self._charts.widget, self._epochs, *loose]:
+        loose = [self._shown, self._hidden, *self._charts.unused, *self._buttons.unused]
+        for part in [self.root, self._charts.widget, self._epochs, *loose]:
             yield from _with_parts(part)
 
 

@@ -149,9 +149,11 @@ class JobFollower(JobState):
                 self.emit(event)
 
     def _read_logs_to_end(self) -> None:
+        readings = () if self._snapshot is None else self._snapshot.readings
         for tail in self._tails.values():
             for event in tail.read_rest():
                 self.emit(event)
+                self.emit_readings(readings)  # the tick at which listeners publish, and hold lines no longer
             tail.close()
         self._tails = {}
 

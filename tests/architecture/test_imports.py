@@ -46,7 +46,6 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.cli.jobs", "nblaunch.cli.script_job"): "only attach shows output; the list comes at once",
     ("nblaunch.notebook", "nblaunch.nodes.link"): "a launch on one machine does not load it",
     ("nblaunch.session.session", "nblaunch.nodes.link"): "a session on one machine does not load it",
-    ("nblaunch.dashboard", "nblaunch.dashboard.live_table"): "rich takes 100 ms, for terminals alone",
     (
         "nblaunch.dashboard.notebook",
         "nblaunch.dashboard.widget_panel",

@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -102,7 +103,16 @@ def test_views_change_as_often_as_is_seen_however_many_events_there_are(
     board.close()
     assert [rank.step for rank in board.last.ranks] == [20] * num_ranks
     assert [rank.num_lines for rank in board.last.ranks] == [20] * num_ranks
-    assert board.last.tail[-1] == (num_ranks - 1, f"line 20 of {num_ranks - 1}")
+
+
+def test_a_log_that_is_read_as_a_whole_is_not_held() -> None:
+    board = CountingDashboard(Pace(clock=Clock()))
+    feed(board, started(2))
+    events = [lines_of(rank, 0, 5_000) for rank in range(2)]
+    held = [weakref.ref(event) for event in events]
+    feed(board, events)
+    del events
+    assert [event() for event in held] == [None, None]
 
 
 def test_the_last_reading_before_the_end_counts() -> None:
@@ -376,6 +386,17 @@ def test_endless_output_is_shortened(chunk: int) -> None:
         "[1] ... 9,480 lines not shown; complete log: /logs/train-1/rank_1.log",
     ]
     assert lines[502:] == [f"[1] line {number}" for number in range(9_980, 10_000)]
+
+
+def test_each_attempt_has_its_own_lines_and_names_its_own_log() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream)
+    feed(printer, [*started(2), lines_of(1, 0, 600)])
+    feed(printer, [*started(2, attempt=1, log_dir="/logs/train-1/attempt_1"), lines_of(1, 0, 3)])
+    printer.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[501] == "[1] ... 80 lines not shown; complete log: /logs/train-1/rank_1.log"
+    assert lines[502:] == [f"[1] line {number}" for number in (*range(580, 600), 0, 1, 2)]
 
 
 def test_notes_are_one_line_each() -> None:

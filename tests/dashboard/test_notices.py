@@ -82,14 +82,8 @@ def test_the_first_second_is_too_early_to_judge() -> None:
     assert notices(at_rates([10, 4], seconds=1)) == ()
 
 
-def test_a_rank_that_is_far_slower_is_named_within_two_seconds() -> None:
-    assert texts(at_rates([20] * 300 + [5] + [20] * 211, seconds=2)) == [
-        "rank 300 is 4.0 times slower than the others (5.00 against 20.0 steps/s in the last 2 s)"
-    ]
-
-
 @pytest.mark.parametrize("busy", [False, True], ids=["own rate", "in step"])
-def test_a_rank_that_becomes_slow_is_named_within_two_seconds(busy: bool) -> None:
+def test_a_rank_that_becomes_slow_is_named_within_four_seconds(busy: bool) -> None:
     """Rank 2 takes 50 ms a step and 250 ms from the tenth second on; in step, the others wait for it."""
     view, named_s = view_of(started(4)), None
     steps, busy_s = [0.0] * 4, [0.0] * 4
@@ -110,7 +104,7 @@ def test_a_rank_that_becomes_slow_is_named_within_two_seconds(busy: bool) -> Non
         assert not slow or now_s > 10
         named_s = named_s or (now_s if slow else None)
     assert named_s is not None
-    assert named_s <= 12
+    assert named_s <= 14
 
 
 def test_a_rank_that_holds_far_more_memory_is_named_and_has_a_row() -> None:
@@ -121,7 +115,8 @@ def test_a_rank_that_holds_far_more_memory_is_named_and_has_a_row() -> None:
     (notice,) = notices(view)
     assert (notice.kind, notice.ranks) == ("memory", (7,))
     assert notice.text == "rank 7 holds 7.00 GB of device memory, the others 2.00 GB"
-    assert [row.state_text for row in tabulate(view).rows] == ["training, 1 differs", "training, memory"]
+    states = [row.state_text for row in tabulate(view).rows]
+    assert states == ["training, 1 differs", *["training"] * 7, "training, memory"]
     assert notices(view_of(ended(8), view)) == ()
 
 
@@ -169,10 +164,7 @@ def test_a_rank_without_a_sign_of_life_is_stalled_and_others_wait_for_it() -> No
     view = fold_readings(view, [], START_S + 55)
     stalled = notices(view)[0]
     assert (stalled.kind, stalled.ranks) == ("stalled", (1,))
-    assert (
-        stalled.text
-        == "rank 1 has made no progress for 45 s, at step 100; ranks 0, 2-3 wait for it in a collective"
-    )
+    assert stalled.text == "rank 1: no progress for 45 s"
 
 
 def test_output_is_a_sign_of_life() -> None:
@@ -181,13 +173,13 @@ def test_output_is_a_sign_of_life() -> None:
     assert texts(fold_readings(view, [], START_S + 55)) == []
 
 
-def test_all_ranks_at_rest_are_reported_with_their_steps() -> None:
+def test_all_ranks_at_rest_are_reported() -> None:
     view = fold_readings(trained(4), [sample(2, 99)], START_S + 10)
     view = fold_readings(view, [], START_S + 70)
-    assert texts(view) == ["no rank has made progress for 1:00; rank 2 at step 99, ranks 0-1, 3 at step 100"]
+    assert texts(view) == ["ranks 0-3: no progress for 1:00"]
     view = waiting(trained(2), (0, 1), 11)
     assert texts(fold_readings(view, [], START_S + 41)) == [
-        "all ranks have waited for each other in a collective for 30 s"
+        "ranks 0-1: no progress for 30 s, waiting for each other in a collective"
     ]
 
 
@@ -202,7 +194,7 @@ def test_compiling_takes_its_time(state: WorkerState) -> None:
     assert texts(fold_readings(view, [], START_S + 500)) == []
 
 
-def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> None:
+def test_where_ranks_are_comes_with_the_notice_and_stays_after_an_interrupt() -> None:
     report = Note(
         -1, START_S + 70, text="no progress for 60 s:\n    rank 1 is at cell 5, line 9", kind="hang"
     )
@@ -213,8 +205,25 @@ def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> No
     assert "rank 1 is at cell 5, line 9" in render_text(view)
     moved = fold_readings(view, [sample(1, 101)], START_S + 72)
     assert not any(notice.lines for notice in notices(moved))
-    over = view_of(ended(2), view)
+    over = view_of([JobEnded(-1, START_S + 80, "interrupted")], view)
     assert [notice.text for notice in notices(over)] == ["no progress for 60 s:"]
+
+
+def test_a_hang_that_is_over_is_not_shown_with_the_next_one_nor_at_the_end() -> None:
+    report = Note(-1, START_S + 70, text="rank 1 may hang:\n    rank 1 is at cell 5, line 9", kind="hang")
+    stalls = [
+        Stalled(0, START_S + 70, "cell 5, line 14", "all_reduce", 60.0),
+        Stalled(1, START_S + 70, "cell 5, line 9", "", 60.0, is_certain=False),
+    ]
+    view = fold_readings(view_of([*stalls, report], trained(2)), [], START_S + 71)
+    assert notices(view_of(ended(2), view)) == ()  # all have returned, whatever was seen of it
+    view = waiting(view, (0, 1), 72, WorkerState.RUNNING)
+    assert notices(view_of([JobEnded(-1, START_S + 80, "interrupted")], view))[0].lines  # no step yet
+    view = fold_readings(view, [sample(rank, 101) for rank in range(2)], START_S + 73)
+    assert notices(view_of([JobEnded(-1, START_S + 80, "failed", 0)], view)) == ()
+    stall = Stalled(0, START_S + 120, "cell 5, line 20", "barrier", 40.0)
+    waits = fold_readings(view_of([stall], view), [], START_S + 121)
+    assert not any(notice.lines for notice in notices(waits))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -228,7 +237,7 @@ def test_the_hang_timeout_of_the_job_decides_when_a_rank_is_stalled() -> None:
     for step in range(0, 101, 5):
         view = fold_readings(view, [sample(rank, step) for rank in range(2)], START_S + step / 10)
     assert texts(fold_readings(view, [], START_S + 15)) == []
-    assert texts(fold_readings(view, [], START_S + 16)) == ["no rank has made progress for 6 s, at step 100"]
+    assert texts(fold_readings(view, [], START_S + 16)) == ["ranks 0-1: no progress for 6 s"]
 
 
 def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None:
@@ -247,7 +256,7 @@ def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None
     assert [row.detail for row in rows[1:]] == [
         "waiting in all_reduce (cell 5, line 14)", "no progress for 12 s (cell 5, line 9)", ""
     ]  # fmt: skip
-    assert "waits for it in a collective" in texts(view)[0]
+    assert notices(view)[0].ranks == (1,)
     view = fold_readings(view, [sample(rank, 101) for rank in range(2)], START_S + 22.1)
     assert [row.state_text for row in tabulate(view).rows] == ["training"] * 4
 

@@ -12,21 +12,17 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from nblaunch.dashboard import open_live
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.live_table import LiveTable, renderable
-from nblaunch.dashboard.terminal import (
-    TextDashboard,
-    has_colour,
-)
+from nblaunch.dashboard.terminal import LiveTable, TextDashboard, has_colour
+from nblaunch.dashboard.text import render_text
 from nblaunch.events import HostMemory, LogLines, Note, Stalled
 from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
 
@@ -89,8 +85,9 @@ class Screen:
         elif name == "m":
             self.colours |= {int(number) for number in arguments.split(";") if number}
         else:
-            assert arguments == "?25", (arguments, name)
-            self.is_cursor_hidden = name == "l"
+            assert arguments in ("?25", "?2004"), (arguments, name)  # the latter by readline
+            if arguments == "?25":
+                self.is_cursor_hidden = name == "l"
 
     @property
     def text(self) -> str:
@@ -227,11 +224,8 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_cell_is_cut_but_the_start_of
 ) -> None:
     stall = Stalled(1, START_S + 13, f"/home/ada/{'folder/' * 20}train.py, line 18", "", 3.0)
     memory = [HostMemory(rank, START_S + 13, 812_000_000) for rank in range(3)]
-    console = Console(file=io.StringIO(), width=width)
-    with console.capture() as drawn:
-        view = fold_readings(view_of([stall, *memory], trained(3)), [], START_S + 22)
-        console.print(renderable(view, width))
-    lines = drawn.get().splitlines()
+    view = fold_readings(view_of([stall, *memory], trained(3)), [], START_S + 22)
+    lines = render_text(view, width=width, is_live=True).splitlines()
     assert [line.split()[0] for line in lines[1:6]] == ["rank", "all", "0", "1", "2"]
     assert {"state", "step", "loss"} <= set(lines[1].split())
     assert ("steps/s" in lines[1], "peak memory" in lines[1]) == (width >= 100, width >= 140)
@@ -352,6 +346,62 @@ def test_a_script_in_a_dumb_terminal_redraws_nothing(tmp_path: Path, monkeypatch
     screen, _ = _run_script(tmp_path)
     assert screen.num_controls == 0
     _assert_ended(screen)
+
+
+BREAKS = """
+import os, time
+from nblaunch import Accelerator, notebook_launcher
+
+def train():
+    accelerator = Accelerator()
+    for step in accelerator.progress(range(10_000)):
+        time.sleep(0.02)
+        if os.path.exists("seen"):
+            break
+    print("printed before")
+    breakpoint()
+    print("printed after")
+
+notebook_launcher(train, num_processes=1, backend="cpu")
+"""
+
+
+@pytest.mark.timeout(90)
+def test_the_debugger_asks_below_what_was_printed_with_the_table_out_of_the_way(tmp_path: Path) -> None:
+    script, screen = tmp_path / "train.py", Screen()
+    script.write_text(BREAKS)
+    with terminal() as (user, stream):
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            stdin=stream,
+            stdout=stream,
+            stderr=stream,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
+        )
+        try:
+            _read_until(lambda: "/10,000" in screen.text, screen, user, process)
+            (tmp_path / "seen").touch()
+            _read_until(lambda: screen.text.endswith("[0] (Pdb)"), screen, user, process)
+            first, second, *_ = screen.text.splitlines()
+            assert first == "printed before"
+            assert second.startswith("rank 0 at breakpoint() in ")
+            assert "steps/s" not in screen.text
+            assert not screen.is_cursor_hidden
+            os.write(user, b"c\n")
+            _read_until(lambda: "train: done in" in screen.text, screen, user, process)
+            assert screen.text.splitlines().count("printed after") == 1
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _read_until(
+    condition: Callable[[], bool], screen: Screen, user: int, process: subprocess.Popen[bytes]
+) -> None:
+    while not condition():
+        assert process.poll() is None or select.select([user], [], [], 0)[0], screen.text
+        screen.write(read(user, 0.1))
 
 
 def _run_script(tmp_path: Path) -> tuple[Screen, list[str]]:

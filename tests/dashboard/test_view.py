@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.dashboard.fold import fold, fold_readings
-from nblaunch.dashboard.view import LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
+from nblaunch.dashboard.view import LINE_STAYS_S, JobView, read_bar
 from nblaunch.events import (
     AttemptStarted,
     Displayed,
@@ -130,21 +130,17 @@ def test_a_restart_begins_anew_but_time_goes_on() -> None:
     view = view_of([*started(2), raised(1), Note(-1, START_S, text="restarting")])
     view = fold(view, AttemptStarted(-1, START_S + 10, "train", 2, attempt=1))
     assert states(view) == ["starting", "starting"]
-    assert (view.attempt, view.elapsed_s, view.notes) == (1, 10.0, ((-1, "restarting"),))
+    assert (view.start.attempt, view.elapsed_s, view.notes) == (1, 10.0, ((-1, "restarting"),))
 
 
-def test_output_is_kept_as_tail_and_last_lines() -> None:
+def test_the_last_line_of_the_output_is_kept() -> None:
     lines = tuple(f"line {number}" for number in range(100))
     view = view_of([*started(2), StatusLine(0, START_S, text="  10%|# "), LogLines(1, START_S, lines=lines)])
     assert (view.ranks[0].status_line, view.ranks[1].last_line) == ("10%|#", "line 99")
     assert view.ranks[1].num_lines == 100
-    assert len(view.tail) == TAIL_LENGTH
     view = fold(view, LogLines(0, START_S, lines=("100%|##",)))
     assert view.ranks[0].status_line == "10%|#"  # the launcher reports each change of it
     assert fold(view, StatusLine(0, START_S)).ranks[0].status_line == ""
-    assert view.tail[-1] == (0, "100%|##")
-    view = fold(view, Displayed(1, START_S, data={"text/plain": "<Figure>", "image/png": "…"}))
-    assert view.tail[-1] == (1, "displayed: <Figure>")
 
 
 BAR = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
@@ -357,7 +353,6 @@ def test_whatever_is_reported_the_view_stays_sane(story: list[Event | list[SlotR
     view = view_after(story)
     assert [rank.rank for rank in view.ranks] == list(range(len(view.ranks)))
     assert view.elapsed_s >= 0
-    assert len(view.tail) <= TAIL_LENGTH
     for rank in view.ranks:
         assert rank.left_s is None or rank.left_s >= 0
         assert rank.fraction is None or 0 <= rank.fraction <= 1

@@ -171,7 +171,7 @@ def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Se
             if is_measured:
                 sent.num_messages += 1
                 sent.num_bytes += MESSAGE_BYTES + len(str(change["new"]))
-                if widget is panel._rows._rows:
+                if widget is panel._rows.widget:
                     sent.rows_s.append(clock.now_s)
                 if widget in panel._charts.widget.children:
                     sent.charts_s.append(clock.now_s)
@@ -200,13 +200,15 @@ def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Se
     return sent
 
 
-@pytest.mark.parametrize(("num_ranks", "longest_s"), [(2, 0.6), (4, 0.7), (8, 0.7)])
-def test_rows_are_sent_often_and_within_the_budget(num_ranks: int, longest_s: float) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "rows_s", "charts_s"), [(2, 0.6, 0.7), (4, 0.7, 0.8), (8, 0.7, 1.1), (16, 0.9, 1.6)]
+)
+def test_rows_are_sent_often_and_within_the_budget(num_ranks: int, rows_s: float, charts_s: float) -> None:
     sent = send_for(num_ranks)
     assert sent.num_bytes / 32 < RATE_BYTES_S * 1.05
     assert sent.num_messages / 32 < 20
-    assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.rows_s)) < longest_s
-    assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.charts_s)) < longest_s + 0.1
+    assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.rows_s)) < rows_s
+    assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.charts_s)) < charts_s
 
 
 def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_for_the_rows() -> None:
@@ -218,7 +220,7 @@ def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_
     view = trained(8)
     for step in range(10):
         view = fold(view, Metric(0, START_S, step, {"still": 1.0} | {f"moving {i}": 1.0 for i in range(4)}))
-    for tick in range(100):
+    for tick in range(150):
         clock.now_s += 0.2
         curve = LossCurve(100 + tick, 2, tuple(1 / end for end in range(1, 101 + tick, 2)))
         readings = [sample(rank, 100 + tick, losses=curve) for rank in range(8)]
@@ -226,7 +228,7 @@ def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_
         view = fold(view, Metric(0, START_S, 10 + tick, {f"moving {i}": 1 / (tick + 1) for i in range(4)}))
         panel.show(view)
         if tick == 20:  # what may be sent at once at the beginning is spent
-            shown = {"rows": panel._rows._rows}
+            shown = {"rows": panel._rows.widget}
             for chart in panel._charts.widget.children:
                 shown[re.search(r"<b>(.*?)</b>", chart.value)[1]] = chart  # type: ignore[index]
             for name, noted in times_s.items():

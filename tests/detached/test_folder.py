@@ -8,6 +8,7 @@ import pickle
 import shutil
 import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -20,13 +21,16 @@ import nblaunch
 from nblaunch import cli
 from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
-from nblaunch.detached.folder import End, JobFolder, Record
+from nblaunch.detached.folder import DetachedLaunch, End, JobFolder, Record
 from nblaunch.detached.job_process import Recorder
 from nblaunch.errors import ResultError
-from nblaunch.events import Fact, JobEnded, Note
+from nblaunch.events import AttemptStarted, Event, Fact, JobEnded, LogLines, Note
 from nblaunch.launcher.outcome import JobOutcome
+from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
+from nblaunch.spec import LaunchSpec
 from nblaunch.wire import exceptions
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventReceiver
 
 
@@ -132,6 +136,45 @@ def test_what_could_be_pickled_of_a_large_value_is_in_the_error(
     assert isinstance(read, ResultError)
     assert torch.equal(read.partial["weights"], value["weights"])
     assert read.partial["lock"] == value["lock"]
+
+
+class _Ticks:
+    """Notes in which order lines and ticks reach a listener."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, LogLines):
+            self.order.append("lines")
+
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        self.order.append("tick")
+
+    def close(self) -> None:
+        self.order.append("close")
+
+
+def test_a_long_log_is_shown_while_it_is_read() -> None:
+    """Else listeners would hold all of it until its end."""
+    path = folders.root() / "train-3f9a2c"
+    path.mkdir(mode=0o700)
+    folder = JobFolder(path)
+    spec = LaunchSpec(print, num_processes=1, backend="cpu")
+    launch = DetachedLaunch(spec.without_call(), "cpu", b"", plan_launch(spec).settings)
+    folder.write(Record(launch, {}, socket.gethostname(), pid=1, started_s=1.0))
+    recorder = Recorder(folder, lambda: JobOutcome("done"))
+    recorder.on_event(AttemptStarted(-1, 1.0, "print", 1))
+    recorder.on_event(JobEnded(-1, 2.0, "done"))
+    os.close(recorder._sender.fd)
+    folder.log_path(0).parent.mkdir()
+    folder.log_path(0).write_text("a line\n" * 500_000)  # read in portions of 1 MiB
+    listener = _Ticks()
+    followed = follower.JobFollower(folder, [listener])
+    followed.follow()
+    assert followed.wait(30)
+    first = listener.order.index("lines")
+    assert listener.order[first : first + 6] == ["lines", "tick"] * 3
 
 
 class _Requests(JobRequests):
