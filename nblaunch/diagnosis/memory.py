@@ -82,7 +82,7 @@ def judge(
     """Return the evidence that a failure was caused by memory, line by line; empty without evidence.
 
     The system counts kills in a whole container, where other kernels may run: they explain only the death of a process
-    and errors that tell of one.
+    and errors that name one.
 
     Args:
         record: of the attempt that has just ended.
