@@ -195,6 +195,7 @@ class Supervisor:
             self._judge_hang()
             self._poll_agreement()
             if self._debugger is not None and self._debugger.prompts and self._escalation is None:
+                self._read_logs()  # what was printed before comes first
                 self._on_prompts()
 
     def _ends_with_kept_workers(self) -> bool:
