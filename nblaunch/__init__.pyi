@@ -70,10 +70,10 @@ from nblaunch.training.state import (
     GradientState as GradientState,
     PartialState as PartialState,
 )
-from nblaunch.training.strategies.deepspeed.settings import (
+from nblaunch.training.strategies.deepspeed.strategy import (
     DeepSpeedPlugin as DeepSpeedPlugin,
 )
-from nblaunch.training.strategies.fsdp2.settings import (
+from nblaunch.training.strategies.fsdp2.strategy import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from nblaunch.training.utilities.local_sgd import (

@@ -115,8 +115,10 @@ from nblaunch.training.strategies.deepspeed.engine import (
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
 )
 from nblaunch.training.strategies.deepspeed.settings import (
-    DeepSpeedPlugin as DeepSpeedPlugin,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+)
+from nblaunch.training.strategies.deepspeed.strategy import (
+    DeepSpeedPlugin as DeepSpeedPlugin,
 )
 from nblaunch.training.strategies.fsdp2.settings import (
     FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE,
@@ -124,6 +126,8 @@ from nblaunch.training.strategies.fsdp2.settings import (
     FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH,
     FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE,
+)
+from nblaunch.training.strategies.fsdp2.strategy import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from nblaunch.training.tracking.hub import (

@@ -31,7 +31,7 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 
 _HANG_TIMEOUT_S = 45.0
 _START_TIMEOUT_S = 120.0  # the first use of a device can take a minute

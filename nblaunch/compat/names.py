@@ -29,8 +29,8 @@ _ROOT: Mapping[str, str] = {
     ),
     "training.parallelism": "ParallelismConfig",
     "training.state": "AcceleratorState DistributedType GradientState PartialState",
-    "training.strategies.deepspeed.settings": "DeepSpeedPlugin",
-    "training.strategies.fsdp2.settings": "FullyShardedDataParallelPlugin",
+    "training.strategies.deepspeed.strategy": "DeepSpeedPlugin",
+    "training.strategies.fsdp2.strategy": "FullyShardedDataParallelPlugin",
     "training.utilities.local_sgd": "LocalSGD",
     "training.utilities.memory": "find_executable_batch_size init_empty_weights init_on_device",
     "training.joining": "one_at_a_time",
@@ -115,10 +115,12 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         "training.state": "DistributedType wait_for_everyone",
         "training.strategies.deepspeed.config": "DummyOptim DummyScheduler HfDeepSpeedConfig",
         "training.strategies.deepspeed.engine": "DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
-        "training.strategies.deepspeed.settings": "DeepSpeedPlugin get_active_deepspeed_plugin",
+        "training.strategies.deepspeed.settings": "get_active_deepspeed_plugin",
+        "training.strategies.deepspeed.strategy": "DeepSpeedPlugin",
+        "training.strategies.fsdp2.strategy": "FullyShardedDataParallelPlugin",
         "training.strategies.fsdp2.settings": (
             "FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY "
-            "FSDP_STATE_DICT_TYPE FullyShardedDataParallelPlugin"
+            "FSDP_STATE_DICT_TYPE"
         ),
         "training.checkpoints.fsdp_states": (
             "FSDP_MODEL_NAME load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model "

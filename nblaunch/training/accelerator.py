@@ -55,8 +55,8 @@ from nblaunch.training.properties import AcceleratorProperties
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import AcceleratorState, reset_message
 from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugin
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from nblaunch.training.tracking.hub import TrackerHub
 
 T = TypeVar("T")

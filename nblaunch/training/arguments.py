@@ -31,8 +31,8 @@ from nblaunch.training.options import (
 from nblaunch.training.parallelism import ParallelismConfig, check_context_parallel
 from nblaunch.training.precision import AORecipeKwargs
 from nblaunch.training.strategies import StrategyPlugin
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugin
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from nblaunch.training.strategies.replicated import ReplicatedPlugin
 from nblaunch.training.strategies.tensor_parallel import TensorParallelPlugin
 

@@ -34,7 +34,7 @@ from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugin
+from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 from nblaunch.training.tracking.hub import TrackerHub
 from nblaunch.training.tracking.trackers import GeneralTracker
 
@@ -351,7 +351,7 @@ class AcceleratorProperties(ProcessMethods):
     """Every process holds the whole model, or a part of it, and takes part in saving."""
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> DeepSpeedSettings | None:
         """The plugin that DeepSpeed trains by; None where it does not."""
         return AcceleratorState().deepspeed_plugin
 

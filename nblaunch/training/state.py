@@ -19,8 +19,8 @@ from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGro
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.shared_state import SharedState, get_shared_state
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugin, DeepSpeedPlugins
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
+from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
 
 class DistributedType(str, enum.Enum):
@@ -269,22 +269,22 @@ class AcceleratorState(View, ProcessMethods):
         return self._live().label == "FSDP"
 
     @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+    def fsdp_plugin(self) -> ShardingSettings | None:
         """The plugin by which models are sharded; None where they are not."""
         plugin = self._live().plugin
-        return plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None
+        return plugin if isinstance(plugin, ShardingSettings) else None
 
     @property
-    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedSettings] | None:
         """DeepSpeed's plugins by name; None where it does not train."""
         plugins = self._live().plugin
-        return plugins.by_name if isinstance(plugins, DeepSpeedPlugins) else None
+        return plugins.by_name if isinstance(plugins, NamedSettings) else None
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> DeepSpeedSettings | None:
         """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
         plugins = self._live().plugin
-        return plugins.active if isinstance(plugins, DeepSpeedPlugins) else None
+        return plugins.active if isinstance(plugins, NamedSettings) else None
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -300,7 +300,7 @@ class AcceleratorState(View, ProcessMethods):
     torch_tp_plugin = megatron_lm_plugin = None
     """There is none: ``parallelism_config`` has ``tp_size``; Megatron-LM is refused by name."""
 
-    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedSettings:
         """Return one of several plugins."""
         return self._named_plugins.get(name)
 
@@ -309,9 +309,9 @@ class AcceleratorState(View, ProcessMethods):
         self._named_plugins.select(name)
 
     @property
-    def _named_plugins(self) -> DeepSpeedPlugins:
+    def _named_plugins(self) -> NamedSettings:
         plugins = self._live().plugin
-        if not isinstance(plugins, DeepSpeedPlugins):
+        if not isinstance(plugins, NamedSettings):
             raise ValueError(
                 "DeepSpeed has no plugins here; give the Accelerator deepspeed_plugins={name: ...}"
             )

@@ -19,7 +19,7 @@ from nblaunch import Accelerator
 from nblaunch.host import memory
 from nblaunch.notebook import run
 from nblaunch.spec import LaunchSpec
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 
 WIDTH, NUM_BLOCKS = 1024, 12
 NUM_PARAMETERS = NUM_BLOCKS * WIDTH * WIDTH

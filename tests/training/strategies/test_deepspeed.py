@@ -24,8 +24,8 @@ from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
 from nblaunch.training.options import GradientAccumulationPlugin
 from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugin
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 from tests.training import ranks
 
 GLOBAL_BATCH = 8

@@ -16,7 +16,7 @@ from torch import nn
 
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, EngineInputs, complete
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugin
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 
 MODEL = nn.Linear(3, 2)  # 8 parameters
 ADAM = torch.optim.Adam(MODEL.parameters())

@@ -1,20 +1,17 @@
-"""Settings of DeepSpeed: :class:`DeepSpeedPlugin`, and several of them by name.
+"""Settings of DeepSpeed: :class:`DeepSpeedSettings`, and several of them by name.
 
-They check themselves, and build the strategy. Nothing here imports DeepSpeed or touches a device; ``config`` fills in
-"auto" values.
+Plain data that checks itself. Nothing here imports DeepSpeed or touches a device. ``config`` fills in "auto" values.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.backends.base import Backend
 from nblaunch.training.options import GradientAccumulationPlugin, check_choice
-from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.config import AUTO, get, put, read_config, set_or_check
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
@@ -41,7 +38,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass
-class DeepSpeedPlugin(StrategyPlugin):
+class DeepSpeedSettings:
     """Training with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
 
     Needs ``pip install deepspeed``. Either a configuration of DeepSpeed's own is given, or the fields below make one;
@@ -96,8 +93,6 @@ class DeepSpeedPlugin(StrategyPlugin):
     selected: bool = field(init=False, default=False)
     dschf: Any = field(init=False, default=None, repr=False, compare=False)
 
-    name = "deepspeed"
-
     def __post_init__(self) -> None:
         self._refuse_unsupported()
         given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
@@ -149,15 +144,8 @@ class DeepSpeedPlugin(StrategyPlugin):
                 f"{_ZERO}.stage=0"
             )
 
-    @classmethod
-    def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
-        """Return the plugins of the process: those of a mapping by name, or one alone."""
-        return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        return DeepSpeedPlugins({"default": self}).build(setup)
-
     def precision_name(self, asked: str | None, backend: Backend) -> str | None:
+        """Return what models compute in: see ``StrategyPlugin``."""
         for name in ("fp16", "bf16"):
             if self.get_value(f"{name}.enabled") is not True:
                 continue
@@ -180,6 +168,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         return asked
 
     def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        """Return how gradients are accumulated: see ``StrategyPlugin``."""
         key = "gradient_accumulation_steps"
         steps: Any = self.get_value(key)
         if steps in (AUTO, asked.num_steps):
@@ -247,19 +236,16 @@ class DeepSpeedPlugin(StrategyPlugin):
 
 
 @dataclass
-class DeepSpeedPlugins(StrategyPlugin):
-    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses."""
+class NamedSettings:
+    """The settings of a process by name, one of them selected: those that ``prepare`` uses."""
 
-    by_name: dict[str, DeepSpeedPlugin]
-
-    name = DeepSpeedPlugin.name
-    is_kept = True
+    by_name: dict[str, DeepSpeedSettings]
 
     def __post_init__(self) -> None:
         if not self.by_name:
             raise ValueError("deepspeed_plugins={} has no plugin")
         for name, plugin in self.by_name.items():
-            if not isinstance(plugin, DeepSpeedPlugin):
+            if not isinstance(plugin, DeepSpeedSettings):
                 raise TypeError(
                     f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
                     "nblaunch.DeepSpeedPlugin, which has the same fields"
@@ -267,11 +253,11 @@ class DeepSpeedPlugins(StrategyPlugin):
         self.select(next(iter(self.by_name)))
 
     @property
-    def active(self) -> DeepSpeedPlugin:
+    def active(self) -> DeepSpeedSettings:
         """The selected one."""
         return next(plugin for plugin in self.by_name.values() if plugin.selected)
 
-    def get(self, name: str) -> DeepSpeedPlugin:
+    def get(self, name: str) -> DeepSpeedSettings:
         """Return one of them; ValueError where there is none of that name."""
         if name not in self.by_name:
             raise ValueError(
@@ -285,19 +271,8 @@ class DeepSpeedPlugins(StrategyPlugin):
         for plugin in self.by_name.values():
             plugin.selected = plugin is chosen
 
-    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
-        return self.active.precision_name(asked, backend)
 
-    def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        return self.active.accumulation_settings(asked)
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedStrategy
-
-        return DeepSpeedStrategy(self, setup)
-
-
-def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedSettings:
     """Return the plugin that DeepSpeed trains by, of several the one that is selected.
 
     Args:
@@ -311,5 +286,5 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
         raise ValueError(
             "DeepSpeed has no plugin here; give the Accelerator one: Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
         )
-    active: DeepSpeedPlugin = plugin
+    active: DeepSpeedSettings = plugin
     return active

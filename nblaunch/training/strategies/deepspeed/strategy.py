@@ -9,7 +9,7 @@ is handed to the engine, at the place where it is called.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch import context, formatting
+from nblaunch.backends.base import Backend
 from nblaunch.events import Note
 from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.options import TorchDynamoPlugin
+from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
-from nblaunch.training.strategies.base import Strategy, TrainingSetup, report_shards
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
 from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
@@ -39,30 +40,30 @@ from nblaunch.training.strategies.deepspeed.engine import (
     set_max_norm,
     total_norm,
 )
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedPlugins
+from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
 
 
 class DeepSpeedStrategy(Strategy):
     """Trains with one engine per Accelerator, made of the model and the optimizer of one call of ``prepare``.
 
     A model without an optimizer is evaluated only: stage 3 shards it all the same; with stages 1 and 2 it only goes to
-    its device. Of several plugins, the one that is selected when a model is set up describes the engine.
+    its device. Of the named settings, those that are selected when a model is set up describe the engine.
     """
 
-    name = DeepSpeedPlugins.name
+    name = "deepspeed"
     label = "DEEPSPEED"
     unjoined = "with DeepSpeed"
     moves_models = True
     holds_shards = True
 
-    def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
+    def __init__(self, named: NamedSettings, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
         reason = setup.process.backend.precision_refusal(setup.precision.name)
         if reason is not None:  # the engine, too, takes formats by name
             raise ValueError(
                 f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"
             )
-        self._plugins = plugins
+        self._named = named
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
         self.engine: Any = None
@@ -101,7 +102,7 @@ class DeepSpeedStrategy(Strategy):
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if deepspeed_library.is_engine(model):
             return model
-        settings = self._plugins.active
+        settings = self._named.active
         optimizer = self._given.optimizer
         if optimizer is None and settings.zero_stage != 3:
             to_device(model, process)
@@ -143,7 +144,7 @@ class DeepSpeedStrategy(Strategy):
             world_size=process.topology.world_size,
             num_steps=self._setup.accumulation.num_steps,
             splits_batches=self._setup.splits_batches,
-            is_train_batch_min=self._plugins.active.is_train_batch_min,
+            is_train_batch_min=self._named.active.is_train_batch_min,
             precision=self._precision.name,
             device_type=process.device.type,
         )
@@ -269,6 +270,38 @@ class DeepSpeedStrategy(Strategy):
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         checkpoint.load(folder, models, self._setup.process)
         return True
+
+
+class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
+    """Training with DeepSpeed's engine, by its settings."""
+
+    __doc__ = DeepSpeedSettings.__doc__  # the fields are what users ask help for
+
+    name = DeepSpeedStrategy.name
+
+    @classmethod
+    def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
+        """Return the plugins of the process: those of a mapping by name, or one alone."""
+        return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        return DeepSpeedPlugins({"default": self}).build(setup)
+
+
+class DeepSpeedPlugins(NamedSettings, StrategyPlugin):
+    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses."""
+
+    name = DeepSpeedStrategy.name
+    is_kept = True
+
+    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
+        return self.active.precision_name(asked, backend)
+
+    def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        return self.active.accumulation_settings(asked)
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        return DeepSpeedStrategy(self, setup)
 
 
 def _batch_size(loader: DataLoader) -> int | None:

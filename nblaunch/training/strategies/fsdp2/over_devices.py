@@ -23,7 +23,7 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import units
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
 # Fields that ask for what the compiler has no place for: field -> what to do instead.
 _REFUSED = {
@@ -40,17 +40,17 @@ class DeviceShardsStrategy(Strategy):
     name = "fsdp2 over devices"
     moves_models = True
 
-    def __init__(self, process: JoinedProcess, plugin: FullyShardedDataParallelPlugin) -> None:
+    def __init__(self, process: JoinedProcess, settings: ShardingSettings) -> None:
         for field, instead in _REFUSED.items():
-            if getattr(plugin, field):
+            if getattr(settings, field):
                 raise ValueError(
-                    f"{field}={getattr(plugin, field)!r:.60} can't be used with strategy='spmd': {instead}"
+                    f"{field}={getattr(settings, field)!r:.60} can't be used with strategy='spmd': {instead}"
                 )
-        if not plugin.reshards:
+        if not settings.reshards:
             warn(
                 "with strategy='spmd' the compiler decides how long weights stay gathered: SHARD_GRAD_OP has no effect"
             )
-        self._plugin = plugin
+        self._settings = settings
         self._backend = process.backend
         self._count = process.backend.num_spmd_devices
         self._dimensions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> int
@@ -59,7 +59,7 @@ class DeviceShardsStrategy(Strategy):
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
-        ignored = units.ignored_parameters(inner, self._plugin.ignored_modules)
+        ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
         names = {id(one) for one in ignored}
         unsharded = {name for name, one in inner.named_parameters() if id(one) in names}
         # Inner modules first, each sharded before the next is moved: the host never holds much of the model twice.

@@ -1,6 +1,6 @@
-"""How a model is sharded over ranks: :class:`FullyShardedDataParallelPlugin`, with Hugging Face Accelerate's fields.
+"""How a model is sharded over ranks: :class:`ShardingSettings`, with Hugging Face Accelerate's fields.
 
-It checks itself, and builds the strategy. Nothing here touches a device.
+Plain data that checks itself. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 
 from nblaunch.errors import warn
 from nblaunch.training.options import check_choice
-from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 STATE_DICT_TYPES = ("sharded_state_dict", "full_state_dict")
@@ -48,7 +47,7 @@ _SHARDING_NUMBERS = {str(number): name for number, name in enumerate(FSDP_SHARDI
 
 
 @dataclass
-class FullyShardedDataParallelPlugin(StrategyPlugin):
+class ShardingSettings:
     """Sharding of models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
     Where one process drives all XLA devices (``strategy="spmd"``), models are sharded over these by XLA's compiler, and
@@ -121,9 +120,6 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
 
-    name = "fsdp2"
-    is_kept = True
-
     def __post_init__(self) -> None:
         if str(self.fsdp_version) != "2":
             raise ValueError(
@@ -157,14 +153,6 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
                 warn(
                     f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60}) has no effect: {why}"
                 )
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
-        from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
-
-        if setup.process.backend.num_spmd_devices:
-            return DeviceShardsStrategy(setup.process, self)
-        return Fsdp2Strategy(setup.process, self, setup.precision.dtype, setup.parallelism)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Have ``save_state`` write states of this type from now on; None: of the default one."""

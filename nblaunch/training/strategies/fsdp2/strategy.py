@@ -22,10 +22,11 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
-from nblaunch.training.strategies.base import report_shards
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
-from nblaunch.training.strategies.fsdp2.settings import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
+from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
 from nblaunch.training.strategies.tensor_parallel import share_weights, warn_of_unsharded
 from nblaunch.wire.weights import is_fsdp_module, is_quantised_weight, is_sharded, is_sharded_model
@@ -36,19 +37,19 @@ class Fsdp2Strategy(DTensorStrategy):
 
     Args:
         process: ranks and device of this process.
-        plugin: what users set; read when a model is set up.
+        settings: what users set; read when a model is set up.
         dtype: in which weights are gathered; None: their own.
         parallelism: how the ranks are divided; None: all of them shard, or those inside each machine.
     """
 
-    name = FullyShardedDataParallelPlugin.name
+    name = "fsdp2"
     label = "FSDP"
     unjoined = "with fsdp_plugin"
 
     def __init__(
         self,
         process: JoinedProcess,
-        plugin: FullyShardedDataParallelPlugin,
+        settings: ShardingSettings,
         dtype: torch.dtype | None = None,
         parallelism: ParallelismConfig | None = None,
     ) -> None:
@@ -58,10 +59,10 @@ class Fsdp2Strategy(DTensorStrategy):
                 f"fsdp_plugin can't be used on {process.backend.name} with a process per device: torch's fully_shard "
                 "is for CPUs and GPUs. strategy='spmd' shards models over the devices of one process; or leave it out"
             )
-        self._plugin = plugin
+        self._settings = settings
         self._dtype = dtype
         self._parallelism = parallelism
-        plugin.precision_policy(dtype)  # refuses what it does not know before any model is built
+        settings.precision_policy(dtype)  # refuses what it does not know before any model is built
         # Units gather their weights, and cast what they are given: autocast would compute losses and norms of layers in
         # fp32 beside, in more memory and otherwise than with Accelerate.
         self.moves_models = self.holds_shards = self.casts_models = process.topology.world_size > 1
@@ -74,14 +75,16 @@ class Fsdp2Strategy(DTensorStrategy):
             return model  # sharded already: by the user, or when it was prepared before
         units = fsdp2_units.choose(
             inner,
-            self._plugin.auto_wrap_policy,
-            self._plugin.transformer_cls_names_to_wrap,
-            self._plugin.min_num_params,
+            self._settings.auto_wrap_policy,
+            self._settings.transformer_cls_names_to_wrap,
+            self._settings.min_num_params,
             is_trained_in_fp32=self._dtype is not None,
         )
-        if self._plugin.activation_checkpointing:
+        if self._settings.activation_checkpointing:
             for _, unit in units or [("", inner)]:
-                fsdp2_units.checkpoint_activations(unit, bool(self._plugin.activation_checkpointing_offload))
+                fsdp2_units.checkpoint_activations(
+                    unit, bool(self._settings.activation_checkpointing_offload)
+                )
         if self.holds_shards:
             self._shard(inner, units)
         return model
@@ -105,21 +108,21 @@ class Fsdp2Strategy(DTensorStrategy):
             for parameter in model.parameters()
             if is_sharded(parameter)
         )
-        kept = "freed after its forward" if self._plugin.reshards else "kept until its backward"
+        kept = "freed after its forward" if self._settings.reshards else "kept until its backward"
         rest = f"; gathered in {formatting.count(len(units), 'unit')}, each {kept}"
         report_shards(name, num_bytes, own_bytes, rest)
 
     def _shard_whole(self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> int:
         """Shard a model that is whole on the ranks, or on the meta device, from the inside out; return its size."""
         device = self._process.device
-        may_be_sent = self._plugin.cpu_ram_efficient_loading is not False
+        may_be_sent = self._settings.cpu_ram_efficient_loading is not False
         # What computes in fewer bits is trained in fp32, however the model was loaded: small steps would be lost.
         master = torch.float32 if self._dtype is not None else None
         weights = FullWeights(model, ignored, device, may_be_sent, master)
         weights.move_to_meta()
         self._apply_fully_shard(modules, ignored)
-        place = torch.device("cpu") if self._plugin.cpu_offload else device
-        weights.fill_shards(place, self._plugin.param_init_fn)
+        place = torch.device("cpu") if self._settings.cpu_offload else device
+        weights.fill_shards(place, self._settings.param_init_fn)
         for module in modules:
             fsdp2_units.register_new_parameters(module)
         return weights.num_bytes
@@ -139,7 +142,7 @@ class Fsdp2Strategy(DTensorStrategy):
         return num_bytes
 
     def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
-        ignored = fsdp2_units.ignored_parameters(model, self._plugin.ignored_modules)
+        ignored = fsdp2_units.ignored_parameters(model, self._settings.ignored_modules)
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
         # A shard would be a plain tensor, without what its library keeps with it.
@@ -150,9 +153,9 @@ class Fsdp2Strategy(DTensorStrategy):
 
         arguments: dict[str, Any] = {
             "mesh": self._mesh(),
-            "reshard_after_forward": self._plugin.reshards,
-            "mp_policy": self._plugin.precision_policy(self._dtype),
-            "offload_policy": self._plugin.offload_policy(),
+            "reshard_after_forward": self._settings.reshards,
+            "mp_policy": self._settings.precision_policy(self._dtype),
+            "offload_policy": self._settings.offload_policy(),
             "ignored_params": ignored,
         }
         for module in modules:
@@ -166,11 +169,11 @@ class Fsdp2Strategy(DTensorStrategy):
             return self._parallelism.fsdp_mesh()
         topology = self._process.topology
         kind = self._process.device.type
-        if self._plugin.is_hybrid:
+        if self._settings.is_hybrid:
             shape = (topology.world_size // topology.local_world_size, topology.local_world_size)
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         world: Any = dist.group.WORLD
-        if self._plugin.cpu_offload and dist.get_backend() == "nccl":
+        if self._settings.cpu_offload and dist.get_backend() == "nccl":
             # Shards lie in host memory, where NCCL can't exchange what is computed on them: norms, full tensors.
             world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
@@ -210,7 +213,21 @@ class Fsdp2Strategy(DTensorStrategy):
 
     @property
     def saves_shards(self) -> bool:
-        return self._plugin.saves_shards
+        return self._settings.saves_shards
+
+
+class FullyShardedDataParallelPlugin(ShardingSettings, StrategyPlugin):
+    """Sharding of models over ranks, by its settings."""
+
+    __doc__ = ShardingSettings.__doc__  # the fields are what users ask help for
+
+    name = Fsdp2Strategy.name
+    is_kept = True
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        if setup.process.backend.num_spmd_devices:
+            return DeviceShardsStrategy(setup.process, self)
+        return Fsdp2Strategy(setup.process, self, setup.precision.dtype, setup.parallelism)
 
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
