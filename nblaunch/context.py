@@ -113,6 +113,11 @@ def take() -> ProcessContext | None:
     return taken
 
 
+def exists() -> bool:
+    """Return whether this process has a context. Creates none."""
+    return _current is not None
+
+
 def is_worker() -> bool:
     """Return whether this process is a worker of nblaunch. Creates no context."""
     return _current is not None and _current.is_launched

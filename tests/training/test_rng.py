@@ -56,6 +56,13 @@ def test_a_script_that_nothing_launched_seeds_its_device_too() -> None:
     assert backend.seeds == [7]
 
 
+def test_a_seed_comes_before_a_script_sets_the_variables_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    context.take()
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    set_seed(7)
+    assert not context.exists()
+
+
 def test_ranks_can_have_seeds_of_their_own() -> None:
     backend = context.current().backend
     context.install(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
 
 import numpy
 import torch
 
-from nblaunch import context
+from nblaunch import context, env
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import current_topology
 from nblaunch.training.options import RNG_TYPES, check_choice
@@ -30,7 +31,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    context.current().backend.seed(seed)
+    # Elsewhere torch has seeded all, and it may be too early to choose a device by variables that the script sets.
+    if context.exists() or "torch_xla" in sys.modules or env.read("PJRT_DEVICE"):
+        context.current().backend.seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
     return seed
