@@ -66,9 +66,8 @@ _SETS_XLA_DEVICE = re.compile(
     r"""PJRT_DEVICE['"](\]\s*=(?!=)|\s*:)|PJRT_DEVICE\s*=\s*['"]?\w|env\s+PJRT_DEVICE\s+\S|"""
     r"""(setdefault|putenv|setenv)\(\s*['"]PJRT_DEVICE|set_device_type\("""
 )
-_COMMENT = re.compile(r"^\s*#")
-_RUNS_LATER = re.compile(r"^\s|^#|^(async )?def |\blambda\b")
-"""Lines that are not, or may not be, run where they stand: comments, and the bodies of functions."""
+_FUNCTION = re.compile(r"(async )?def |class ")
+_NOT_RUN = re.compile(r"^\s*#|\blambda\b")
 _TIMEOUT_S = 20.0
 _GOOD = b"+"
 
@@ -225,7 +224,7 @@ def wanted_xla_device() -> str:
     the truth. A line of a cell that sets it is found in the notebook's history.
     """
     value: str = env.read("PJRT_DEVICE") or ""
-    if _is_default_of_torch_xla and not _guess_cell(_SETS_XLA_DEVICE, _COMMENT):
+    if _is_default_of_torch_xla and not _guess_cell(_SETS_XLA_DEVICE):
         return ""
     return value.upper()
 
@@ -336,23 +335,24 @@ def small_backward() -> None:
 # --- history of the notebook ----------------------------------------------------------------------------------------
 
 
-def _guess_cell(pattern: re.Pattern[str], skipped: re.Pattern[str] = _RUNS_LATER) -> str:
+def _guess_cell(pattern: re.Pattern[str]) -> str:
     """Return the first match of ``pattern`` in the notebook's cells, as :func:`first_match` has it."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     cells = shell.user_ns.get("In", []) if shell is not None else []
-    return first_match(pattern, cells, skipped)
+    return first_match(pattern, cells)
 
 
-def first_match(
-    pattern: re.Pattern[str], cells: Sequence[str], skipped: re.Pattern[str] = _RUNS_LATER
-) -> str:
+def first_match(pattern: re.Pattern[str], cells: Sequence[str]) -> str:
     """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that matches; empty where none does.
 
-    Lines that match ``skipped`` do not count: functions and lambdas run in the workers, most likely.
+    Functions, lambdas and methods don't count: they run in the workers, most likely.
     """
     for number, source in enumerate(cells):
+        is_in_function = False
         for position, line in enumerate(source.splitlines(), 1):
-            if pattern.search(line) and not skipped.search(line):
+            if line[:1] not in ("", " ", "\t", ")"):  # the last ends arguments that take several lines
+                is_in_function = bool(_FUNCTION.match(line))
+            if pattern.search(line) and not is_in_function and not _NOT_RUN.search(line):
                 return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
     return ""

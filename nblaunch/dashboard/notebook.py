@@ -19,7 +19,7 @@ from nblaunch.dashboard.html import mimebundle
 from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import Event
+from nblaunch.events import Event, Note
 from nblaunch.user_code import ipython_shell
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ class NotebookDashboard(ViewingDashboard):
 
     def on_event(self, event: Event) -> None:
         super().on_event(event)
-        self._last_lines.add(event)
+        if self._has_widgets or not isinstance(event, Note):  # the table has notes of its own
+            self._last_lines.add(event)
 
     def control(self, controls: Controls) -> None:
         if self._is_background and self._panel is not None:

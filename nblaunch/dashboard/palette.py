@@ -28,7 +28,7 @@ class Look(NamedTuple):
     colour: str
     shape: str
     style: str
-    """Colour on terminals, for :func:`paint` and for rich."""
+    """Colour on terminals, for :func:`paint`."""
 
 
 STATE_LOOKS = {

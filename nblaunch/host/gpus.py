@@ -156,11 +156,17 @@ def _may_be_visible() -> list[Gpu]:
 
 
 def _is_numbered_alike() -> bool:
-    """Return whether CUDA numbers GPUs as NVML does, by PCI bus; of different models it puts the fastest first.
+    """Return whether CUDA numbers GPUs as NVML does, by PCI bus, or they are chosen by name.
 
-    Source: CUDA C++ Programming Guide, "CUDA Environment Variables", CUDA_DEVICE_ORDER.
+    Of different models CUDA puts the fastest first. Source: CUDA C++ Programming Guide, "CUDA Environment Variables",
+    CUDA_DEVICE_ORDER.
     """
-    return env.read("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in physical_gpus()}) < 2
+    if env.read("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return True
+    chosen: str | None = env.read("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and not any(entry.strip().isdigit() for entry in chosen.split(",")):
+        return True
+    return len({gpu.name for gpu in physical_gpus()}) < 2
 
 
 def have_bf16() -> bool:

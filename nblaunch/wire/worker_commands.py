@@ -134,8 +134,8 @@ def connect() -> tuple[CommandConnection, int]:
 def _socket_of(fd: int) -> Iterator[socket.socket]:
     """Yield a socket object of a descriptor, for which no other descriptor is needed."""
     unix_socket = socket.socket(fileno=fd)
-    unix_socket.setblocking(True)  # as in CommandConnection
     try:
+        unix_socket.setblocking(True)  # as in CommandConnection
         yield unix_socket
     finally:
         unix_socket.detach()

@@ -195,6 +195,7 @@ def test_a_way_to_count_that_the_user_chose_is_left_alone(tmp_path: Path) -> Non
         ('print("PJRT_DEVICE:", os.environ.get("PJRT_DEVICE", "unset"))', False),
         ("""print(f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}")""", False),
         ("# PJRT_DEVICE=CPU", False),
+        ('def train():\n    os.environ["PJRT_DEVICE"] = "CPU"', False),
     ],
 )
 def test_what_sets_torch_xlas_device_differs_from_a_question_for_it(
@@ -213,9 +214,10 @@ def test_what_sets_torch_xlas_device_differs_from_a_question_for_it(
     [
         (["train = lambda model: Accelerator().prepare(model)", "torch_xla.device()"], "cell 1, line 1"),
         (["def train(): return Accelerator()", "import x\ndevice = torch_xla.device()"], "cell 1, line 2"),
-        (["def train():\n    Accelerator()\n", "for _ in range(2):\n    torch_xla.sync()"], ""),
+        (["def train():\n    Accelerator()\n", "for _ in range(2):\n    torch_xla.sync()"], "cell 1, line 2"),
+        (["def train(\n    a,\n):\n    Accelerator()\n\n    Accelerator()"], ""),
         (["%pip install x\nnotebook_launcher(lambda: Accelerator(), ())\nxm.xla_device()"], "cell 0, line 3"),
-        (["a b c\n    torch_xla.device()\ntorch_xla.device()"], "cell 0, line 3"),
+        (["@once\ndef train():\n    torch_xla.device()\ntorch_xla.device()"], "cell 0, line 4"),
         (["class Task:\n    def run(self):\n        Accelerator()"], ""),
         (["# torch_xla.device()"], ""),
     ],

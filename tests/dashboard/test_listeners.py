@@ -183,11 +183,13 @@ def test_a_background_job_is_shown_at_once_with_its_output() -> None:
     shown = Publications()
     table = NotebookDashboard(background=True, publish=shown, clock=Clock())
     assert (shown.updates, shown.bundles[0]["text/plain"]) == ([False], "starting")
-    feed(table, [*started(2), lines_of(1, 0, 3), Note(-1, START_S, text="started by fork"), *ended(2)])
+    notes = [Note(-1, START_S, text="started by fork"), Note(1, START_S, text="passed over")]
+    feed(table, [*started(2), lines_of(1, 0, 3), *notes, *ended(2)])
     table.close()
     assert shown.updates == [False, True]
     assert "[1] line 2" in shown.bundles[-1]["text/html"]
     assert "started by fork" in shown.bundles[-1]["text/plain"]
+    assert shown.bundles[-1]["text/plain"].count("passed over") == 1
 
 
 def test_a_launch_that_never_started_leaves_nothing_unless_it_was_shown() -> None:

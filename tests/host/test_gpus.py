@@ -106,7 +106,7 @@ def test_nvml_counts_gpus(nvml: NvmlMaker) -> None:
 
 def test_nvml_reports_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     instances = [FakeGpu("MIG-1111", utilisation=None), FakeGpu("MIG-2222", utilisation=None)]
-    nvml(FakeGpu("GPU-cccc3333", "A100", instances=instances), FakeGpu("GPU-dddd4444", "A100"))
+    nvml(FakeGpu("GPU-cccc3333", "A100", instances=instances), FakeGpu("GPU-dddd4444"))
     assert gpus.physical_gpus() == PARTITIONED
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
     meter = gpus.open_meter()
@@ -139,6 +139,11 @@ def test_no_meter_reads_a_gpu_whose_number_is_not_known(
     """By default CUDA puts the fastest GPU first, and NVML the one with the lowest bus number."""
     nvml(FakeGpu("GPU-aaaa1111", utilisation=40), FakeGpu("GPU-aabb2222", "NVIDIA A100"))
     assert gpus.open_meter().read() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aab,GPU-aaa")  # by name: in this order
+    meter = gpus.open_meter()
+    assert meter.read() == [0.0, 0.4]
+    meter.close()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     meter = gpus.open_meter()
     assert meter.read() == [0.4, 0.0]

@@ -203,16 +203,15 @@ def _load_models(
 ) -> bool:
     """Load weights; return whether the strategy did it, and loaded optimizers as well."""
     models = list(live.preparer.models)
-    # Where it is whole, folders of shards may still be there, of the checkpoint that it has replaced.
-    may_be_sharded = manifest is None or bool(manifest.sharded_by)
-    is_loaded = may_be_sharded and live.strategy.load_shards(folder, models, live.preparer.optimizers)
+    is_loaded = live.strategy.load_shards(folder, models, live.preparer.optimizers)
     if is_loaded:
         models = []  # hooks find what is left, as with Accelerate
-    for hook in list(live.load_hooks.values()):
+    hooks = list(live.load_hooks.values())
+    for hook in hooks:
         hook(models, str(folder))
     if is_loaded:
         return True
-    if live.load_hooks:
+    if hooks:
         _check_weights(live, folder, models, manifest, strict)
     for index, model in enumerate(models):
         path = files.weights_file(folder, index)

@@ -116,7 +116,7 @@ class DTensorStrategy(Strategy):
     def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         from torch.distributed.checkpoint import state_dict as states
 
-        if not (folder / _MODEL.format(0)).is_dir():
+        if not any((folder / _MODEL.format(0)).glob("*")):  # or a whole one has replaced it
             return False
         is_alone = not self.holds_shards
         for index, model in enumerate(models):

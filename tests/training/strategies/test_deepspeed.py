@@ -362,8 +362,15 @@ def test_training_goes_on_where_it_was_saved_on_any_number_of_ranks(
     assert [path.name for path in tmp_path.iterdir()] == ["state"]  # what was converted for it is gone
 
 
+def _save_whole(folder: str) -> None:
+    accelerator = Accelerator()
+    _prepare(accelerator)
+    accelerator.save_state(folder)
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "state"
+    ranks.run(_save_whole, 2, str(tmp_path / "whole"))
     ranks.run(_save, 2, 2, "no", str(folder))
 
     def refused(stage: int, any_world_size: bool = False) -> str:
@@ -376,6 +383,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         in ranks.run(refused, 2, 3)[0]
     )
     assert "was saved by 2 processes, but this job has 1" in ranks.run(refused, 1, 2)[0]
+    folder, sharded = tmp_path / "whole", folder
+    assert "saved without DeepSpeed" in ranks.run(refused, 2, 2)[0]
+    folder = sharded
     damaged = next((folder / "pytorch_model").glob("*rank_1*"))
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert f"{damaged.name} has 100 bytes" in ranks.run(refused, 2, 2)[0]
