@@ -163,8 +163,11 @@ def _awaited_rank(view: JobView) -> list[Notice]:
 def _stalled(view: JobView) -> list[Notice]:
     """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
-        # The exception of a job that was stopped for a hang has the positions; one that is done has overcome it.
-        is_shown = view.hang and view.outcome != "done" and not view.end.has_hung
+        # The exception of a job that was stopped for a hang has the positions; one whose ranks all ended by themselves
+        # has overcome it, and one that was done may have been stopped while it sent its weights.
+        codes = {rank.exit_status.code for rank in view.ranks if rank.exit_status is not None}
+        is_overcome = view.outcome == "done" and codes <= {0}
+        is_shown = view.hang and not view.end.has_hung and not is_overcome
         return [Notice("stalled", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
     found = {rank.rank: rank.stall for rank in live if rank.stall is not None}

@@ -348,7 +348,7 @@ def test_eight_ranks_at_full_speed_stay_within_the_budget_of_messages(shared: Ke
 
 
 def test_many_ranks_are_one_row_and_a_line(shared: Kernel) -> None:
-    cell = shared.submit("run(dashboard.choose(), 64, 40)", allow_stdin=True)
+    cell = shared.submit("run(dashboard.choose(), 64, 80)", allow_stdin=True)
     cell.wait_for(lambda cell: "ranks 0-63 training" in FrontEnd(cell.messages).html, what="the line of all")
     cell.wait()
     end = FrontEnd(cell.messages)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nblaunch import Accelerator, CheckpointError, utils
+from nblaunch import Accelerator, CheckpointError
 from nblaunch.topology import Topology
 from nblaunch.training.checkpoints import model_files, safe_save
 from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
@@ -185,7 +185,6 @@ def test_what_is_no_state_dict_is_refused(
     accelerator.register_load_state_pre_hook(lambda models, folder: None)
     for load in (
         lambda: load_checkpoint_in_model(model, path),
-        lambda: utils.load_state_dict(path),
         lambda: accelerator.load_state(tmp_path),
     ):
         with pytest.raises(CheckpointError, match=f"{path.name} {message}"):
