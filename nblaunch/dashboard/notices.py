@@ -163,8 +163,8 @@ def _awaited_rank(view: JobView) -> list[Notice]:
 def _stalled(view: JobView) -> list[Notice]:
     """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
-        # The exception of a job that was stopped for a hang has the positions. A job that is done has overcome it, unless
-        # ranks were killed while they sent their weights.
+        # The exception of a job that was stopped for a hang has the positions. A job that is done has overcome it,
+        # unless ranks were killed while they sent their weights.
         codes = {rank.exit_status.code for rank in view.ranks if rank.exit_status is not None}
         is_overcome = view.outcome == "done" and codes <= {0}
         is_shown = view.hang and not view.end.has_hung and not is_overcome
