@@ -51,7 +51,7 @@ class ProcessContext:
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         num_commands: commands of a session that this process has begun.
-        training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
+        training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
         object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
             object itself (``training/per_process.py``).

@@ -3,7 +3,8 @@
 Workers send the first group to the launcher through a channel (``wire/channel.py``). The launcher adds the second group
 and passes all events to its listeners: dashboards, the recorder of a detached job, those of commands. Steps are
 not events: each rank writes them to its slot of the shared board (``wire/board.py``), which the launcher samples. A
-step is a batch taken from a prepared loader; steps of optimizers are counted beside them.
+step is a batch taken from a prepared loader, or an item of ``accelerator.progress``; steps of optimizers are counted
+beside them.
 
 ``time_s`` is the wall clock of the worker (``time.time()``).
 """

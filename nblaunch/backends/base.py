@@ -311,8 +311,8 @@ class Backend(ABC):
             "computes in bf16 and keeps weights in fp32"
         )
 
-    def represents_in_bf16(self) -> bool:
-        """Let the device represent fp32 as bf16; return whether it does, so that autocast is not needed."""
+    def switch_to_bf16(self) -> bool:
+        """Represent fp32 as bf16 from now on, where the device can, and return whether it does: no autocast then."""
         return False
 
     def seed(self, seed: int) -> None:

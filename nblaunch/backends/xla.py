@@ -284,7 +284,7 @@ class XlaBackend(Backend):
     def downcast_to_bf16(self) -> None:
         self._has_fp32_doubles = True
 
-    def represents_in_bf16(self) -> bool:
+    def switch_to_bf16(self) -> bool:
         if self._is_bf16 is None:
             variable, other = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
             types = "float and double are bfloat16"

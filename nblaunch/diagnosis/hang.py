@@ -37,7 +37,7 @@ class Progress:
     """Progress of a rank so far.
 
     Args:
-        signs: changes with every step, collective and advance of a bar.
+        signs: changes with every sign of progress: see :func:`progress_of`.
         has_stepped: the rank has taken steps.
         num_messages: number of lines, and of events other than metrics: none of them is progress.
     """

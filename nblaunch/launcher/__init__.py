@@ -5,14 +5,15 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
 
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
-    job_state.py         the state of a job, which its Job reads; what was logged, as a table
-    runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
+    job_state.py         the state of a job, which its Job reads; passes events to listeners, keeps what was logged
+    runner.py            runs a job to its end, attempt after attempt
       requests.py        SIGINT while a launch runs; stop, interrupt, kill, show stacks; the supervisor reads them
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
-      supervisor.py      waits for everything that may happen until the workers have ended
+      supervisor.py      waits for whatever happens until the workers have ended; reads what they returned
         escalation.py    which signal which rank gets when; an orderly end with time for a checkpoint
         hang_watch.py    finds ranks without progress; where the ranks are
+                         and, made by attempt.py and used here:
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
         joblog.py        the log files of a job; those of old jobs are pruned at the first tick

@@ -7,7 +7,7 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
     ticks (10 Hz)─┘
 
 Everything that can happen wakes the loop at once; only logs and the board are looked at by the clock. When the last
-process has ended, pipes and logs are read to their end before anything is concluded.
+process has ended, pipes, logs and what the workers returned are read to their end before anything is concluded.
 """
 
 from __future__ import annotations

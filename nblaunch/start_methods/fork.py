@@ -1,6 +1,7 @@
 """Workers forked from this process: they have the function, its closure and the model without any copying.
 
-kernel ── pause OpenMP pools, open this memory to compare weights with, freeze the collector's heap, hold back signals
+kernel ── prepare the device family, pause OpenMP pools, open this memory to compare weights with, freeze the heap,
+       │   hold back signals
        ├── fork ──> worker 0: worker/bootstrap.run, never returns
        ├── fork ──> worker 1
        └── let signals through, unfreeze the heap (pools come back when they are needed)

@@ -31,7 +31,8 @@ The :class:`Accelerator`, and what it is built of:
 
 The way of objects through ``prepare``:
 
-    prepare.py: Preparer     loaders and models as they come, then optimizers, then schedulers
+    prepare.py: Preparer     strategies/ (on_prepare: a look at all objects of the call), then loaders and models as
+                             they come, then optimizers, then schedulers
       loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
       models                 models.py (without_parallel_wrappers, stays_in_place)
                              ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:
@@ -47,6 +48,7 @@ The way of objects through ``prepare``:
 The way of a loss through ``backward``: gradients.py ──> strategies/ (divided by the micro-steps of an optimizer step)
 ──> precision.py (scaled, for fp16; ``loss.backward()``, in which hooks reduce gradients) ──> board_reports.py (shown)
 
-What dashboards show as a step is a batch that data/loader.py has handed out. Steps of optimizers, any optimizer's, are
-counted by a hook that the worker has set on torch (``nblaunch.worker.libraries``).
+What dashboards show as a step is a batch that data/loader.py has handed out, or an item of ``accelerator.progress``.
+Steps of optimizers, any optimizer's, are counted by a hook that the worker has set on torch
+(``nblaunch.worker.libraries``).
 """

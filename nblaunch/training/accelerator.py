@@ -94,7 +94,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         step_scheduler_with_optimizer: schedulers step where their optimizer does, and once per process, because
             schedules are written for a single one. False: exactly once per call.
         kwargs_handlers: at most one each of ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
-            ``AutocastKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``, ``AORecipeKwargs``.
+            ``AutocastKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``, ``AORecipeKwargs``,
+            ``TorchDynamoPlugin``.
         dynamo_backend: compile models with this backend of :func:`torch.compile`, as ``"inductor"``. None: the variable
             ``ACCELERATE_DYNAMO_BACKEND``, else models are not compiled.
         dynamo_plugin: compilation in full, instead of ``dynamo_backend``.
@@ -185,7 +186,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         wanted_accumulation: GradientAccumulationPlugin,
         data: DataLoaderConfiguration,
     ) -> tuple[Precision, Strategy]:
-        """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
+        """Choose the plugin, the precision and the strategy, in this order, since each depends on those before it."""
         shared, backend = self._shared, self._shared.process.backend
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
         plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
@@ -196,7 +197,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         accumulation = AccumulationState(shared.loaders, plugin.accumulation_settings(wanted_accumulation))
         setup = TrainingSetup(shared.process, asked, accumulation, data.split_batches, parallelism)
         strategy = plugin.build(setup)
-        return shared.adopt(plugin, strategy, setup), strategy
+        precision = strategy.adapt_precision(asked)
+        shared.adopt(plugin, strategy, setup, precision)
+        return precision, strategy
 
     @property
     def _process(self) -> JoinedProcess:

@@ -1,7 +1,9 @@
 """The constructor arguments of the ``Accelerator``: sorted, checked and completed, refusals with a way out.
 
-What was not passed comes from the launcher, else from the environment. Nothing here changes anything: functions return
-what was resolved. Their dataclasses are in ``options.py``; the settings of a launch, in ``nblaunch.config``.
+What was not passed comes from the launcher, else from the environment. Functions return what was resolved and change
+nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and makes its mesh, and
+``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``; the settings of a
+launch, in ``nblaunch.config``.
 """
 
 from __future__ import annotations

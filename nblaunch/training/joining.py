@@ -1,4 +1,4 @@
-"""``init_process_group`` for a job: :func:`join` its group, as a :class:`JoinedProcess`, and wait for its other ranks.
+"""Joining the process group: :func:`join` calls ``init_process_group`` where needed, and waits for all ranks.
 
 Uneven inputs, which torch's ``Join`` is for, are in ``gradients.py``.
 
@@ -30,8 +30,8 @@ _RANK_ENTRY = "nblaunch_rank"
 class JoinedProcess:
     """This process, once it has joined the process group of its job: its rank and device, which stay.
 
-    Everything in ``nblaunch.training`` that needs them is passed this one object, as ``process``. Its ranks are those
-    of the process group where there is one.
+    Everything in ``nblaunch.training`` that needs them is passed this one object, as ``process``. A lone process, and
+    one that ``multiprocessing`` started in a rank, has it without a process group.
     """
 
     topology: Topology

@@ -335,7 +335,7 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
         if current_topology().rank == 0:
             warn(f"mixed_precision='fp16': {reason}")
         return ReplacedFp16Precision(backend, handlers)
-    if name == "bf16" and backend.represents_in_bf16():
+    if name == "bf16" and backend.switch_to_bf16():
         return DeviceBf16Precision(backend, handlers)
     kinds = (Precision, Fp16Precision, Bf16Precision, Fp8Precision)
     return next(kind for kind in kinds if kind.name == name)(backend, handlers)

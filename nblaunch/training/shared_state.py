@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 @dataclass
 class SharedState:
-    """One process of a training job: what all its Accelerators, loaders and optimizers share.
+    """What all Accelerators, loaders and optimizers of one process share.
 
     Args:
-        process: itself, once it has joined the job: its ranks, device and board slot.
+        process: its ranks, device and board slot, once it has joined the job.
         loaders: the prepared loaders that it is reading.
         accumulation: the accumulation window that was entered last, or else that of the latest Accelerator.
         loops: the running loops over loaders and iterables, shown on the board.
@@ -127,18 +127,15 @@ class SharedState:
                 "DistributedDataParallel by hand is in no need of it.)"
             )
 
-    def adopt(self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup) -> Precision:
-        """Make what a new Accelerator has chosen that of the process.
-
-        Returns:
-            The precision in which that Accelerator computes: the strategy has a say in it.
-        """
+    def adopt(
+        self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup, precision: Precision
+    ) -> None:
+        """Make what a new Accelerator has chosen that of the process."""
         self.plugin, self.parallelism = plugin, setup.parallelism
         self.accumulation = setup.accumulation
-        self.precision = resolved = strategy.adapt_precision(setup.precision)
+        self.precision = precision
         self.label = strategy.label if strategy.holds_shards else ""
         self.strategies[id(strategy)] = strategy
-        return resolved
 
     def take_resuming(self) -> bool:
         """Return whether the middle of an epoch was loaded that now begins to be read; True once."""

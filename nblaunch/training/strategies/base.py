@@ -209,7 +209,12 @@ class Strategy(ABC):
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
-        """Compile what :meth:`setup_module` returned in a way of its own; None: it is compiled as any module is."""
+        """Compile a model in a way of its own; None: it is compiled as any module is.
+
+        Args:
+            model: what :meth:`setup_module` returned; one that is only evaluated, as it was passed to ``prepare``.
+            options: how.
+        """
         return None
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:

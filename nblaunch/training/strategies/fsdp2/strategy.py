@@ -231,7 +231,7 @@ class FullyShardedDataParallelPlugin(ShardingSettings, StrategyPlugin):
 
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Put fp32 parameters in the place of those that are trained in fewer bits, tied as before."""
+    """Put fp32 parameters in the place of those trained in fewer bits; ``FullWeights`` does so for whole models."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():

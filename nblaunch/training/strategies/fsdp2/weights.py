@@ -30,6 +30,8 @@ _UNKNOWN = "unknown"
 class FullWeights:
     """The full weights of a model while it is sharded, from which its shards are filled. Makes no full copy.
 
+    A collective: ranks compare where each tensor is, and send what only rank 0 has.
+
     Args:
         model: as the user built it.
         ignored: parameters that are not sharded; those that are replaced by others are replaced in it, too.
@@ -58,9 +60,13 @@ class FullWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameters that are sharded, tied ones counted once."""
+        """Bytes of all shards of all ranks, tied parameters counted once."""
         unique = {id(parameter): parameter for parameter in self._parameters.values()}
-        return sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
+        return sum(parameter.numel() * self._shard_dtype(parameter).itemsize for parameter in unique.values())
+
+    def _shard_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        is_trained = parameter.requires_grad and parameter.is_floating_point()
+        return self._master if is_trained and self._master is not None else parameter.dtype
 
     def move_to_meta(self) -> None:
         """Replace the parameters that are to be sharded by some on the meta device, tied as before.
@@ -70,10 +76,8 @@ class FullWeights:
         empty: dict[int, nn.Parameter] = {}
         for name, old in self._parameters.items():
             if id(old) not in empty:
-                is_master = old.requires_grad and old.is_floating_point()
-                dtype = self._master if is_master and self._master is not None else old.dtype
                 data = torch.empty_like(
-                    old, device="meta", dtype=dtype, memory_format=torch.contiguous_format
+                    old, device="meta", dtype=self._shard_dtype(old), memory_format=torch.contiguous_format
                 )
                 empty[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
             _owner(self._model, name)[_own_name(name)] = empty[id(old)]
