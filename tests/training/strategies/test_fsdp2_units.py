@@ -324,3 +324,18 @@ def _report() -> list[str]:
 def test_a_line_shows_what_every_rank_holds() -> None:
     line = "Net: 5.00 kB of weights sharded over 2 ranks, 1.00 kB to 4.00 kB each; and more"
     assert ranks.run(_report, 2) == [[line], []]
+
+
+def _report_of_bf16_weights() -> list[str]:
+    emitted: list[Any] = []
+    context.current().emit = emitted.append
+    model = torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator.prepare(model)
+    return [event.text for event in emitted if isinstance(event, Note) and "sharded over" in event.text]
+
+
+def test_weights_that_are_trained_in_fp32_are_counted_so() -> None:
+    first, other = ranks.run(_report_of_bf16_weights, 2)
+    assert "4.10 kB of weights sharded over 2 ranks, 2.05 kB each" in first[0]
+    assert other == []
