@@ -5,7 +5,7 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
 
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
-    job_state.py         the state of a job, which its Job reads; what was logged, as a table
+    job_state.py         the state of a job, which its Job reads
     runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
       requests.py        SIGINT while a launch runs; stop, interrupt, kill, show stacks; the supervisor reads them
       attempt.py         starts the workers of one attempt, each with an assignment

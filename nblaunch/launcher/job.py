@@ -10,20 +10,16 @@ import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
-from nblaunch.launcher.job_state import JobState, frame_of
+from nblaunch.launcher.job_state import JobState
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.weights import load_into
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.argument_paths import ArgPath
-
-if TYPE_CHECKING:
-    import pandas
-
 
 _AWAIT_POLL_S = 0.05
 """Between two looks of ``await job``."""
@@ -66,7 +62,11 @@ class Job:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What ``accelerator.log`` has logged by now, one dict per call; see :meth:`metrics_frame`."""
+        """What ``accelerator.log`` has logged by now, one dict per call.
+
+        Each has ``step``, ``time_s`` (wall clock), ``rank`` and ``attempt``, and the values by their names:
+        ``pandas.DataFrame(job.metrics)``.
+        """
         return self._state.metrics
 
     def result(self, timeout: float | None = None) -> Any:
@@ -162,17 +162,6 @@ class Job:
     def pids(self) -> dict[int, int]:
         """Rank -> process, of the ranks of this machine that have started."""
         return dict(self._state.pids)  # it changes in the thread of the job
-
-    def metrics_frame(self) -> pandas.DataFrame:
-        """Return what ``accelerator.log`` has logged by now as a table: one row per step, one column per value.
-
-        ``job.metrics`` is the same as a list, one dict per call, with ``step``, ``time_s`` (wall clock), ``rank`` and
-        ``attempt``. Both can be looked at while the job runs: ``job.metrics_frame()["loss"].plot()``.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        return frame_of(list(self.metrics))
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
         """Return the trained weights that are not in the modules of this process.

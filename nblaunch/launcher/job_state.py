@@ -1,7 +1,5 @@
 """JobState: keeps the state of a job, and sends its events and readings of the board to listeners.
 
-What ``accelerator.log`` has logged is kept as rows; :func:`frame_of` makes them a table.
-
 The :class:`nblaunch.launcher.job.Job` that a caller holds reads it. JobState is the base of ``JobRunner``
 (``runner.py``), which runs a job in this process, and of ``JobFollower`` (``detached/``), which follows one of another
 process.
@@ -10,9 +8,9 @@ process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nblaunch.events import Event, Metric, Started
 from nblaunch.launcher.debug_client import DebugClient
@@ -23,9 +21,6 @@ from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
-
-if TYPE_CHECKING:
-    import pandas
 
 _LOOK_S = 0.5
 """Between two looks of a thread that waits for the end of a job without a limit."""
@@ -157,7 +152,7 @@ class JobState:
             self.status = "running"
             self._launch_settled.set()
         elif isinstance(event, Metric):
-            self.metrics.append(row_of(event, self.attempt_number))
+            self.metrics.append(_row_of(event, self.attempt_number))
         for listener in self._listeners:
             listener.on_event(event)
 
@@ -172,50 +167,10 @@ class JobState:
         self._listeners = []
 
 
-# --- what was logged -------------------------------------------------------------------------------------------------
-
-_ABOUT = ("step", "time_s", "rank", "attempt")
-
-
-def row_of(metric: Metric, attempt: int) -> dict[str, Any]:
+def _row_of(metric: Metric, attempt: int) -> dict[str, Any]:
     """Return a call of ``accelerator.log`` as a row: step, wall clock in seconds, rank, attempt, values by name.
 
     A value that is called as one of these takes its place, except that a step given to ``log`` is the step.
     """
     about = {"step": metric.step, "time_s": metric.time_s, "rank": metric.rank, "attempt": attempt}
     return {**about, **metric.values, **({} if metric.step is None else {"step": metric.step})}
-
-
-def frame_of(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Return a table with one row per step and one column per value, in the order in which they came.
-
-    Values that were logged for a step in several calls share its row. The index is the step; rows without one are not
-    joined, and have no number there. The last column is ``time_s``, of the row's last call; before it stand ``rank``
-    and ``attempt`` where there is more than one.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(
-            "metrics_frame needs pandas (pip install pandas); job.metrics has the same as a list of dicts"
-        ) from error
-    joined = _joined(rows)
-    names = dict.fromkeys(name for row in joined for name in row if name not in _ABOUT)
-    several = [name for name in ("rank", "attempt") if len({row[name] for row in joined}) > 1]
-    steps = [row["step"] for row in joined]
-    is_counted = all(isinstance(step, int) for step in steps)
-    index = pandas.Index(steps, name="step", dtype="int64" if is_counted else "float64")
-    return pandas.DataFrame(joined, columns=[*names, *several, "time_s"], index=index)
-
-
-def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Join the rows of a step, where its first one stood."""
-    joined: dict[Any, dict[str, Any]] = {}
-    for number, row in enumerate(rows):
-        is_counted = row["step"] is not None
-        key = ("step", row["attempt"], row["rank"], row["step"]) if is_counted else ("row", number)
-        joined.setdefault(key, {}).update(row)
-    return list(joined.values())
