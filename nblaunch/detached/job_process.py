@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nblaunch import backends
-from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
+from nblaunch.detached.folder import End, JobFolder, Snapshot
 from nblaunch.detached.requests import RequestServer
 from nblaunch.detached.start import JobTask
 from nblaunch.diagnosis.exceptions import RemoteRendering
@@ -83,9 +82,7 @@ class _DetachedJob:
         self._folder = JobFolder(self._log.path)
         self._recorder = Recorder(self._folder, self._present_outcome)
         self._server = RequestServer(self._log.path, self._requests)
-        self._record = Record(
-            task.launch, task.call.sources, socket.gethostname(), pid=os.getpid(), started_s=time.time()
-        )
+        self._record = replace(task.record, pid=os.getpid(), started_s=time.time())
         self._folder.write(self._record)
 
     def run(self) -> None:
@@ -98,8 +95,7 @@ class _DetachedJob:
             spec = self._load()
             plan = plan_launch(spec)
             with suppress(OSError):  # the disk is full: that of the launching process stays
-                launch = replace(self._task.launch, plan=plan.settings)
-                self._folder.write(replace(self._record, launch=launch))
+                self._folder.write(replace(self._record, plan=plan.settings))
             self._runner = JobRunner(spec, plan, [self._recorder], log=self._log, requests=self._requests)
             del spec, plan
             self._runner.run()
@@ -111,12 +107,12 @@ class _DetachedJob:
 
     def _load(self) -> LaunchSpec:
         """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""
-        launch, saved = self._task.launch, self._task.call
+        record, saved = self._record, self._task.call
         saved.restore_surroundings()
-        backends.find(launch.backend, launch.registered_backend)
+        backends.find(record.backend, record.registered_backend)
         (function, args), _ = saved.load()
         saved.close()
-        return replace(launch.spec, function=function, args=args, num_processes=launch.plan["num_processes"])
+        return replace(record.spec, function=function, args=args, num_processes=record.plan["num_processes"])
 
     def _end_unstarted(self, error: BaseException) -> None:
         """Record that the job ended before it ran."""
@@ -153,7 +149,7 @@ class Recorder:
             self._samples[type(event), event.rank] = event
         elif isinstance(event, JobEnded):
             self._write_snapshot()
-            if unsaved := self._save_end():
+            if unsaved := self._save_end(event):
                 self._append(Note.of_job(unsaved, "warning"))
             self._append(event)
         elif not isinstance(event, _IN_LOGS):
@@ -182,12 +178,12 @@ class Recorder:
         except OSError:  # the disk is full: the next one may find room
             self._next_s = time.monotonic() + 10 * _PROGRESS_S
 
-    def _save_end(self) -> str:
+    def _save_end(self, event: JobEnded) -> str:
         """Write the outcome; return why a part of it could not be, empty if all is there."""
         outcome = self._outcome()
         assert outcome is not None, "the job has ended"
         unsaved = _tried(self._folder, lambda: _save_values(self._folder, outcome))
-        problem = _tried(self._folder, lambda: self._folder.write(_end_of(outcome, unsaved)))
+        problem = _tried(self._folder, lambda: self._folder.write(_end_of(event, outcome, unsaved)))
         return unsaved or problem
 
 
@@ -201,26 +197,14 @@ def _tried(folder: JobFolder, write: Callable[[], None]) -> str:
     return ""
 
 
-def _end_of(outcome: JobOutcome, unsaved: str) -> End:
-    error = outcome.error
-    shown = getattr(error, "_render_traceback_", None)
-    failed = (
-        None
-        if error is None
-        else describe_failure(-1 if outcome.failed_rank is None else outcome.failed_rank, error)
-    )
-    return End(
-        status=outcome.status,
-        time_s=time.time(),
-        failed_rank=outcome.failed_rank,
-        headline=outcome.headline,
-        is_early=outcome.is_early,
-        failed=failed,
-        shown=shown.info if isinstance(shown, RemoteRendering) else None,
-        notes=shown.notes if isinstance(shown, RemoteRendering) else (),
-        unsaved=unsaved,
-        partial_rank=_partial_rank(outcome),
-    )
+def _end_of(event: JobEnded, outcome: JobOutcome, unsaved: str) -> End:
+    failed, notes = None, None
+    if outcome.error is not None:
+        failed = describe_failure(-1 if outcome.failed_rank is None else outcome.failed_rank, outcome.error)
+        shown = getattr(outcome.error, "_render_traceback_", None)
+        if isinstance(shown, RemoteRendering):
+            failed, notes = replace(failed, info=shown.info), shown.notes
+    return End(event, failed, notes, unsaved, _partial_rank(outcome))
 
 
 def _partial_rank(outcome: JobOutcome) -> int | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nblaunch.detached.folder import DetachedLaunch, JobFolder, root
+from nblaunch.detached.folder import JobFolder, Record, root
 from nblaunch.detached.follower import JobFollower
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.job_state import Listener
@@ -30,12 +31,13 @@ class JobTask:
     """What a job process is started with.
 
     Args:
+        record: of the launch, as far as it is known before.
         root: folder in which it makes that of the job.
         call: what the job runs, and what surrounds it.
         report_fd: pipe on which the launching process waits until the folder of the job is there.
     """
 
-    launch: DetachedLaunch
+    record: Record
     job_id: str
     root: str
     call: SavedCall
@@ -58,14 +60,15 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     job_id = f"{name}-{secrets.token_hex(3)}"
     call = save_call((spec.function, spec.args), _REMEDY)
     try:
-        task = JobTask(
-            DetachedLaunch(
-                spec.without_call(), plan.backend.name, registered_backend(plan.backend.name), plan.settings
-            ),
-            job_id,
-            root=str(folder),
-            call=call,
+        record = Record(
+            spec.without_call(),
+            plan.backend.name,
+            registered_backend(plan.backend.name),
+            plan.settings,
+            call.sources,
+            socket.gethostname(),
         )
+        task = JobTask(record, job_id, root=str(folder), call=call)
         release_kept_failures()
         interrupts: list[float] = []
         # What has started must be known here, to be ended by an interrupt.

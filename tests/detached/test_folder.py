@@ -21,7 +21,7 @@ import nblaunch
 from nblaunch import cli
 from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
-from nblaunch.detached.folder import DetachedLaunch, End, JobFolder, Record
+from nblaunch.detached.folder import End, JobFolder, Record
 from nblaunch.detached.job_process import Recorder
 from nblaunch.errors import ResultError
 from nblaunch.events import AttemptStarted, Event, Fact, JobEnded, LogLines, Note
@@ -161,8 +161,10 @@ def test_a_long_log_is_shown_while_it_is_read() -> None:
     path.mkdir(mode=0o700)
     folder = JobFolder(path)
     spec = LaunchSpec(print, num_processes=1, backend="cpu")
-    launch = DetachedLaunch(spec.without_call(), "cpu", b"", plan_launch(spec).settings)
-    folder.write(Record(launch, {}, socket.gethostname(), pid=1, started_s=1.0))
+    plan = plan_launch(spec).settings
+    folder.write(
+        Record(spec.without_call(), "cpu", b"", plan, {}, socket.gethostname(), pid=1, started_s=1.0)
+    )
     recorder = Recorder(folder, lambda: JobOutcome("done"))
     recorder.on_event(AttemptStarted(-1, 1.0, "print", 1))
     recorder.on_event(JobEnded(-1, 2.0, "done"))
