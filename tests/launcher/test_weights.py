@@ -60,13 +60,11 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
     model = net()
     state = ones_like(model)
     del state["1.bias"]
-    paths, _lines, warnings = load_back(
-        {0: model}, {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"}
-    )
-    (line,) = warnings
+    lost = {0: "args[0].state_dict()['1.bias'] (TypeError: no)"}
+    paths, (line,), (warning,) = load_back({0: model}, {0: state}, lost)
     assert "copied trained weights" in line
     assert paths == {0}
-    assert "['1.bias'] (TypeError: no)" in line
+    assert lost[0] in warning
     assert model[0].weight.unique().tolist() == [1.0]
     paths, _lines, warnings = load_back({0: model}, {}, {0: "OSError: gone"})
     (line,) = warnings
@@ -90,16 +88,12 @@ def test_only_weights_that_training_changes_count() -> None:
     assert trainable_bytes(net()) == 4 * (2 * 2 + 2 + 2 * 3 + 3)
 
 
-def test_what_is_inside_one_argument_is_reported_in_one_line() -> None:
+def test_what_came_back_is_reported_in_one_line() -> None:
     nets = [net() for _ in range(5)]
-    modules = {0: net(), "args[1]['a']": nets[0], "args[1]['b']": nets[1]}
-    _paths, lines, _warnings = load_back(
-        modules, {path: ones_like(module) for path, module in modules.items()}, {}
-    )
-    assert lines == [
-        "copied trained weights into args[0] (Sequential): 60 B",
-        "copied trained weights into args[1]['a'] (Sequential) and args[1]['b'] (Sequential): 120 B",
-    ]
+    modules = {0: net(), "args[1]['a']": nets[0]}
+    states = {path: ones_like(module) for path, module in modules.items()}
+    _paths, (line,), _warnings = load_back(modules, states, {})
+    assert line == "copied trained weights into args[0] (Sequential), args[1]['a'] (Sequential): 120 B"
     modules = {f"args[0][{i}]": module for i, module in enumerate(nets)}
     _, (line,), _ = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {})
     assert "args[0][2] (Sequential) and 2 more: 300 B" in line
