@@ -59,7 +59,7 @@ def notebook_launcher(
     interrupt_grace_s: float = 5.0,
     hang_timeout_s: float | None = 300.0,
     on_hang: str = "report",
-    post_mortem: bool | None = None,
+    post_mortem: bool = False,
     log_dir: str | None = None,
     rdzv_timeout_s: float | None = None,
     session: "Session | None" = None,
@@ -149,7 +149,7 @@ def notebook_launcher(
         post_mortem: when a rank raises, raise its exception as ever, but keep the workers where they are, the others
             in a collective maybe: :func:`nblaunch.debug` then opens pdb at the failure, ``last_job().inspect("name")``
             and ``last_job().compare()`` show variables of every rank. They end with the next launch,
-            ``last_job().release()``, or after 30 minutes. None = ``NBLAUNCH_POST_MORTEM``, or False.
+            ``last_job().release()``, or after 30 minutes.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
         rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
         session: run on the workers of a :class:`Session` instead of new ones. Settings of their start are those of
@@ -170,7 +170,7 @@ def notebook_launcher(
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        specs = [_with_post_mortem(post_mortem, LaunchSpec(
+        specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
             backend=backend, engine=engine, start_method=start_method,
             is_spmd=wants_spmd(strategy),
@@ -182,9 +182,9 @@ def notebook_launcher(
             sync_optimizers=sync_optimizers,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
-            post_mortem=False if post_mortem is None else post_mortem,
+            post_mortem=post_mortem,
             is_detached=_checked_detach(detach, background, session),
-        ))]  # fmt: skip
+        )]  # fmt: skip
         # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
         del function, args
         if session is not None:
@@ -192,12 +192,6 @@ def notebook_launcher(
 
             return run_spec(session, specs.pop(), background=background, dashboard=dashboard)
         return run(specs.pop(), background=background, dashboard=dashboard)
-
-
-def _with_post_mortem(wanted: bool | None, spec: LaunchSpec) -> LaunchSpec:
-    """Return ``spec`` as the environment wants it, if the launch leaves that open and it is possible."""
-    is_open = wanted is None and not (spec.is_detached or spec.is_elastic)
-    return replace(spec, post_mortem=True) if is_open and env.read("NBLAUNCH_POST_MORTEM") else spec
 
 
 def _checked_detach(detach: bool, background: bool, session: object) -> bool:
