@@ -16,10 +16,10 @@ from nblaunch import debugging, env
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
+from nblaunch.launcher.debug_client import release_kept_failures
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.job_state import Listener
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
-from nblaunch.launcher.post_mortem import release_kept_failures
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 

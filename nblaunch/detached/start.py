@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from nblaunch.detached.folder import JobFolder, Record, root
 from nblaunch.detached.follower import JobFollower
 from nblaunch.errors import LaunchError
+from nblaunch.launcher.debug_client import release_kept_failures
 from nblaunch.launcher.job_state import Listener
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.post_mortem import release_kept_failures
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.interpreter import registered_backend, start_program

@@ -20,8 +20,7 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
       outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
     job.py               Job: what the caller holds, a future
-    post_mortem.py       failures that are kept for the debugger, until they are released
-      debug_client.py    the debugger's client: commands to the workers, prompts from them; variables over all ranks
+    debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.
 """

@@ -13,11 +13,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from nblaunch.events import Event, Metric, Started
-from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading

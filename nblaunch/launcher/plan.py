@@ -16,7 +16,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.diagnosis import memory
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import fork_safety, post_mortem
+from nblaunch.launcher import debug_client, fork_safety
 from nblaunch.launcher.weights import trainable_bytes, used_by
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
@@ -90,9 +90,9 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         raise ValueError(_LATER_FORK.format(_why_later(spec)))
     backend = backends.choose(spec.backend)
     refusal = backend.launch_refusal()
-    if refusal is not None and post_mortem.latest() is not None:
+    if refusal is not None and debug_client.latest_kept_failure() is not None:
         # Workers that are kept for the debugger may be those that have the devices.
-        post_mortem.release_kept_failures()
+        debug_client.release_kept_failures()
         refusal = backend.launch_refusal()
     if refusal is not None:
         raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")

@@ -27,12 +27,11 @@ from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, start_attempt
-from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.job_state import JobState, Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import LaunchPlan, memory_warnings, replan_start_method
-from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor

@@ -6,9 +6,8 @@ import pytest
 
 from nblaunch.backends.cpu import CpuBackend
 from nblaunch.errors import LaunchError
-from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.plan import plan_launch
-from nblaunch.launcher.post_mortem import KeptFailure
 from nblaunch.spec import LaunchSpec
 
 
