@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import dashboard as dashboards
 from nblaunch import debugging, env
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
-from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
 from nblaunch.launcher.debug_client import release_kept_failures
 from nblaunch.launcher.job import Job, remember
-from nblaunch.launcher.job_state import Listener
+from nblaunch.launcher.job_state import JobState, Listener
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 
 if TYPE_CHECKING:
-    from nblaunch.dashboard.base import Dashboard
     from nblaunch.session.session import Session
 
 
@@ -298,43 +296,30 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
         spec = replace(spec, has_breakpoints=True)
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
-    if spec.is_detached:
-        return _run_detached(spec, plan, listeners)
     try:
-        runner = make_runner(spec, plan, listeners)
-        release_kept_failures()  # no earlier: a launch that is refused takes nothing from the debugger
+        state: JobState
+        if spec.is_detached:
+            from nblaunch.detached.start import start
+
+            state = start(spec, plan, listeners)
+        else:
+            state = make_runner(spec, plan, listeners)
+            release_kept_failures()  # no earlier: a launch that is refused takes nothing from the debugger
     except BaseException as error:
         dashboards.close_refused(listeners, error)
         raise
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
-    job = Job(runner)
+    job = Job(state)
     job.show_with(partial(dashboards.show_again, listeners))
     if background:
         dashboards.connect(listeners, job)
     remember(job)
-    if background:
-        runner.run_in_background()
-        runner.raise_if_not_started()
-        return job
-    runner.run()
-    return job.result()
-
-
-def _run_detached(spec: LaunchSpec, plan: LaunchPlan, listeners: "list[Dashboard]") -> Job:
-    __tracebackhide__ = True
-    from nblaunch.detached.start import start
-
-    try:
-        follower = start(spec, plan, listeners)
-    except (LaunchError, OSError) as error:  # before there was anything to follow
-        dashboards.close_refused(listeners, error)
-        raise
-    del spec, plan
-    job = Job(follower)
-    job.show_with(partial(dashboards.show_again, listeners))
-    dashboards.connect(listeners, job)
-    remember(job)
-    follower.raise_if_not_started()
+    if isinstance(state, JobRunner):  # a detached job runs already
+        if not background:
+            state.run()
+            return job.result()
+        state.run_in_background()
+    state.raise_if_not_started()
     return job
 
 
