@@ -113,7 +113,6 @@ def test_what_sigkill_does_not_end_is_left_behind(group: Group, tmp_path: Path) 
     assert report.interrupted
     assert list(report.unkillable) == [0]
     assert f"rank 0 (pid {os.getpid()})" in report.unkillable[0]
-    assert "state " in report.unkillable[0]
     assert [event.text for event in events if isinstance(event, Note)] == [report.unkillable[0]]
     assert {event.rank for event in events if isinstance(event, Exited)} == {0, 1} == report.exits.keys()
     requests.close()
