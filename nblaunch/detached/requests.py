@@ -122,7 +122,7 @@ class RemoteRequests:
         answer: Future[str] = Future()
 
         def ask() -> None:
-            answer.set_result(self._send("stacks") or "no worker runs any more")
+            answer.set_result(self._send("stacks") or "no worker of the job runs")
 
         threading.Thread(target=ask, name="nblaunch-stacks", daemon=True).start()
         return answer

@@ -208,7 +208,7 @@ def test_requests_are_served_through_paths_of_any_length(tmp_path: Path) -> None
     remote = requests.RemoteRequests(folder)
     remote.stop()
     assert made.stopped.wait(10)
-    assert remote.ask_stacks().result(10) == "no worker process runs yet"
+    assert remote.ask_stacks().result(10) == "no worker of the job runs"
     remote.interrupt()
     assert made.interrupts == remote.interrupts == 1
     server.close()
