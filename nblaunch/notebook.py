@@ -1,6 +1,6 @@
 """``notebook_launcher``, ``debug_launcher`` and ``launch``: arguments in, a job run, its result back.
 
-    arguments ──> LaunchSpec ──> LaunchPlan ──> JobRunner ── read by a Job ──> its result, or in the background the Job
+    arguments ──> LaunchSpec ──> LaunchPlan ──> Job ──> its result, or in the background the Job
 
 Annotations are not postponed here: ``help(notebook_launcher)`` would show each of them in quotes.
 """
@@ -16,8 +16,7 @@ from nblaunch import debugging, env
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.host import descriptors
 from nblaunch.launcher.debug_client import release_kept_failures
-from nblaunch.launcher.job import Job, remember
-from nblaunch.launcher.job_state import JobState, Listener
+from nblaunch.launcher.job import Job, Listener, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
@@ -297,29 +296,28 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     try:
-        state: JobState
+        job: Job
         if spec.is_detached:
             from nblaunch.detached.start import start
 
-            state = start(spec, plan, listeners)
+            job = start(spec, plan, listeners)
         else:
-            state = make_runner(spec, plan, listeners)
+            job = make_runner(spec, plan, listeners)
             release_kept_failures()  # no earlier: a launch that is refused takes nothing from the debugger
     except BaseException as error:
         dashboards.close_refused(listeners, error)
         raise
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
-    job = Job(state)
     job.show_with(partial(dashboards.show_again, listeners))
     if background:
         dashboards.connect(listeners, job)
     remember(job)
-    if isinstance(state, JobRunner):  # a detached job runs already
+    if isinstance(job, JobRunner):  # a detached job runs already
         if not background:
-            state.run()
+            job.run()
             return job.result()
-        state.run_in_background()
-    state.raise_if_not_started()
+        job.run_in_background()
+    job.raise_if_not_started()
     return job
 
 

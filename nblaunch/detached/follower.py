@@ -1,4 +1,4 @@
-"""JobFollower: follows a detached job by the files in its folder, for a ``Job`` and dashboards of this process."""
+"""JobFollower: a detached job, followed by the files in its folder: a ``Job`` of this process, with its dashboards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nblaunch.detached.requests import RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
 from nblaunch.events import AttemptStarted, Event, Exited, JobEnded
-from nblaunch.launcher.job_state import JobState, Listener
+from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
@@ -33,8 +33,8 @@ _POLLS_PER_CHECK = 10
 """Looks at the files for each look at whether the job process runs."""
 
 
-class JobFollower(JobState):
-    """Keeps the state of a job that another process runs.
+class JobFollower(Job):
+    """A job that another process runs.
 
     Args:
         listeners: receive its events, all from the first.
@@ -74,7 +74,7 @@ class JobFollower(JobState):
         while not is_over:
             while self.requests.interrupts < len(interrupts):
                 self.requests.interrupt()
-            is_over = self.wait(_POLL_S) if interrupts else self._launch_settled.wait(_POLL_S)
+            is_over = self.ends_within(_POLL_S) if interrupts else self._launch_settled.wait(_POLL_S)
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class JobFollower(JobState):
     def _handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
             self._read_logs_to_end()
-            self.attempt_number, self.pids = event.attempt, {}
+            self.attempt, self.pids = event.attempt, {}
             record = self._folder.load(Record)  # the job process's own plan, from its first attempt on
             self.plan = replace(
                 self.plan if record is None else _plan_of(record),

@@ -15,7 +15,7 @@ from nblaunch.detached.folder import JobFolder, Record, root
 from nblaunch.detached.follower import JobFollower
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.debug_client import release_kept_failures
-from nblaunch.launcher.job_state import Listener
+from nblaunch.launcher.job import Listener
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.spec import LaunchSpec

@@ -399,7 +399,7 @@ class Session(RankCommands):
         self._end.detach()
         self._failed = None
         self._client.close()
-        if not self._runner.wait(_END_S):
+        if not self._runner.ends_within(_END_S):
             self._runner.requests.cancel()
             self._runner.wait()
 

@@ -174,7 +174,7 @@ def test_a_long_log_is_shown_while_it_is_read() -> None:
     listener = _Ticks()
     followed = follower.JobFollower(folder, [listener])
     followed.follow()
-    assert followed.wait(30)
+    assert followed.ends_within(30)
     first = listener.order.index("lines")
     assert listener.order[first : first + 6] == ["lines", "tick"] * 3
 

@@ -53,7 +53,7 @@ def run(listener: Failing, seconds: float, *, in_background: bool = False) -> Jo
     spec = LaunchSpec(time.sleep, (seconds,), 2, backend="cpu")
     runner = JobRunner(spec, plan_launch(spec), [listener])
     runner.run_in_background() if in_background else runner.run()
-    return Job(runner)
+    return runner
 
 
 def test_an_error_while_workers_run_is_no_failed_start(nothing_left_behind: None) -> None:
