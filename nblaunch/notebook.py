@@ -298,7 +298,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     try:
         job: Job
         if spec.is_detached:
-            from nblaunch.detached.start import start
+            from nblaunch.detached.job_process import start
 
             job = start(spec, plan, listeners)
         else:

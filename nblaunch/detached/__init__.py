@@ -7,8 +7,7 @@
                                                     │ read, followed             │
                         any kernel, script, shell ──┴── JobFollower ──────────┘
 
-start.py                starts the job process, from the launching process
-job_process.py          runs the job with the ordinary ``JobRunner``; a listener writes the folder
+job_process.py          starts the process of a job, which runs it with the ordinary ``JobRunner`` and writes its folder
 folder.py               what is in the folder; private to the user
 requests.py             requests to a running job, on its Unix socket
 follower.py             follows the folder, as a ``Job`` whose dashboards are those of a job of this process
