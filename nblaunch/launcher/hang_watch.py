@@ -116,7 +116,7 @@ class HangWatch:
     def _answer(self, query: Query, positions: Positions, done: Collection[int]) -> None:
         is_hang = positions.keys() <= self._detector.still_for(time.monotonic()).keys()
         lines = self._describe(positions, done) if is_hang else describe_positions(positions)
-        self._requests.answer(query, "\n".join(lines))
+        self._requests.answer(query, "\n".join(lines) or "no rank runs the function at the moment")
 
     def _judge(self, positions: Positions, pids: Mapping[int, int], done: Collection[int]) -> Hung | None:
         """Report what the detector finds in the stacks that it wanted; return it where it is a hang for certain."""
