@@ -107,19 +107,6 @@ def _check_rdzv_conf(rdzv_conf: Any) -> None:
             raise ValueError(f"rdzv_conf[{name!r}]={value!r} must be a positive number")
 
 
-class FunctionPlaceholder:
-    """Stands for the function in a spec that does not keep it; has only its name."""
-
-    def __init__(self, name: str) -> None:
-        self.__qualname__ = name
-
-    def __call__(self, *args: Any) -> Any:
-        """Raise RuntimeError."""
-        raise RuntimeError(
-            f"{self.__qualname__} can't be called: the spec of a started job keeps only its name"
-        )
-
-
 def name_of(function: Any) -> str:
     """Return the name of a function, also within a :func:`functools.partial`; of other objects, their repr or class."""
     while isinstance(function, functools.partial):
@@ -235,6 +222,7 @@ class LaunchSpec:
     is_detached: bool = False
     is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
+    function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
 
@@ -252,14 +240,10 @@ class LaunchSpec:
                 if getattr(self, name):
                     raise ValueError(f"detach=True can't be combined with {why}")
         object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "function_name", name_of(self.function))
         object.__setattr__(
             self, "accelerator_defaults", {**self.accelerator, "mixed_precision": self.mixed_precision}
         )
-
-    @property
-    def function_name(self) -> str:
-        """Return the name of the function."""
-        return name_of(self.function)
 
     @property
     def has_debugger(self) -> bool:
@@ -267,9 +251,9 @@ class LaunchSpec:
         return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
-        """Return a copy without references to the function and its arguments: the job has ended, or gets them apart."""
+        """Return a copy that has of the function its name alone: the job has ended, or gets the call apart."""
         spec = copy.copy(self)
-        object.__setattr__(spec, "function", FunctionPlaceholder(self.function_name))
+        object.__setattr__(spec, "function", None)
         object.__setattr__(spec, "args", ())
         return spec
 
