@@ -75,17 +75,15 @@ class RequestServer:
 
     def _answer(self, connection: socket.socket) -> None:
         """Serve one request. A client that has gone, or sends nothing or nonsense, does no harm."""
-        with connection, suppress(OSError, ValueError, FutureTimeout):
+        with connection, suppress(OSError, FutureTimeout):
             connection.settimeout(_PATIENCE_S)
             if _is_own_user(connection) and (request := connection.recv(_MAX_REQUEST_BYTES)):
                 connection.sendall(self._handle(request.decode(errors="replace")).encode())
 
     def _handle(self, request: str) -> str:
-        name, _, argument = request.strip().partition(" ")
+        name = request.strip()
         if name in ("stop", "interrupt", "cancel"):
             getattr(self._requests, name)()
-        elif name == "terminate":
-            self._requests.terminate(float(argument))
         elif name == "stacks":
             return self._requests.ask_stacks().result(_STACKS_S)
         else:
@@ -108,10 +106,6 @@ class RemoteRequests:
         """Ask workers to end, with grace; the second time kill them."""
         self.interrupts += 1
         self._send("interrupt")
-
-    def terminate(self, grace_s: float) -> None:
-        """Let the loops end, and interrupt them when ``grace_s`` is over."""
-        self._send(f"terminate {float(grace_s)}")
 
     def cancel(self) -> None:
         """Kill the workers at once."""

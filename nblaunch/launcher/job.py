@@ -60,9 +60,6 @@ class Requests(Protocol):
     def interrupt(self) -> None:
         """Ask workers to end, with grace; the second time kill them."""
 
-    def terminate(self, grace_s: float) -> None:
-        """Let the loops end, and interrupt them when ``grace_s`` is over."""
-
     def cancel(self) -> None:
         """Kill the workers at once."""
 
@@ -98,7 +95,7 @@ class Job:
         attempt: how often it was started again.
         pids: rank -> process, of the ranks of this machine that have started.
         log: its log files, as objects of the launcher; see :attr:`log_dir`.
-        requests: requests to it; see :meth:`stop`, :meth:`interrupt`, :meth:`terminate` and :meth:`cancel`.
+        requests: requests to it; see :meth:`stop`, :meth:`interrupt` and :meth:`cancel`.
         topology: of the first rank of this machine.
         outcome: how it ended; None before that.
         debugger: client of the debugger in the ranks; None where there is none.
@@ -324,16 +321,6 @@ class Job:
     def interrupt(self) -> None:
         """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
         self.requests.interrupt()
-
-    def terminate(self, grace_s: float = 20.0) -> None:
-        """End the job as a batch system's SIGTERM should: like :meth:`stop`; when time is up, like :meth:`interrupt`.
-
-        Where no rank looks at ``accelerator.should_stop`` or handles SIGTERM itself, ranks are interrupted soon.
-
-        Args:
-            grace_s: seconds in which ranks may write a checkpoint and return.
-        """
-        self.requests.terminate(grace_s)
 
     def cancel(self) -> None:
         """Kill every worker at once. :meth:`result` then raises :class:`nblaunch.errors.JobCancelled`."""

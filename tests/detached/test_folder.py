@@ -240,7 +240,7 @@ def _read(client: socket.socket) -> bytes:
 
 
 def test_nonsense_does_not_end_the_service(own_folder: Path, server: _Requests) -> None:
-    for request in (b"terminate soon", b"\xff\xfe", b"format c:"):
+    for request in (b"stop now", b"\xff\xfe", b"format c:"):
         with socket.socket(socket.AF_UNIX) as client, requests._address_in(own_folder) as address:
             client.connect(address)
             client.sendall(request)
