@@ -133,8 +133,6 @@ class Supervisor:
                 self._report.interrupted = False  # the function has handled the interrupt, and returned
             if self._ends_with_kept_workers():
                 return self._leave_workers()
-            if self._report.unkillable:
-                self._running.guardian.stay()
             rank_results = self._collect()
         except BaseException:
             self.close()

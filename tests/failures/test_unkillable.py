@@ -55,8 +55,7 @@ def test_the_cell_returns_and_names_the_process(
     assert psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP
 
     assert value_of(kernel, "relaunch()") == [3.0, 3.0]
-    # The worker and its guardian, with the pipe that shows the guardian the kernel's end.
-    assert value_of(kernel, "changed(before)").keys() == {"children", "descriptors"}
+    assert value_of(kernel, "changed(before)").keys() <= {"children"}, "the worker alone"
 
     kernel.submit("exit()")
     kernel.wait_for_exit()  # that does not wait for it either
