@@ -1,4 +1,4 @@
-"""Libraries with threads of their own in the kernel: workers that use them are not forked, or the hang names them."""
+"""Libraries with threads of their own in the kernel: workers that use them are not forked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from nblaunch import backends
-from nblaunch.diagnosis.stacks import Position, StackFrame
 from nblaunch.errors import WorkerDied
 from nblaunch.launcher import fork_safety
 from nblaunch.notebook import notebook_launcher
@@ -114,15 +113,6 @@ def test_threads_beside_it_hide_it_neither_when_they_end_nor_by_their_names(
     monkeypatch.setattr(fork_safety, "_THREADS", tmp_path)
     monkeypatch.setitem(sys.modules, "polars", polars)
     assert "polars" in (hazard(uses_module) or "")
-
-
-def test_a_hang_inside_it_names_it(running: None) -> None:
-    frame = StackFrame("/usr/lib/python3/site-packages/polars/lazyframe/frame.py", 3, "collect")
-    stuck = Position("Cell In[3], line 2 in train", stack=(frame,))
-    (line,) = fork_safety.explain_hang([stuck])
-    assert "polars" in line
-    assert "forkserver" in line
-    assert fork_safety.explain_hang([Position("Cell In[3], line 2 in train")]) == []
 
 
 def refuse_as_gnu_openmp_does() -> None:
