@@ -279,18 +279,6 @@ def test_a_stop_does_not_wait_until_the_stacks_are_known(own_folder: Path) -> No
     made.close()
 
 
-def test_requests_are_served_where_the_system_refuses_threads(
-    own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    for _ in range(2):
-        requests.RemoteRequests(own_folder).interrupt()
-    assert server.interrupts == 2
-
-
 def test_requests_are_served_after_descriptors_have_run_out(
     own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
