@@ -80,11 +80,14 @@ def load_back(
     back: list[ArgPath] = []
     unchanged: list[ArgPath] = []
     warnings: list[str] = []
-    for path, state in weights.items():
-        misfit = _load_if_it_fits(modules[path], state, is_complete=path not in lost)
+    for path, module in modules.items():
+        state = weights.get(path)
+        if state is None:
+            continue
+        misfit = _load_if_it_fits(module, state, is_complete=path not in lost)
         if misfit:
             warnings.append(
-                f"the trained weights of {_name(modules[path], path)} do not fit the kernel's module and were not "
+                f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not "
                 f"loaded ({misfit}); they are in job.weights()[{path!r}]"
             )
         else:
