@@ -384,7 +384,7 @@ value = notebook_launcher(train, (models, setup, encoder), 2, start_method={meth
     notes = [line for line in cell.stdout.splitlines() if "trained weights" in line]
     assert len(notes) == 2, cell.stdout
     assert (
-        "args[0]['pair'][0] (Linear), args[0]['pair'][1] (Linear) and args[0]['whole'] (Sequential):"
+        "args[0]['pair'][0] (Linear), args[0]['pair'][1] (Linear), args[0]['whole'] (Sequential):"
         in notes[0]
     )
     assert "args[1].teacher (Linear): 24 B" in notes[1]
