@@ -166,9 +166,9 @@ def _starts_later(spec: LaunchSpec, background: bool) -> bool:
 def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
     """Refuse what only worker processes can do, rather than ignore it."""
     asked: dict[str, Any] = {"background": True} if background else {}
-    for name, default in _OF_WORKERS.items():
+    for name in _OF_WORKERS:
         value = getattr(spec, name)
-        if value != default and not (name == "hang_timeout_s" and value is None):
+        if value != getattr(LaunchSpec, name) and not (name == "hang_timeout_s" and value is None):
             asked[name] = value
     if asked:
         raise ValueError(
@@ -178,12 +178,8 @@ def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
         )
 
 
-_OF_WORKERS = {
-    field.name: field.default
-    for field in fields(LaunchSpec)
-    if field.name in ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
-}
-"""Arguments that are about worker processes, with their defaults."""
+_OF_WORKERS = ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
+"""Arguments that are about worker processes."""
 
 
 def _num_processes(spec: LaunchSpec, backend: Backend) -> int:

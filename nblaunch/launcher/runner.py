@@ -61,11 +61,6 @@ _LATE_INTERRUPT = (
     "every rank here has returned: weights are loaded, and last_job().result() returns the value"
 )
 
-_NO_THREAD = (
-    "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "
-    "pids limit of the container), use fewer processes, or end others."
-)
-
 
 class JobRunner(Job):
     """Runs one job, once. On several machines it is a ``NodeRunner`` (``nodes/link.py``), which has other attempts.
@@ -143,7 +138,10 @@ class JobRunner(Job):
                 thread.start()
                 begun.wait()
             except RuntimeError as error:
-                self._end(JobOutcome.of_error(LaunchError(_NO_THREAD.format(error))))
+                refusal = LaunchError(
+                    f"the system refused the thread that watches the workers: {error} (ulimit -u?)"
+                )
+                self._end(JobOutcome.of_error(refusal))
             self._launch_settled.wait()
             if self.requests.interrupts:
                 self._ended.wait()
