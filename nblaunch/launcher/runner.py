@@ -139,7 +139,7 @@ class JobRunner(Job):
                 begun.wait()
             except RuntimeError as error:
                 refusal = LaunchError(
-                    f"the system refused the thread that watches the workers: {error} (ulimit -u?)"
+                    f"the system refused the thread that watches the workers: {error}. Use fewer, or end other processes"
                 )
                 self._end(JobOutcome.of_error(refusal))
             self._launch_settled.wait()
