@@ -138,10 +138,8 @@ class JobRunner(Job):
                 thread.start()
                 begun.wait()
             except RuntimeError as error:
-                refusal = LaunchError(
-                    f"the system refused the thread that watches the workers: {error}. Use fewer, or end other processes"
-                )
-                self._end(JobOutcome.of_error(refusal))
+                text = f"the system refused the thread that watches the workers: {error}. Use or run fewer processes."
+                self._end(JobOutcome.of_error(LaunchError(text)))
             self._launch_settled.wait()
             if self.requests.interrupts:
                 self._ended.wait()
