@@ -17,8 +17,9 @@ from nblaunch.backends.cpu import usable_cores
 from nblaunch.diagnosis import memory
 from nblaunch.errors import LaunchError
 from nblaunch.launcher import debug_client, fork_safety
-from nblaunch.launcher.weights import trainable_bytes, used_by
+from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
+from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
 
 _IS_MACOS = sys.platform == "darwin"

@@ -5,15 +5,13 @@ Modules that are trained without being in the arguments are described, too: thei
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nblaunch import formatting
 from nblaunch.events import Note
-from nblaunch.user_code import captured_variables
+from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.weights import (
@@ -285,23 +283,3 @@ def _modules(function: Callable[..., Any]) -> dict[str, Any]:
         if is_module and not any(value is other for other in found.values()) and trainable_bytes(value):
             found[where] = value
     return found
-
-
-def used_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function uses without getting it in its arguments, by the name that it has there.
-
-    Only what is in plain sight: closures, global names, the object of a bound method, the arguments of a ``partial``.
-    """
-    if isinstance(function, functools.partial):
-        for position, value in enumerate(function.args):
-            yield f"argument {position} of the partial", value
-        yield from function.keywords.items()
-        yield from used_by(function.func)
-        return
-    owner = getattr(function, "__self__", None) if inspect.ismethod(function) else function
-    if owner is not None and not inspect.isroutine(owner) and not inspect.isclass(owner):
-        yield "self", owner
-        yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if inspect.isfunction(plain):
-        yield from captured_variables(plain)
