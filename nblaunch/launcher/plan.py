@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 from nblaunch import backends, context, env, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
-from nblaunch.diagnosis import memory
 from nblaunch.errors import LaunchError
 from nblaunch.launcher import debug_client, fork_safety
-from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
@@ -41,7 +39,7 @@ class LaunchPlan:
         fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
-        warnings: what may go wrong, a sentence each; about memory see :func:`memory_warnings`.
+        warnings: what may go wrong, a sentence each.
     """
 
     backend: Backend
@@ -275,28 +273,6 @@ def _overlooked(chosen: Backend) -> tuple[str, ...]:
         if backend is not chosen and not (backend.drives and backend.drives == chosen.drives)
     )
     return tuple(text for backend in others if (text := backend.overlooked()) is not None)
-
-
-def memory_warnings(plan: LaunchPlan, spec: LaunchSpec) -> list[str]:
-    """Return a warning where the host has no room for what training the passed modules on the CPU needs at least.
-
-    The weights are shared until a worker writes to them, as DDP's constructor does in ``prepare``, else the first step
-    of an optimizer; from then on every worker has its own, and its gradients.
-    It is no part of the plan: what a debugger has kept is given up after the launch was planned.
-    """
-    modules = modules_in(spec.args)
-    if not modules or plan.backend.device_type != "cpu":
-        return []
-    trained = sum(trainable_bytes(module) for module in modules.values())
-    needed = 2 * trained * plan.num_processes
-    available = memory.read_facts().available
-    if available is None or needed <= available:
-        return []
-    return [
-        f"training {formatting.size(trained)} of parameters in {formatting.count(plan.num_processes, 'process')} takes "
-        f"at least {formatting.size(needed)} of host memory (changed weights and gradients), but "
-        f"{formatting.size(available)} are available: it will most likely run out. Use fewer processes."
-    ]
 
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:

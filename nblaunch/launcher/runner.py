@@ -31,7 +31,7 @@ from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
-from nblaunch.launcher.plan import LaunchPlan, memory_warnings, replan_start_method
+from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
@@ -164,7 +164,7 @@ class JobRunner(Job):
 
     def _prepare_starts(self) -> None:
         """Emit what may go wrong, and save the call for starts that come later."""
-        for warning in (*self.plan.warnings, *memory_warnings(self.plan, self.spec)):
+        for warning in self.plan.warnings:
             self.emit(Note.of_job(warning, "warning"))
         if self.plan.starts_later:
             self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)

@@ -27,13 +27,6 @@ from nblaunch.wire.weights import (
 _MAX_NAMED = 3  # modules in one line
 
 
-def trainable_bytes(module: Any) -> int:
-    """Return the bytes of the module's parameters that training changes, of those that have values here."""
-    torch: Any = sys.modules["torch"]
-    with_values = (p for p in module.parameters() if not (torch.nn.parameter.is_lazy(p) or p.is_meta))
-    return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
-
-
 def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
     """Return state dicts from what every rank sent, by argument path; :class:`ShardedTensor` of sharded tensors."""
     joined: dict[ArgPath, dict[str, Any]] = {}
@@ -280,6 +273,8 @@ def _modules(function: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for where, value in used_by(function):
         is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own idea of its class may raise
-        if is_module and not any(value is other for other in found.values()) and trainable_bytes(value):
+        if not is_module or any(value is other for other in found.values()):
+            continue
+        if any(parameter.requires_grad for parameter in value.parameters()):
             found[where] = value
     return found

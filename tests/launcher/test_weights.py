@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nblaunch.launcher import weights
-from nblaunch.launcher.weights import assembled, load_into, merge_ranks, trainable_bytes
+from nblaunch.launcher.weights import assembled, load_into, merge_ranks
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.weights import TensorShard
@@ -77,15 +77,6 @@ def test_a_lazy_module_is_filled() -> None:
     _, (line,), _ = load_back({0: lazy}, {0: {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}, {})
     assert "copied trained weights" in line
     assert lazy.weight.shape == (3, 4)
-
-
-def test_a_lazy_module_has_no_bytes_yet() -> None:
-    assert trainable_bytes(nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2))) == 24
-
-
-def test_only_weights_that_training_changes_count() -> None:
-    assert trainable_bytes(nn.Linear(2, 2, device="meta")) == 0
-    assert trainable_bytes(net()) == 4 * (2 * 2 + 2 + 2 * 3 + 3)
 
 
 def test_what_came_back_is_reported_in_one_line() -> None:
