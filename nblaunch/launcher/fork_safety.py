@@ -9,8 +9,7 @@ Whether the device survives a fork is asked of the backend (``Backend.fork_hazar
 
 from __future__ import annotations
 
-import functools
-import inspect
+import gc
 import linecache
 import os
 import re
@@ -126,7 +125,7 @@ def _uses(call: FunctionCall, library: str) -> bool:
 
 
 def _reached(pending: list[Any]) -> Iterator[Any]:
-    """Yield values and what they refer to in turn: variables of the user's functions, members of their objects."""
+    """Yield values and what they refer to in turn: variables of the user's functions, members of objects."""
     seen: set[int] = set()
     while pending:
         value = pending.pop()
@@ -137,18 +136,10 @@ def _reached(pending: list[Any]) -> Iterator[Any]:
         if isinstance(value, FunctionType):
             if _is_users(value):
                 pending += [captured for _, captured in captured_variables(value)]
-        elif isinstance(value, functools.partial):
-            pending += [value.func, value.args, value.keywords]
-        elif inspect.ismethod(value):
-            pending += [value.__func__, value.__self__]
-        elif isinstance(value, (list, tuple)):
-            pending += value[:_MAX_VISITED]
-        elif isinstance(value, dict):
-            pending += islice(value.values(), _MAX_VISITED)
         elif isinstance(value, type):
             pending += [function for function in vars(value).values() if _is_users(function)]
         elif not isinstance(value, ModuleType):
-            pending += [type(value), *islice(getattr(value, "__dict__", {}).values(), _MAX_VISITED)]
+            pending += [type(value), *gc.get_referents(value)[:_MAX_VISITED]]
 
 
 def _is_users(value: Any) -> bool:
