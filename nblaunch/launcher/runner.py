@@ -176,6 +176,9 @@ class JobRunner(Job):
         try:
             outcome = self._run_inline() if self._is_inline else self._finish_workers()
         except BaseException as error:
+            if isinstance(error, LaunchError) and self.past_failures:  # or these would be lost with it
+                text = f"the job could not be started again: {error}"
+                error = LaunchError("\n".join([text, *self.past_failures]))
             outcome = JobOutcome.of_error(error)
         self._end(outcome)
 
