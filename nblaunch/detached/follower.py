@@ -99,14 +99,14 @@ class JobFollower(Job):
                 events = self._dated(events, has_job_process)
             for event in events:
                 if isinstance(event, JobEnded):
-                    self._end(event)
+                    self._end()
                     return
                 self._handle(event)
             self._has_looked.set()
             self._read_logs()
             self._read_snapshot()
             if not has_job_process:
-                self._end(None)
+                self._end()
                 return
             time.sleep(_POLL_S)
 
@@ -168,12 +168,8 @@ class JobFollower(Job):
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def _end(self, ended: JobEnded | None) -> None:
-        """Conclude with what the job process has left.
-
-        Args:
-            ended: its last event; None where it was killed before.
-        """
+    def _end(self) -> None:
+        """Conclude with what the job process has left."""
         self._read_logs_to_end()
         self._read_snapshot()
         end = self._folder.load(End)
