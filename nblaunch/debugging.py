@@ -5,8 +5,7 @@ worker: pdb ── Prompted ──> DebugClient ──> printed here, input() �
 The debugger's modules, in the folders of the processes and of what they serve:
 
     debugging.py                   asks the user, in the kernel
-    launcher/debug_client.py       commands to the workers of a job or session, prompts and replies from them, compared
-    launcher/post_mortem.py        failures that are kept for it
+    launcher/debug_client.py       commands to the workers, replies and prompts from them; failures that are kept for it
       session/client.py            that of a session's command
     wire/worker_commands.py        what client and worker send each other
     worker/debugger.py             answers in a worker, with pdb
@@ -24,8 +23,7 @@ from nblaunch import dashboard as dashboards
 from nblaunch.dashboard.terminal import is_terminal, live_hidden
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
-from nblaunch.launcher import post_mortem
-from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.launcher.debug_client import DebugClient, latest_kept_failure
 from nblaunch.launcher.job import last_job
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.user_code import cell_name
@@ -60,7 +58,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        job = job or post_mortem.latest() or last_job()
+        job = job or latest_kept_failure() or last_job()
         if job is None:
             raise RuntimeError(
                 "no job was launched and no command of a session has failed: nblaunch.debug() opens pdb in a worker"

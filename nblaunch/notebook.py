@@ -1,6 +1,6 @@
 """``notebook_launcher``, ``debug_launcher`` and ``launch``: arguments in, a job run, its result back.
 
-    arguments ──> LaunchSpec ──> LaunchPlan ──> JobRunner ── read by a Job ──> its result, or in the background the Job
+    arguments ──> LaunchSpec ──> LaunchPlan ──> Job ──> its result, or in the background the Job
 
 Annotations are not postponed here: ``help(notebook_launcher)`` would show each of them in quotes.
 """
@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import dashboard as dashboards
 from nblaunch import debugging, env
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
-from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
-from nblaunch.launcher.job import Job, remember
-from nblaunch.launcher.job_state import Listener
+from nblaunch.launcher.debug_client import release_kept_failures
+from nblaunch.launcher.job import Job, Listener, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
-from nblaunch.launcher.post_mortem import release_kept_failures
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 
 if TYPE_CHECKING:
-    from nblaunch.dashboard.base import Dashboard
     from nblaunch.session.session import Session
 
 
@@ -36,7 +33,7 @@ def notebook_launcher(
     use_port: str | int | None = None,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
-    num_nodes: int | str | tuple[int, int] = 1,
+    num_nodes: int | str = 1,
     rdzv_backend: str = "static",
     rdzv_endpoint: str = "",
     rdzv_conf: Mapping[str, Any] | None = None,
@@ -59,7 +56,7 @@ def notebook_launcher(
     interrupt_grace_s: float = 5.0,
     hang_timeout_s: float | None = 300.0,
     on_hang: str = "report",
-    post_mortem: bool | None = None,
+    post_mortem: bool = False,
     log_dir: str | None = None,
     rdzv_timeout_s: float | None = None,
     session: "Session | None" = None,
@@ -149,7 +146,7 @@ def notebook_launcher(
         post_mortem: when a rank raises, raise its exception as ever, but keep the workers where they are, the others
             in a collective maybe: :func:`nblaunch.debug` then opens pdb at the failure, ``last_job().inspect("name")``
             and ``last_job().compare()`` show variables of every rank. They end with the next launch,
-            ``last_job().release()``, or after 30 minutes. None = ``NBLAUNCH_POST_MORTEM``, or False.
+            ``last_job().release()``, or after 30 minutes.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
         rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
         session: run on the workers of a :class:`Session` instead of new ones. Settings of their start are those of
@@ -170,21 +167,21 @@ def notebook_launcher(
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        specs = [_with_post_mortem(post_mortem, LaunchSpec(
+        specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
             backend=backend, engine=engine, start_method=start_method,
             is_spmd=wants_spmd(strategy),
             master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, num_nodes=num_nodes,
             rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
             rdzv_timeout_s=rdzv_timeout_s,
-            max_restarts=max_restarts, monitor_interval_s=monitor_interval,
+            max_restarts=max_restarts,
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
             sync_optimizers=sync_optimizers,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
-            post_mortem=False if post_mortem is None else post_mortem,
+            post_mortem=post_mortem,
             is_detached=_checked_detach(detach, background, session),
-        ))]  # fmt: skip
+        )]  # fmt: skip
         # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
         del function, args
         if session is not None:
@@ -192,12 +189,6 @@ def notebook_launcher(
 
             return run_spec(session, specs.pop(), background=background, dashboard=dashboard)
         return run(specs.pop(), background=background, dashboard=dashboard)
-
-
-def _with_post_mortem(wanted: bool | None, spec: LaunchSpec) -> LaunchSpec:
-    """Return ``spec`` as the environment wants it, if the launch leaves that open and it is possible."""
-    is_open = wanted is None and not (spec.is_detached or spec.is_elastic)
-    return replace(spec, post_mortem=True) if is_open and env.read("NBLAUNCH_POST_MORTEM") else spec
 
 
 def _checked_detach(detach: bool, background: bool, session: object) -> bool:
@@ -304,43 +295,29 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
         spec = replace(spec, has_breakpoints=True)
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
-    if spec.is_detached:
-        return _run_detached(spec, plan, listeners)
     try:
-        runner = make_runner(spec, plan, listeners)
-        release_kept_failures()  # no earlier: a launch that is refused takes nothing from the debugger
+        job: Job
+        if spec.is_detached:
+            from nblaunch.detached.job_process import start
+
+            job = start(spec, plan, listeners)
+        else:
+            job = make_runner(spec, plan, listeners)
+            release_kept_failures()  # no earlier: a launch that is refused takes nothing from the debugger
     except BaseException as error:
         dashboards.close_refused(listeners, error)
         raise
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
-    job = Job(runner)
     job.show_with(partial(dashboards.show_again, listeners))
     if background:
         dashboards.connect(listeners, job)
     remember(job)
-    if background:
-        runner.run_in_background()
-        runner.raise_if_not_started()
-        return job
-    runner.run()
-    return job.result()
-
-
-def _run_detached(spec: LaunchSpec, plan: LaunchPlan, listeners: "list[Dashboard]") -> Job:
-    __tracebackhide__ = True
-    from nblaunch.detached.start import start
-
-    try:
-        follower = start(spec, plan, listeners)
-    except (LaunchError, OSError) as error:  # before there was anything to follow
-        dashboards.close_refused(listeners, error)
-        raise
-    del spec, plan
-    job = Job(follower)
-    job.show_with(partial(dashboards.show_again, listeners))
-    dashboards.connect(listeners, job)
-    remember(job)
-    follower.raise_if_not_started()
+    if isinstance(job, JobRunner):  # a detached job runs already
+        if not background:
+            job.run()
+            return job.result()
+        job.run_in_background()
+    job.raise_if_not_started()
     return job
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 Change = Callable[[ModuleType], None]
 
@@ -83,7 +84,7 @@ def when_imported(name: str, change: Change) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules by the other finders and wraps their loaders; removes itself when nothing is left to change."""
+    """Finds modules by the other finders, and has their loaders change them; removes itself when nothing is left."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}
@@ -101,10 +102,20 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             self._searched.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            self._finish_after(spec.loader)
         return spec
 
-    def finish(self, module: ModuleType) -> None:
+    def _finish_after(self, loader: Any) -> None:
+        """Let ``loader`` make the changes once it has executed the module."""
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._finish(module)
+
+        loader.exec_module = exec_module
+
+    def _finish(self, module: ModuleType) -> None:
         changes = self.changes.pop(module.__name__, [])
         if not self.changes and self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -113,21 +124,3 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _finder = _Finder()
-
-
-class _Loader(importlib.abc.Loader):
-    """A wrapper of a loader that calls the finder when the module has been executed."""
-
-    def __init__(self, inner: importlib.abc.Loader) -> None:
-        self._inner = inner
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # importlib.resources and others use the loader of the module.
-        module.__loader__ = self._inner
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
-        self._inner.exec_module(module)
-        _finder.finish(module)

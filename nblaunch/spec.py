@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from string import Template
 from typing import Any
 
 RDZV_BACKENDS = ("static", "c10d")
@@ -41,6 +40,7 @@ DEFAULT_RDZV_TIMEOUT_S = 600.0
 DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
 DEFAULT_KEEP_ALIVE_MAX_ATTEMPT = 3
 
+_NUM_NODES = re.compile(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?")
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port>\d{1,5}))?")
 
 
@@ -48,18 +48,13 @@ def parse_num_nodes(num_nodes: Any) -> int | str:
     """Return a number of machines in one form: ``2``, or ``"1:2"`` for one or two.
 
     Raises:
-        TypeError: it is neither a number, nor ``"min:max"``, nor a pair.
+        TypeError: it is neither a number, nor ``"min:max"``.
         ValueError: it is less than 1, or min is above max.
     """
-    parts = num_nodes
-    if isinstance(num_nodes, str) and all(part.strip().isdecimal() for part in num_nodes.split(":")):
-        parts = tuple(int(part) for part in num_nodes.split(":"))
-    if isinstance(parts, int):
-        parts = (parts,)
-    is_whole = isinstance(parts, (tuple, list)) and all(type(part) is int for part in parts)
-    if not is_whole or len(parts) not in (1, 2):
+    found = _NUM_NODES.fullmatch(str(num_nodes))
+    if found is None:
         raise TypeError(f"num_nodes={num_nodes!r} must be a whole number, or 'min:max' as in '1:4'")
-    low, high = parts[0], parts[-1]
+    low, high = int(found[1]), int(found[2] or found[1])
     if low < 1:
         raise ValueError(f"num_nodes={num_nodes!r} must be at least 1")
     if low > high:
@@ -112,19 +107,6 @@ def _check_rdzv_conf(rdzv_conf: Any) -> None:
             raise ValueError(f"rdzv_conf[{name!r}]={value!r} must be a positive number")
 
 
-class FunctionPlaceholder:
-    """Stands for the function in a spec that does not keep it; has only its name."""
-
-    def __init__(self, name: str) -> None:
-        self.__qualname__ = name
-
-    def __call__(self, *args: Any) -> Any:
-        """Raise RuntimeError."""
-        raise RuntimeError(
-            f"{self.__qualname__} can't be called: the spec of a started job keeps only its name"
-        )
-
-
 def name_of(function: Any) -> str:
     """Return the name of a function, also within a :func:`functools.partial`; of other objects, their repr or class."""
     while isinstance(function, functools.partial):
@@ -141,7 +123,6 @@ def _check_call(function: Any, args: Any) -> None:
             f"function={function!r} can't be called; pass the training function itself, "
             "as in notebook_launcher(training_function, (model,))"
         )
-    _check_runs_when_called(function)
     if not isinstance(args, (tuple, list)):
         remedy = "for one argument write (model,) with a comma"
         if isinstance(args, Mapping):
@@ -161,26 +142,10 @@ def _check_call(function: Any, args: Any) -> None:
         raise TypeError(f"args do not fit {name}{signature}: {error}; args hold ({types})") from None
 
 
-def _check_runs_when_called(function: Any) -> None:
-    """Raise TypeError for async and generator functions, of which a call runs no line."""
-    name = name_of(function)
-    if inspect.iscoroutinefunction(function):
-        raise TypeError(
-            f"{name} is an async function, and calling it only makes a coroutine; "
-            f"pass a plain function that runs it: lambda *args: asyncio.run({name}(*args))"
-        )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(
-            f"{name} is a generator function (it has a yield), and calling it runs none of its lines; "
-            f"pass a plain function that iterates over it, such as lambda *args: list({name}(*args))"
-        )
-
-
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 ENGINES = ("auto", "local", "inline", "elastic")
 START_METHODS = ("auto", "fork", "forkserver", "spawn")
 ON_HANG = ("report", "stop")
-LABEL_NAMES = ("rank", "local_rank", "role_name")
 _STRATEGIES_IN_CALLS = ("auto", "spmd")
 
 
@@ -193,7 +158,7 @@ class LaunchSpec:
         args: positional arguments; modules among them are in the workers without a copy, until one writes to them.
         num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
-        num_nodes: number of machines: ``2``, ``"1:2"`` or ``(1, 2)``.
+        num_nodes: number of machines: ``2``, or ``"1:2"``.
         rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
         rdzv_timeout_s: timeout of the rendezvous in seconds; None = ``rdzv_conf["timeout"]``, or 600.
         has_breakpoints: ``breakpoint()`` in a worker opens pdb there, typed into this process: wherever a user can
@@ -219,14 +184,13 @@ class LaunchSpec:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     node_rank: int = 0
-    num_nodes: int | str | tuple[int, int] = 1
+    num_nodes: int | str = 1
     rdzv_backend: str = "static"
     rdzv_endpoint: str = ""
     rdzv_conf: Mapping[str, Any] | None = None
     rdzv_id: str = "none"
     rdzv_timeout_s: float | None = None
     max_restarts: int = 0
-    monitor_interval_s: float = 0.1
     log_line_prefix_template: str | None = None
     return_all: bool = False
     sync_weights: bool = True
@@ -242,6 +206,7 @@ class LaunchSpec:
     is_detached: bool = False
     is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
+    function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
 
@@ -259,14 +224,10 @@ class LaunchSpec:
                 if getattr(self, name):
                     raise ValueError(f"detach=True can't be combined with {why}")
         object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "function_name", name_of(self.function))
         object.__setattr__(
             self, "accelerator_defaults", {**self.accelerator, "mixed_precision": self.mixed_precision}
         )
-
-    @property
-    def function_name(self) -> str:
-        """Return the name of the function."""
-        return name_of(self.function)
 
     @property
     def has_debugger(self) -> bool:
@@ -274,9 +235,9 @@ class LaunchSpec:
         return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
-        """Return a copy without references to the function and its arguments: the job has ended, or gets them apart."""
+        """Return a copy that has of the function its name alone: the job has ended, or gets the call apart."""
         spec = copy.copy(self)
-        object.__setattr__(spec, "function", FunctionPlaceholder(self.function_name))
+        object.__setattr__(spec, "function", None)
         object.__setattr__(spec, "args", ())
         return spec
 
@@ -377,20 +338,8 @@ def _check_choices(spec: LaunchSpec) -> None:
             "log_line_prefix_template must be a string such as '[${rank}] ', "
             f"but is {spec.log_line_prefix_template!r}"
         )
-    _check_template(spec.log_line_prefix_template or "")
     if spec.log_dir is not None and not isinstance(spec.log_dir, (str, os.PathLike)):
         raise TypeError(f"log_dir={spec.log_dir!r} must be the path of a folder")
-
-
-def _check_template(template: str) -> None:
-    """Raise ValueError for a dollar sign without a name of :data:`LABEL_NAMES`."""
-    for found in Template.pattern.finditer(template):
-        name = found["named"] or found["braced"]
-        if found["escaped"] is None and name not in LABEL_NAMES:
-            raise ValueError(
-                f"log_line_prefix_template={template!r} has {found[0]!r}, which is unknown; valid are "
-                f"{', '.join(f'${{{name}}}' for name in LABEL_NAMES)}, and $$ for a dollar sign"
-            )
 
 
 _LEAST = {"num_processes": 1, "threads_per_process": 1, "max_restarts": 0, "node_rank": 0}
@@ -412,16 +361,11 @@ def _check_counts(spec: LaunchSpec) -> None:
 
 
 def _check_durations(spec: LaunchSpec) -> None:
-    for name, optional in (
-        ("monitor_interval_s", False),
-        ("interrupt_grace_s", False),
-        ("hang_timeout_s", True),
-        ("rdzv_timeout_s", True),
-    ):
+    for name in ("interrupt_grace_s", "hang_timeout_s", "rdzv_timeout_s"):
         value = getattr(spec, name)
-        if value is None and optional:
+        if value is None and name != "interrupt_grace_s":
             continue
-        setting = f"{'monitor_interval' if name == 'monitor_interval_s' else name}={value!r}"
+        setting = f"{name}={value!r}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{setting} must be a number of seconds")
         if not (value > 0 or (value == 0 and name == "interrupt_grace_s")):  # also refuses NaN

@@ -42,7 +42,7 @@ class Topology:
             if not 0 <= getattr(self, rank) < getattr(self, size):
                 raise ValueError(f"{rank}={getattr(self, rank)} is not in [0, {size}={getattr(self, size)})")
 
-    def to_env(self, restart_count: int = 0) -> dict[str, str]:
+    def to_env(self, restart_count: int = 0, max_restarts: int = 0) -> dict[str, str]:
         """Return the variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
 
         With ``TORCHELASTIC_USE_AGENT_STORE``, ``init_process_group("env://")`` connects to the launcher's store on
@@ -50,6 +50,7 @@ class Topology:
 
         Args:
             restart_count: how often the job's workers were started before.
+            max_restarts: how often they may be started again.
         """
         return {
             "RANK": str(self.rank),
@@ -66,7 +67,7 @@ class Topology:
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(restart_count),
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             "TORCHELASTIC_RUN_ID": "nblaunch",
         }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -87,3 +89,23 @@ def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name in code.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+def used_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function uses without getting it in its arguments, by the name that it has there.
+
+    Only what is in plain sight: closures, global names, the object of a bound method, the arguments of a ``partial``.
+    """
+    if isinstance(function, functools.partial):
+        for position, value in enumerate(function.args):
+            yield f"argument {position} of the partial", value
+        yield from function.keywords.items()
+        yield from used_by(function.func)
+        return
+    owner = getattr(function, "__self__", None) if inspect.ismethod(function) else function
+    if owner is not None and not inspect.isroutine(owner) and not inspect.isclass(owner):
+        yield "self", owner
+        yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if inspect.isfunction(plain):
+        yield from captured_variables(plain)

@@ -27,14 +27,6 @@ def train(model: object, epochs: int = 1) -> None:
     raise AssertionError("it must not be called")
 
 
-async def train_async(model: object) -> None:
-    """Would be a coroutine that is not awaited."""
-
-
-def train_in_steps(model: object) -> Iterator[int]:
-    yield 1
-
-
 class Trainer:
     def __call__(self, model: object) -> None:
         """Trains."""
@@ -83,9 +75,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"args": "model"}, TypeError, ("args", "tuple", "str", "(model,)")),
     ({"args": 3}, TypeError, ("args", "tuple", "int")),
     ({"args": {"model": 1}}, TypeError, ("args", "tuple", "dict", "functools.partial(")),
-    ({"function": train_async}, TypeError, ("train_async is an async function", "asyncio.run(train_async(")),
-    ({"function": functools.partial(train_async, 1), "args": ()}, TypeError, ("train_async is an async",)),
-    ({"function": train_in_steps}, TypeError, ("train_in_steps is a generator function", "list(train_in_steps")),
     ({"args": ()}, TypeError, ("train(model", "missing a required argument: 'model'", "nothing")),
     ({"args": (1, 2, 3)}, TypeError, ("train(model", "too many positional arguments", "int, int, int")),
     ({"num_processes": 0}, ValueError, ("num_processes=0", "at least 1")),
@@ -136,8 +125,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"rdzv_endpoint": "host:1"}, ValueError, ("rdzv_endpoint", "num_nodes=1 is one")),
     ({"rdzv_conf": {"timeout": 3}}, ValueError, ("rdzv_conf", "num_nodes=1 is one")),
     ({"max_restarts": -1}, ValueError, ("max_restarts=-1", "at least 0")),
-    ({"monitor_interval": 0}, ValueError, ("monitor_interval=0 ", "positive")),
-    ({"monitor_interval": "1"}, TypeError, ("monitor_interval='1' ", "seconds")),
     ({"interrupt_grace_s": float("nan")}, ValueError, ("interrupt_grace_s=nan", "positive")),
     ({"mixed_precision": None}, ValueError, ("mixed_precision=None", "'no'", "'fp16'", "'bf16'")),
     ({"num_processes": np.float32(2)}, TypeError, ("num_processes=", "whole number", "float32")),
@@ -149,10 +136,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"log_dir": 5}, TypeError, ("log_dir=5", "folder")),
     ({"interrupt_grace_s": -1}, ValueError, ("interrupt_grace_s=-1", "positive")),
     ({"interrupt_grace_s": "5"}, TypeError, ("interrupt_grace_s='5'", "seconds")),
-    ({"log_line_prefix_template": "[${rnk}] "}, ValueError,
-     ("'[${rnk}] '", "has '${rnk}'", "${rank}, ${local_rank}, ${role_name}", "$$")),
-    ({"log_line_prefix_template": "$host:"}, ValueError, ("has '$host'", "${rank}")),
-    ({"log_line_prefix_template": "5 $ "}, ValueError, ("has '$'", "$$ for a dollar sign")),
     ({"log_line_prefix_template": 3}, TypeError, ("log_line_prefix_template", "3")),
     ({"engine": "inline", "num_processes": 2}, ValueError, ("num_processes=2", "engine='inline'", "1 and None")),
 ]  # fmt: skip
@@ -239,6 +222,7 @@ def test_what_is_good_is_taken() -> None:
     )
     spec = LaunchSpec(train, (1,), num_processes=np.int64(2), return_all=np.bool_(True))  # type: ignore[arg-type]
     assert (spec.num_processes, type(spec.num_processes)) == (2, int)
+    LaunchSpec(print, log_line_prefix_template="$host: ${rank} 5 $")  # unknown names stay, as in torch
     assert LaunchSpec(lambda *values: None, (1, 2, 3)).args == (1, 2, 3)
     assert LaunchSpec(print, ("C functions have no signature at times",)).function_name == "print"
     assert LaunchSpec(dict, ()).args == ()
@@ -256,7 +240,7 @@ def test_what_is_good_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "low", "high"), [(2, 2, 2), ("2", 2, 2), ("1:4", 1, 4), ((1, 4), 1, 4), ([3, 3], 3, 3)]
+    ("given", "low", "high"), [(2, 2, 2), ("2", 2, 2), ("1:4", 1, 4), (np.int64(3), 3, 3)]
 )
 def test_a_number_of_machines_may_be_a_range(given: Any, low: int, high: int) -> None:
     spec = LaunchSpec(print, num_nodes=given, rdzv_backend="c10d", rdzv_endpoint="host")

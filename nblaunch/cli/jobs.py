@@ -111,7 +111,7 @@ def _attach(arguments: argparse.Namespace) -> int:
     # An exception could be raised where it is lost, as in a finalizer, or while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
         follower.follow()
-        while not (interrupts or follower.wait(_LOOK_S)):
+        while not (interrupts or follower.ends_within(_LOOK_S)):
             pass
     if follower.outcome is None:
         print(f"\n{follower.id} goes on; `nblaunch stop {follower.id}` ends it", file=sys.stderr)

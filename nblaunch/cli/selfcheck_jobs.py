@@ -63,9 +63,9 @@ class Setup:
             start_method=self.start_method, return_all=True, log_dir=self.log_dir,
             hang_timeout_s=_HANG_TIMEOUT_S, on_hang="stop", interrupt_grace_s=5.0,
         )  # fmt: skip
-        runner = JobRunner(spec, plan_launch(spec), ())
-        runner.run()
-        return Job(runner)
+        job = JobRunner(spec, plan_launch(spec))
+        job.run()
+        return job
 
     def expect_no_errors(self, function: Callable[..., Any], *args: Any) -> None:
         """Run a job of ``function``, and raise :class:`CheckFailed` with the wrong results that ranks return."""

@@ -45,7 +45,6 @@ _RENAMED = {
     "main_process_ip": "master_addr",
     "main_process_port": "master_port",
     "num_cpu_threads_per_process": "threads_per_process",
-    "monitor_interval": "monitor_interval_s",
     "start_method": "start_method",
     "rdzv_endpoint": "rdzv_endpoint",
     "rdzv_timeout_s": "rdzv_timeout_s",

@@ -5,13 +5,12 @@
                                                     v                            │ stop, stacks, ...
                                               folder of the job              Unix socket
                                                     │ read, followed             │
-                        any kernel, script, shell ──┴── JobFollower ── Job ───┘
+                        any kernel, script, shell ──┴── JobFollower ──────────┘
 
-start.py                starts the job process, from the launching process
-job_process.py          runs the job with the ordinary ``JobRunner``; a listener writes the folder
+job_process.py          starts the process of a job, which runs it with the ordinary ``JobRunner`` and writes its folder
 folder.py               what is in the folder; private to the user
 requests.py             requests to a running job, on its Unix socket
-follower.py             follows the folder, so that a ``Job`` and its dashboards are those of a job of this process
+follower.py             follows the folder, as a ``Job`` whose dashboards are those of a job of this process
 
 All that is needed to look at a job is in files: the job process has to run for requests alone. If it is killed, its
 workers end with it, and the job is listed as lost.
@@ -58,8 +57,7 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         except (LookupError, OSError) as error:
             dashboards.close_refused(listeners, error)
             raise
-    job = Job(follower)
-    job.show_with(partial(dashboards.show_again, listeners))
-    dashboards.connect(listeners, job)
+    follower.show_with(partial(dashboards.show_again, listeners))
+    dashboards.connect(listeners, follower)
     follower.follow()
-    return job
+    return follower

@@ -29,7 +29,7 @@ from typing import IO, Any, TypeVar
 
 from nblaunch import formatting
 from nblaunch.detached.requests import is_served
-from nblaunch.events import Event, ExceptionInfo, Failed
+from nblaunch.events import Event, Failed, JobEnded
 from nblaunch.launcher.joblog import LogFolder, log_root
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import SlotReading
@@ -38,37 +38,29 @@ _Stored = TypeVar("_Stored", "Record", "Snapshot", "End")
 
 
 @dataclass(frozen=True)
-class DetachedLaunch:
-    """What is launched, except the call.
+class Record:
+    """What was launched, and by which process it is supervised.
 
     Args:
         spec: without the function and its arguments.
+        backend: name of the device family.
         registered_backend: it, pickled, where it is not part of nblaunch.
-        plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan`.
+        plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan`: of the launching process, then of the job
+            process.
+        sources: file name -> text of the notebook's cells, for tracebacks.
+        host: name of this machine.
+        pid: of the job process.
+        started_s: ``time.time()`` of the launch.
     """
 
     spec: LaunchSpec
     backend: str
     registered_backend: bytes
     plan: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Record:
-    """What was launched, and by which process it is supervised.
-
-    Args:
-        launch: as the job process runs it.
-        sources: file name -> text of the notebook's cells, for tracebacks.
-        pid: of the job process.
-        started_s: ``time.time()`` of the launch.
-    """
-
-    launch: DetachedLaunch
     sources: Mapping[str, str]
     host: str
-    pid: int
-    started_s: float
+    pid: int = 0
+    started_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,28 +81,18 @@ class End:
     """How a job ended.
 
     Args:
-        status: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
-        time_s: ``time.time()``.
-        failed_rank: as in :class:`nblaunch.launcher.outcome.JobOutcome`.
-        headline: likewise.
-        is_early: likewise.
-        failed: the error; None if there is none.
-        shown: text and frames of the error as IPython shows it; None = as any error of the launcher.
-        notes: of the error.
+        event: its last event.
+        failed: the error, with its text and frames as IPython shows it; None if there is none.
+        notes: of an error that is shown as that of a worker; None = as any error of the launcher.
         unsaved: why result or weights could not be written; empty if they were.
         partial_rank: the rank whose value is the ``partial`` of the error; None where the error has none.
     """
 
-    status: str
-    time_s: float
-    failed_rank: int | None
-    headline: str
-    is_early: bool
+    event: JobEnded
     failed: Failed | None
-    shown: ExceptionInfo | None
-    notes: Sequence[str]
+    notes: Sequence[str] | None
     unsaved: str
-    partial_rank: int | None = None
+    partial_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -225,15 +207,16 @@ class JobFolder(LogFolder):
         if record is None or record.host != socket.gethostname():
             return None
         running = "starting" if snapshot is None else "running"
-        until_s = (
-            end.time_s if end else time.time() if has_job_process or snapshot is None else snapshot.time_s
-        )
+        if end is not None:
+            until_s = end.event.time_s
+        else:
+            until_s = time.time() if has_job_process or snapshot is None else snapshot.time_s
         return JobSummary(
             id=self.id,
-            function_name=record.launch.spec.function_name,
-            status=end.status if end else running if has_job_process else "lost",
-            num_processes=record.launch.plan["num_processes"],
-            backend=record.launch.backend,
+            function_name=record.spec.function_name,
+            status=end.event.outcome if end else running if has_job_process else "lost",
+            num_processes=record.plan["num_processes"],
+            backend=record.backend,
             started_s=record.started_s,
             duration_s=max(0.0, until_s - record.started_s),
             log_dir=self.path,

@@ -1,4 +1,4 @@
-"""JobFollower: follows a detached job by the files in its folder, for a ``Job`` and dashboards of this process."""
+"""JobFollower: a detached job, followed by the files in its folder: a ``Job`` of this process, with its dashboards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends, env
-from nblaunch.detached.folder import DetachedLaunch, End, JobFolder, Record, Snapshot
+from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
 from nblaunch.detached.requests import RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
 from nblaunch.events import AttemptStarted, Event, Exited, JobEnded
-from nblaunch.launcher.job_state import JobState, Listener
+from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
@@ -33,8 +33,8 @@ _POLLS_PER_CHECK = 10
 """Looks at the files for each look at whether the job process runs."""
 
 
-class JobFollower(JobState):
-    """Keeps the state of a job that another process runs.
+class JobFollower(Job):
+    """A job that another process runs.
 
     Args:
         listeners: receive its events, all from the first.
@@ -48,9 +48,7 @@ class JobFollower(JobState):
         if record is None:
             raise LookupError(f"{folder.path} is not the folder of a detached job")
         restore_sources(record.sources)
-        super().__init__(
-            record.launch.spec, _plan_of(record.launch), folder, RemoteRequests(folder.path), listeners
-        )
+        super().__init__(record.spec, _plan_of(record), folder, RemoteRequests(folder.path), listeners)
         self.id = folder.id
         self._folder = folder
         self._process_pid = record.pid
@@ -76,7 +74,7 @@ class JobFollower(JobState):
         while not is_over:
             while self.requests.interrupts < len(interrupts):
                 self.requests.interrupt()
-            is_over = self.wait(_POLL_S) if interrupts else self._launch_settled.wait(_POLL_S)
+            is_over = self.ends_within(_POLL_S) if interrupts else self._launch_settled.wait(_POLL_S)
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -101,14 +99,14 @@ class JobFollower(JobState):
                 events = self._dated(events, has_job_process)
             for event in events:
                 if isinstance(event, JobEnded):
-                    self._end(event)
+                    self._end()
                     return
                 self._handle(event)
             self._has_looked.set()
             self._read_logs()
             self._read_snapshot()
             if not has_job_process:
-                self._end(None)
+                self._end()
                 return
             time.sleep(_POLL_S)
 
@@ -130,10 +128,10 @@ class JobFollower(JobState):
     def _handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
             self._read_logs_to_end()
-            self.attempt_number, self.pids = event.attempt, {}
+            self.attempt, self.pids = event.attempt, {}
             record = self._folder.load(Record)  # the job process's own plan, from its first attempt on
             self.plan = replace(
-                self.plan if record is None else _plan_of(record.launch),
+                self.plan if record is None else _plan_of(record),
                 start_method=event.start_method,
                 reason=event.reason,
                 fallback=event.fallback,
@@ -170,20 +168,14 @@ class JobFollower(JobState):
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def _end(self, ended: JobEnded | None) -> None:
-        """Conclude with what the job process has left.
-
-        Args:
-            ended: its last event; None where it was killed before.
-        """
+    def _end(self) -> None:
+        """Conclude with what the job process has left."""
         self._read_logs_to_end()
         self._read_snapshot()
         end = self._folder.load(End)
         if end is not None:
             outcome = _outcome_of(self._folder, end)
-            ended = ended or JobEnded(
-                -1, end.time_s, end.status, end.failed_rank, outcome.message, end.is_early
-            )
+            ended = end.event
         else:
             text, headline = self._describe_loss()
             outcome = JobOutcome("lost", JobLost(text), headline=headline)
@@ -214,10 +206,9 @@ class JobFollower(JobState):
             self._launch_settled.set()
 
 
-def _plan_of(launch: DetachedLaunch) -> LaunchPlan:
-    return LaunchPlan(
-        backend=backends.find(launch.backend, launch.registered_backend), modules={}, **launch.plan
-    )
+def _plan_of(record: Record) -> LaunchPlan:
+    backend = backends.find(record.backend, record.registered_backend)
+    return LaunchPlan(backend=backend, modules={}, **record.plan)
 
 
 def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
@@ -228,11 +219,11 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
         with suppress(ResultError):  # of a class that is not here; the error says so of the whole
             error.partial = _load_values(folder).get(end.partial_rank)
     return JobOutcome(
-        status=end.status,
+        status=end.event.outcome,
         error=error,
-        failed_rank=end.failed_rank,
-        headline=end.headline,
-        is_early=end.is_early,
+        failed_rank=end.event.failed_rank,
+        headline=end.event.message,
+        is_early=end.event.is_early,
         values=_Stored(lambda: _load_values(folder)),
         unloaded_weights=_Stored(lambda: _load(folder.weights_path)),
     )
@@ -242,11 +233,10 @@ def _error_of(end: End) -> BaseException | None:
     """Return the error that ended the job, with the frames and notes that the job process has found."""
     if end.failed is None:
         return None
-    failed = end.failed if end.shown is None else replace(end.failed, info=end.shown)
-    error = rebuild(failed)
-    if end.shown is not None:
+    error = rebuild(end.failed)
+    if end.notes is not None:
         exceptions.set_attribute(error, "__notes__", [])
-        annotate(error, failed.info, end.notes)
+        annotate(error, end.failed.info, end.notes)
     return error
 
 

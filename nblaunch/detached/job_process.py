@@ -1,4 +1,4 @@
-"""What the process of a detached job does: :func:`main`, called with the number of a descriptor.
+"""The process of a detached job: :func:`start` starts it, and :func:`main` is what it does.
 
 It is a clean process, as a forkserver is: it loads the call, forks the workers as a notebook's kernel would, and
 watches them to their end. Nothing connects it with the process that launched it, once the job's folder is there. What
@@ -9,34 +9,44 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nblaunch import backends
-from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
+from nblaunch.detached.folder import End, JobFolder, Record, Snapshot, root
+from nblaunch.detached.follower import JobFollower
 from nblaunch.detached.requests import RequestServer
-from nblaunch.detached.start import JobTask
 from nblaunch.diagnosis.exceptions import RemoteRendering
-from nblaunch.errors import ResultError
+from nblaunch.errors import LaunchError, ResultError
 from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, StatusLine
 from nblaunch.host import descriptors, disk
+from nblaunch.launcher.debug_client import release_kept_failures
+from nblaunch.launcher.job import Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
-from nblaunch.launcher.plan import plan_launch
-from nblaunch.launcher.requests import JobRequests
+from nblaunch.launcher.plan import LaunchPlan, plan_launch
+from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
+from nblaunch.start_methods.interpreter import registered_backend, start_program
+from nblaunch.start_methods.saved_call import SavedCall, save_call
 from nblaunch.wire import payload
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import output, process_control
 from nblaunch.worker.failure import describe_failure
+
+_MAX_NAME = 24  # characters of the function's name in the job's id
+_REMEDY = "without detach=True, where workers are forked from the notebook, nothing needs to be pickled"
 
 _TERMINATION_GRACE_S = 20.0
 """For a checkpoint, when this process gets SIGTERM."""
@@ -49,6 +59,85 @@ _IN_LOGS = (LogLines, StatusLine)
 
 _SAMPLES = (DeviceUse, HostMemory)
 """Events of which only the last counts."""
+
+
+@dataclass(frozen=True)
+class JobTask:
+    """What a job process is started with.
+
+    Args:
+        record: of the launch, as far as it is known before.
+        root: folder in which it makes that of the job.
+        call: what the job runs, and what surrounds it.
+        report_fd: pipe on which the launching process waits until the folder of the job is there.
+    """
+
+    record: Record
+    job_id: str
+    root: str
+    call: SavedCall
+    report_fd: int = -1
+
+
+def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
+    """Start the process of a job, and return what follows it, when its workers run or could not be started.
+
+    Args:
+        plan: how it would run in this process, which has been checked.
+
+    Raises:
+        PayloadError: the call can't be pickled.
+        LaunchError: the job process could not be started.
+        PermissionError: the folder of the jobs can be changed by other users.
+    """
+    folder = root()
+    name = re.sub(r"\W+", "-", spec.function_name.rpartition(".")[2]).strip("-_")[:_MAX_NAME] or "job"
+    job_id = f"{name}-{secrets.token_hex(3)}"
+    call = save_call((spec.function, spec.args), _REMEDY)
+    try:
+        record = Record(
+            spec.without_call(),
+            plan.backend.name,
+            registered_backend(plan.backend.name),
+            plan.settings,
+            call.sources,
+            socket.gethostname(),
+        )
+        task = JobTask(record, job_id, root=str(folder), call=call)
+        release_kept_failures()
+        interrupts: list[float] = []
+        # What has started must be known here, to be ended by an interrupt.
+        with interrupts_as_requests(lambda: interrupts.append(time.time())):
+            _start_process(task)
+            follower = JobFollower(JobFolder(folder / job_id), listeners)
+            follower.follow()
+            follower.wait_for_start(interrupts)
+    finally:
+        call.close()
+    return follower
+
+
+def _start_process(task: JobTask) -> None:
+    reading, writing = os.pipe()
+    try:
+        process = start_program(
+            __name__,
+            replace(task, report_fd=writing),
+            [writing],
+            task.call,
+        )
+    except OSError as error:
+        os.close(reading)
+        raise LaunchError(
+            f"the process of the job could not be started ({sys.executable}): {error}"
+        ) from error
+    finally:
+        os.close(writing)
+    with os.fdopen(reading, "rb") as report:
+        text = report.read().decode(errors="replace")
+    process.wait()
+    if text != "ok":
+        raise LaunchError(f"the process of the job could not be started: {text or 'it ended at once'}")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -83,9 +172,7 @@ class _DetachedJob:
         self._folder = JobFolder(self._log.path)
         self._recorder = Recorder(self._folder, self._present_outcome)
         self._server = RequestServer(self._log.path, self._requests)
-        self._record = Record(
-            task.launch, task.call.sources, socket.gethostname(), pid=os.getpid(), started_s=time.time()
-        )
+        self._record = replace(task.record, pid=os.getpid(), started_s=time.time())
         self._folder.write(self._record)
 
     def run(self) -> None:
@@ -98,8 +185,7 @@ class _DetachedJob:
             spec = self._load()
             plan = plan_launch(spec)
             with suppress(OSError):  # the disk is full: that of the launching process stays
-                launch = replace(self._task.launch, plan=plan.settings)
-                self._folder.write(replace(self._record, launch=launch))
+                self._folder.write(replace(self._record, plan=plan.settings))
             self._runner = JobRunner(spec, plan, [self._recorder], log=self._log, requests=self._requests)
             del spec, plan
             self._runner.run()
@@ -111,12 +197,12 @@ class _DetachedJob:
 
     def _load(self) -> LaunchSpec:
         """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""
-        launch, saved = self._task.launch, self._task.call
+        record, saved = self._record, self._task.call
         saved.restore_surroundings()
-        backends.find(launch.backend, launch.registered_backend)
+        backends.find(record.backend, record.registered_backend)
         (function, args), _ = saved.load()
         saved.close()
-        return replace(launch.spec, function=function, args=args, num_processes=launch.plan["num_processes"])
+        return replace(record.spec, function=function, args=args, num_processes=record.plan["num_processes"])
 
     def _end_unstarted(self, error: BaseException) -> None:
         """Record that the job ended before it ran."""
@@ -153,7 +239,7 @@ class Recorder:
             self._samples[type(event), event.rank] = event
         elif isinstance(event, JobEnded):
             self._write_snapshot()
-            if unsaved := self._save_end():
+            if unsaved := self._save_end(event):
                 self._append(Note.of_job(unsaved, "warning"))
             self._append(event)
         elif not isinstance(event, _IN_LOGS):
@@ -182,12 +268,12 @@ class Recorder:
         except OSError:  # the disk is full: the next one may find room
             self._next_s = time.monotonic() + 10 * _PROGRESS_S
 
-    def _save_end(self) -> str:
+    def _save_end(self, event: JobEnded) -> str:
         """Write the outcome; return why a part of it could not be, empty if all is there."""
         outcome = self._outcome()
         assert outcome is not None, "the job has ended"
         unsaved = _tried(self._folder, lambda: _save_values(self._folder, outcome))
-        problem = _tried(self._folder, lambda: self._folder.write(_end_of(outcome, unsaved)))
+        problem = _tried(self._folder, lambda: self._folder.write(_end_of(event, outcome, unsaved)))
         return unsaved or problem
 
 
@@ -201,26 +287,14 @@ def _tried(folder: JobFolder, write: Callable[[], None]) -> str:
     return ""
 
 
-def _end_of(outcome: JobOutcome, unsaved: str) -> End:
-    error = outcome.error
-    shown = getattr(error, "_render_traceback_", None)
-    failed = (
-        None
-        if error is None
-        else describe_failure(-1 if outcome.failed_rank is None else outcome.failed_rank, error)
-    )
-    return End(
-        status=outcome.status,
-        time_s=time.time(),
-        failed_rank=outcome.failed_rank,
-        headline=outcome.headline,
-        is_early=outcome.is_early,
-        failed=failed,
-        shown=shown.info if isinstance(shown, RemoteRendering) else None,
-        notes=shown.notes if isinstance(shown, RemoteRendering) else (),
-        unsaved=unsaved,
-        partial_rank=_partial_rank(outcome),
-    )
+def _end_of(event: JobEnded, outcome: JobOutcome, unsaved: str) -> End:
+    failed, notes = None, None
+    if outcome.error is not None:
+        failed = describe_failure(-1 if outcome.failed_rank is None else outcome.failed_rank, outcome.error)
+        shown = getattr(outcome.error, "_render_traceback_", None)
+        if isinstance(shown, RemoteRendering):
+            failed, notes = replace(failed, info=shown.info), shown.notes
+    return End(event, failed, notes, unsaved, _partial_rank(outcome))
 
 
 def _partial_rank(outcome: JobOutcome) -> int | None:

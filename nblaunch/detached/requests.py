@@ -13,8 +13,8 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from nblaunch.host import descriptors
@@ -31,7 +31,7 @@ _RETRY_S = 0.1
 
 
 class RequestServer:
-    """The job process's end: serves requests from now on, each in a thread.
+    """The job process's end: serves requests from now on, in a thread.
 
     Raises:
         OSError: the file system of the folder takes no sockets.
@@ -64,33 +64,29 @@ class RequestServer:
                 if self._closed.wait(_RETRY_S):
                     return
                 continue
-            # Stacks take seconds to find, and a client may be slow: a stop or an interrupt does not wait for that.
-            thread = threading.Thread(
-                target=self._answer, args=(connection,), name="nblaunch-request", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:  # the system refuses threads: one request after the other, then
-                self._answer(connection)
+            self._serve_one(connection)
 
-    def _answer(self, connection: socket.socket) -> None:
-        """Serve one request. A client that has gone, or sends nothing or nonsense, does no harm."""
-        with connection, suppress(OSError, ValueError, FutureTimeout):
+    def _serve_one(self, connection: socket.socket) -> None:
+        """Serve a request. A client that has gone, or sends nothing or nonsense, does no harm."""
+        with suppress(OSError):
             connection.settimeout(_PATIENCE_S)
-            if _is_own_user(connection) and (request := connection.recv(_MAX_REQUEST_BYTES)):
-                connection.sendall(self._handle(request.decode(errors="replace")).encode())
+            is_own = _is_own_user(connection)
+            request = connection.recv(_MAX_REQUEST_BYTES).decode(errors="replace").strip() if is_own else ""
+            if request == "stacks":
+                # They take seconds to find: a stop or an interrupt does not wait for that.
+                self._requests.ask_stacks().add_done_callback(partial(_reply_with, connection))
+                return
+            if request in ("stop", "interrupt", "cancel"):
+                getattr(self._requests, request)()
+                connection.sendall(b"ok")
+            elif request:
+                connection.sendall(f"unknown request: {request}".encode())
+        connection.close()
 
-    def _handle(self, request: str) -> str:
-        name, _, argument = request.strip().partition(" ")
-        if name in ("stop", "interrupt", "cancel"):
-            getattr(self._requests, name)()
-        elif name == "terminate":
-            self._requests.terminate(float(argument))
-        elif name == "stacks":
-            return self._requests.ask_stacks().result(_STACKS_S)
-        else:
-            return f"unknown request: {name}"
-        return "ok"
+
+def _reply_with(connection: socket.socket, answer: Future[str]) -> None:
+    with connection, suppress(OSError):  # the client has gone
+        connection.sendall(answer.result().encode())
 
 
 class RemoteRequests:
@@ -109,10 +105,6 @@ class RemoteRequests:
         self.interrupts += 1
         self._send("interrupt")
 
-    def terminate(self, grace_s: float) -> None:
-        """Let the loops end, and interrupt them when ``grace_s`` is over."""
-        self._send(f"terminate {float(grace_s)}")
-
     def cancel(self) -> None:
         """Kill the workers at once."""
         self._send("cancel")
@@ -122,7 +114,7 @@ class RemoteRequests:
         answer: Future[str] = Future()
 
         def ask() -> None:
-            answer.set_result(self._send("stacks") or "no worker runs any more")
+            answer.set_result(self._send("stacks") or "no worker of the job runs")
 
         threading.Thread(target=ask, name="nblaunch-stacks", daemon=True).start()
         return answer

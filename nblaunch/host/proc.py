@@ -78,21 +78,6 @@ def unusual_state(pid: int) -> str | None:
     return _STATES.get(fields[0]) if fields else None
 
 
-def what_blocks(pid: int) -> str:
-    """Return the states of the threads, those blocked in the system first: ``state D, in request_wait_answer``.
-
-    A process whose first thread is a zombie lives on in the others. Source: proc_pid_stat(5), proc_pid_wchan(5).
-    """
-    states: dict[str, None] = {}
-    for thread in _threads(pid):
-        fields = _stat_fields(pid, thread)
-        wchan = _read(pid, f"task/{thread}/wchan").strip("0\n")  # "0": running, or this process may not know
-        if fields:
-            states[f"state {fields[0]}" + (f", in {wchan}" if wchan else "")] = None
-    ordered = sorted(states, key=lambda state: not state.startswith("state D"))
-    return "; ".join(ordered[:3]) or "state unknown"
-
-
 def catches(pid: int, signum: int) -> bool:
     """Return whether the process has a handler of its own for a signal. Source: proc_pid_status(5), SigCgt."""
     for line in _read(pid, "status").splitlines():
@@ -100,13 +85,6 @@ def catches(pid: int, signum: int) -> bool:
         if name == "SigCgt":
             return bool(int(mask, 16) >> (signum - 1) & 1)
     return False
-
-
-def _threads(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")
-    except OSError:  # it has just ended, or there is no /proc
-        return []
 
 
 def _stat_fields(pid: int, thread: str = "") -> list[str]:

@@ -5,8 +5,8 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
 
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
-    job_state.py         the state of a job, which its Job reads; passes events to listeners, keeps what was logged
-    runner.py            runs a job to its end, attempt after attempt
+    job.py               Job: what the caller holds, a future; its state, its listeners
+    runner.py            JobRunner: runs a job to its end, attempt after attempt
       requests.py        SIGINT while a launch runs; stop, interrupt, kill, show stacks; the supervisor reads them
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
@@ -20,9 +20,7 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
           logtail.py     follows them, and keeps them small
       outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
-    job.py               Job: what the caller holds, a future
-    post_mortem.py       failures that are kept for the debugger, until they are released
-      debug_client.py    the debugger's client: commands to the workers, prompts from them; variables over all ranks
+    debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.
 """

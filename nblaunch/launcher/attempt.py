@@ -354,7 +354,7 @@ def _environment(attempt: Attempt, topology: Topology) -> dict[str, str | None]:
     """Return what a worker sets, or with None unsets, before anything else."""
     backend, peers = attempt.plan.backend, attempt.peers
     return {
-        **topology.to_env(attempt.restart_count),
+        **topology.to_env(attempt.restart_count, attempt.spec.max_restarts),
         **attempt.spec.environment,
         **backend.worker_env(topology),
         **((backend.spmd_env() or {}) if attempt.spec.is_spmd else {}),

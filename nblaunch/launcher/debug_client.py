@@ -3,7 +3,8 @@
 supervisor's loop ─┐                       ┌──> replies: (rank, number) -> ReceivedReply
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
 
-Values of several ranks are shown by :class:`RankValues`, the variables of a function by :class:`Comparison`.
+Values of several ranks are shown by :class:`RankValues`, the variables of a function by :class:`Comparison`. What
+stays after a failure, for the debugger to look into, is a :class:`KeptFailure`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -67,7 +70,6 @@ class DebugClient:
         self.gone: set[int] = set()
         self.announced_stops: set[tuple[str, int, int]] = set()
         self._replies: dict[tuple[int, int], ReceivedReply] = {}
-        self._unreadable: dict[int, ReceivedReply] = {}  # rank -> a reply to an unknown command
         self._continued: set[tuple[str, int, int]] = set()
         self._stops: dict[int, tuple[str, int, int]] = {}
         self._debugged: int | None = None
@@ -178,7 +180,6 @@ class DebugClient:
         self, command: DebugCommand, number: int, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, ReceivedReply]:
         for rank in ranks:
-            self._unreadable.pop(rank, None)
             self._send(rank, command)
         deadline = time.monotonic() + timeout_s
         replies: dict[int, ReceivedReply] = {}
@@ -187,8 +188,6 @@ class DebugClient:
             for rank in ranks:
                 if (rank, number) in self._replies:
                     replies[rank] = self._replies.pop((rank, number))
-                elif rank in self._unreadable:
-                    replies[rank] = self._unreadable.pop(rank)
             if self.gone.issuperset(set(ranks) - replies.keys()):
                 break
         return {rank: replies[rank] for rank in sorted(replies)}
@@ -215,8 +214,7 @@ class DebugClient:
     def _receive(self, rank: int) -> None:
         try:
             message, files = self.connections[rank].receive()
-        except UnreadableMessage as error:
-            self._unreadable[rank] = ReceivedReply.of_unreadable(error)
+        except UnreadableMessage:  # the rank has not answered, then
             return
         except (EOFError, OSError):
             self.gone.add(rank)
@@ -254,6 +252,76 @@ class DebugClient:
             for rank in [one for one, prompt in self.prompts.items() if prompt.stop == stop]:
                 del self.prompts[rank]
                 self._send(rank, Line(text="continue"))
+
+
+# --- failures that are kept for the debugger -------------------------------------------------------------------------
+
+
+class KeptFailure(ABC):
+    """A failure that the debugger can look into: of a job (``runner.py``), or a session's command.
+
+    Its error is raised, and its workers stay, until the next launch, ``release()``, 30 minutes, or the end of this
+    process.
+
+    Args:
+        debugger: client of the debugger in the workers.
+        failed_rank: with the root cause.
+    """
+
+    def __init__(self, debugger: DebugClient, failed_rank: int) -> None:
+        self.failed_rank = failed_rank
+        self._debugger = debugger
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        _kept[next(_numbers)] = self
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing is kept any more."""
+        return self._released.is_set()
+
+    def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
+        """Return the client of the debugger, and the rank to be debugged: None = the one that failed.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        return self._debugger, self._debugger.checked_rank(rank, self.failed_rank)
+
+    def wait(self) -> None:
+        """Wait until it is released."""
+        self._released.wait()
+
+    def release(self) -> None:
+        """Give up what is kept."""
+        with self._lock:
+            if not self.is_released:
+                try:
+                    self._release()
+                finally:
+                    self._released.set()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Do what :meth:`release` does, once."""
+
+
+_kept: weakref.WeakValueDictionary[int, KeptFailure] = weakref.WeakValueDictionary()
+"""In the order in which they came."""
+
+_numbers = itertools.count()
+
+
+def latest_kept_failure() -> KeptFailure | None:
+    """Return what was kept last and has not been released."""
+    kept = [one for one in list(_kept.values()) if not one.is_released]
+    return kept[-1] if kept else None
+
+
+def release_kept_failures() -> None:
+    """Give up what jobs and sessions of this process keep, since workers are about to start."""
+    for kept in list(_kept.values()):
+        kept.release()
 
 
 # --- what the ranks have answered ------------------------------------------------------------------------------------

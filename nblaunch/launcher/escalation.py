@@ -32,12 +32,8 @@ UNRESPONSIVE_GRACE_S = 0.7
 that will never end, and no ``finally`` of theirs is running."""
 
 
-@dataclass(frozen=True)
-class TimedSignal:
-    """At ``at_s`` after the escalation began, send ``signum``."""
-
-    at_s: float
-    signum: int
+Steps = tuple[tuple[float, int], ...]
+"""(seconds from the beginning, signal), in order."""
 
 
 @dataclass
@@ -51,8 +47,8 @@ class Escalation:
     """
 
     began_s: float
-    steps: tuple[TimedSignal, ...]
-    unresponsive_steps: tuple[TimedSignal, ...]
+    steps: Steps
+    unresponsive_steps: Steps
     _taken: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -77,7 +73,7 @@ class Escalation:
     @classmethod
     def kill(cls, now_s: float) -> Escalation:
         """Return one that sends SIGKILL at once."""
-        steps = (TimedSignal(0.0, signal.SIGKILL),)
+        steps = ((0.0, signal.SIGKILL),)
         return cls(now_s, steps, steps)
 
     def add_interrupt(self, now_s: float) -> None:
@@ -86,7 +82,7 @@ class Escalation:
         SIGINT is sent now, also to ranks that have had one, but to none that has had SIGTERM; what follows comes no
         later than it would have.
         """
-        self.began_s = min(self.began_s, now_s - self.steps[0].at_s)
+        self.began_s = min(self.began_s, now_s - self.steps[0][0])
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
 
     def due(
@@ -95,33 +91,26 @@ class Escalation:
         """Return the (rank, signal) pairs to send now. Each step of each rank is returned once."""
         signals = []
         for rank in alive:
-            steps = self._steps(rank, noticed)
-            taken = self._taken.get(rank, 0)
-            while taken < len(steps) and self.began_s + steps[taken].at_s <= now_s:
-                signals.append((rank, steps[taken].signum))
-                taken += 1
-            self._taken[rank] = taken
+            for at_s, signum in self._pending(rank, noticed):
+                if self.began_s + at_s > now_s:
+                    break
+                signals.append((rank, signum))
+                self._taken[rank] = self._taken.get(rank, 0) + 1
         return signals
 
     def next_s(self, alive: Iterable[int], noticed: Callable[[int], bool]) -> float | None:
         """Return the time of the next step of any rank; None when nothing is left to do but wait."""
-        times = []
-        for rank in alive:
-            steps, taken = self._steps(rank, noticed), self._taken.get(rank, 0)
-            if taken < len(steps):
-                times.append(self.began_s + steps[taken].at_s)
-        return min(times, default=None)
+        pending = [steps for rank in alive if (steps := self._pending(rank, noticed))]
+        return min((self.began_s + steps[0][0] for steps in pending), default=None)
 
-    def _steps(self, rank: int, noticed: Callable[[int], bool]) -> tuple[TimedSignal, ...]:
-        return self.steps if noticed(rank) else self.unresponsive_steps
+    def _pending(self, rank: int, noticed: Callable[[int], bool]) -> Steps:
+        steps = self.steps if noticed(rank) else self.unresponsive_steps
+        return steps[self._taken.get(rank, 0) :]
 
 
-def _from_interrupt(first_s: float, grace_s: float) -> tuple[TimedSignal, ...]:
-    return (
-        TimedSignal(first_s, signal.SIGINT),
-        TimedSignal(first_s + grace_s, signal.SIGTERM),
-        TimedSignal(first_s + grace_s + TERM_GRACE_S, signal.SIGKILL),
-    )
+def _from_interrupt(first_s: float, grace_s: float) -> Steps:
+    term_s = first_s + grace_s
+    return (first_s, signal.SIGINT), (term_s, signal.SIGTERM), (term_s + TERM_GRACE_S, signal.SIGKILL)
 
 
 LISTEN_S = 2.0

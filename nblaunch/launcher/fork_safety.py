@@ -9,14 +9,13 @@ Whether the device survives a fork is asked of the backend (``Backend.fork_hazar
 
 from __future__ import annotations
 
-import functools
-import inspect
+import gc
 import linecache
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +24,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from nblaunch.backends.base import Backend
-from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
 from nblaunch.user_code import captured_variables, cell_name, is_user_file
 from nblaunch.wire.assignment import FunctionCall
@@ -97,21 +95,6 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
     return None
 
 
-def explain_hang(positions: Sequence[Position]) -> list[str]:
-    """Return a line for each library whose threads in this process are missing in workers that hang in it.
-
-    Args:
-        positions: of ranks that were forked from this process.
-    """
-    files = {frame.filename for position in positions for frame in position.stack}
-    return [
-        f"{library.name} runs threads in the kernel that a fork does not copy, and a worker hangs in it: launch with "
-        "start_method='forkserver'"
-        for library in _LIBRARIES
-        if any(library.name in Path(file).parts for file in files) and library.is_running()
-    ]
-
-
 def _first_use(backend: Backend) -> str:
     """Return the line of the user's own code that first used the device in this process, if it was seen."""
     own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
@@ -142,7 +125,7 @@ def _uses(call: FunctionCall, library: str) -> bool:
 
 
 def _reached(pending: list[Any]) -> Iterator[Any]:
-    """Yield values and what they refer to in turn: variables of the user's functions, members of their objects."""
+    """Yield values and what they refer to in turn: variables of the user's functions, members of objects."""
     seen: set[int] = set()
     while pending:
         value = pending.pop()
@@ -153,18 +136,10 @@ def _reached(pending: list[Any]) -> Iterator[Any]:
         if isinstance(value, FunctionType):
             if _is_users(value):
                 pending += [captured for _, captured in captured_variables(value)]
-        elif isinstance(value, functools.partial):
-            pending += [value.func, value.args, value.keywords]
-        elif inspect.ismethod(value):
-            pending += [value.__func__, value.__self__]
-        elif isinstance(value, (list, tuple)):
-            pending += value[:_MAX_VISITED]
-        elif isinstance(value, dict):
-            pending += islice(value.values(), _MAX_VISITED)
         elif isinstance(value, type):
             pending += [function for function in vars(value).values() if _is_users(function)]
         elif not isinstance(value, ModuleType):
-            pending += [type(value), *islice(getattr(value, "__dict__", {}).values(), _MAX_VISITED)]
+            pending += [type(value), *gc.get_referents(value)[:_MAX_VISITED]]
 
 
 def _is_users(value: Any) -> bool:

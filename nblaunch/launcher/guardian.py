@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from nblaunch.host import descriptors
-from nblaunch.start_methods.children import disown
 
 _SCRIPT = (
     'tag=$1; shift; groups="$*"; while read -r line; do case "$line" in '
@@ -46,7 +45,6 @@ class Guardian:
         self._groups = set(process_groups)
         self._process: subprocess.Popen[bytes] | None = None
         self._writing = -1
-        self._stays = False
 
     @property
     def is_started(self) -> bool:
@@ -92,16 +90,9 @@ class Guardian:
             with suppress(BrokenPipeError):
                 os.write(self._writing, b"".join(lines))
 
-    def stay(self) -> None:
-        """Keep it until this process ends: a worker could not be killed, and what it has started may run again."""
-        self._stays = True
-
     def dismiss(self) -> None:
-        """End the guardian without it doing anything, unless it stays. Called when every worker has been reaped."""
+        """End the guardian without it doing anything. Called when every worker has been killed."""
         if self._process is None:
-            return
-        if self._stays:
-            disown(self._process)  # nothing waits for it any more
             return
         self._process.kill()
         self._process.wait()

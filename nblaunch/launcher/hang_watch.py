@@ -25,7 +25,6 @@ from nblaunch.diagnosis.hang import (
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.events import Event, Metric, Note, Stalled
 from nblaunch.host import proc
-from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.wire.board import SlotReading
@@ -116,7 +115,7 @@ class HangWatch:
     def _answer(self, query: Query, positions: Positions, done: Collection[int]) -> None:
         is_hang = positions.keys() <= self._detector.still_for(time.monotonic()).keys()
         lines = self._describe(positions, done) if is_hang else describe_positions(positions)
-        self._requests.answer(query, "\n".join(lines))
+        self._requests.answer(query, "\n".join(lines) or "no rank runs the function at the moment")
 
     def _judge(self, positions: Positions, pids: Mapping[int, int], done: Collection[int]) -> Hung | None:
         """Report what the detector finds in the stacks that it wanted; return it where it is a hang for certain."""
@@ -138,10 +137,7 @@ class HangWatch:
 
     def _describe(self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()) -> list[str]:
         steps = {reading.rank: reading.step for reading in self._board.read()}
-        lines = describe_hang(positions, steps, gone=sorted(done), busy=busy)
-        if self._attempt.plan.start_method == "fork":
-            lines += fork_safety.explain_hang(list(positions.values()))
-        return lines
+        return describe_hang(positions, steps, gone=sorted(done), busy=busy)
 
     def _headline(self, finding: Finding) -> str:
         timeout_s = self._detector.timeout_s

@@ -1,32 +1,70 @@
-"""Job: a launch as a future, which reads what the job's runner keeps.
+"""Job: a launch as a future, for the caller, for listeners, and for those that run or follow it.
 
-Every call of ``notebook_launcher``, ``launch`` and ``attach`` makes one. ``notebook_launcher`` runs the job to its end
-in the calling thread and returns its result; with ``background=True`` it returns the Job while the workers run.
+Every call of ``notebook_launcher``, ``launch`` and ``attach`` makes one: a ``JobRunner`` (``runner.py``), which runs
+the job in this process, or a ``JobFollower`` (``detached/``), which follows one of another process.
+``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with ``background=True`` it
+returns the Job while the workers run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
-from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
-from nblaunch.launcher.job_state import JobState, frame_of
+from nblaunch.events import Event, Metric, Started
+from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
+from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.weights import load_into
 from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath
-
-if TYPE_CHECKING:
-    import pandas
-
+from nblaunch.wire.board import SlotReading
 
 _AWAIT_POLL_S = 0.05
 """Between two looks of ``await job``."""
+
+_LOOK_S = 0.5
+"""Between two looks of a thread that waits for the end of a job without a limit."""
+
+
+class Listener(Protocol):
+    """What receives the events of a job, as a dashboard. Must not raise, nor block for long."""
+
+    def on_event(self, event: Event) -> None:
+        """Handle an event; those of a rank arrive in the order in which they happened."""
+
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        """Handle the state of every rank, several times a second."""
+
+    def close(self) -> None:
+        """Handle the end of the job, after ``JobEnded``: nothing follows. Dashboards draw the final table."""
+
+
+class Requests(Protocol):
+    """Requests to a job, as of :class:`nblaunch.launcher.requests.JobRequests`."""
+
+    @property
+    def interrupts(self) -> int:
+        """Number of interrupts that were requested."""
+
+    def stop(self) -> None:
+        """Let the loops of all ranks end at the same step boundary."""
+
+    def interrupt(self) -> None:
+        """Ask workers to end, with grace; the second time kill them."""
+
+    def cancel(self) -> None:
+        """Kill the workers at once."""
+
+    def ask_stacks(self) -> Future[str]:
+        """Ask where every rank is."""
 
 
 class Job:
@@ -39,35 +77,59 @@ class Job:
     and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
 
     Args:
-        state: the ``JobRunner`` of a job that this process runs; the ``JobFollower`` of one that another one runs.
+        spec: what is to be run.
+        plan: how.
+        log: its log files.
+        requests: requests to it.
+        listeners: receive its events.
+
+    Attributes:
+        id: short name of a job that was launched with ``detach=True``; empty of any other.
+        spec: what was to be run; of a job that has ended, without the function and its arguments.
+        plan: how it is run, as of the present attempt. Of a job that has ended, or was launched with ``detach=True``,
+            without the modules in its arguments.
+        metrics: what ``accelerator.log`` has logged by now, one dict per call, with ``step``, ``time_s`` (wall clock),
+            ``rank``, ``attempt``, and the values by their names: ``pandas.DataFrame(job.metrics)``.
+        status: ``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``;
+            ``"lost"`` if the process that watched a detached job was killed.
+        attempt: how often it was started again.
+        pids: rank -> process, of the ranks of this machine that have started.
+        log: its log files, as objects of the launcher; see :attr:`log_dir`.
+        requests: requests to it; see :meth:`stop`, :meth:`interrupt` and :meth:`cancel`.
+        topology: of the first rank of this machine.
+        outcome: how it ended; None before that.
+        debugger: client of the debugger in the ranks; None where there is none.
+        kept: workers of a failed job that still run, for the debugger.
     """
 
-    def __init__(self, state: JobState) -> None:
-        self._state = state
+    id = ""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        plan: LaunchPlan,
+        log: LogFolder,
+        requests: Requests,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.topology = Topology(
+            world_size=plan.num_processes, local_world_size=plan.num_processes, master_addr=spec.master_addr
+        )
+        self.log = log
+        self.requests = requests
+        self.attempt = 0
+        self.pids: dict[int, int] = {}
+        self.debugger: DebugClient | None = None
+        self.kept: KeptFailure | None = None
+        self.metrics: list[dict[str, Any]] = []
+        self.status = "starting"
+        self.outcome: JobOutcome | None = None
+        self._listeners = list(listeners)
+        self._launch_settled = threading.Event()  # started, waiting for other machines, or ended
+        self._ended = threading.Event()
         self._show_again: Callable[[], bool] | None = None
-
-    @property
-    def id(self) -> str:
-        """Short name of a job that was launched with ``detach=True``; empty of any other."""
-        return self._state.id
-
-    @property
-    def spec(self) -> LaunchSpec:
-        """What was to be run; of a job that has ended, without the function and its arguments."""
-        return self._state.spec
-
-    @property
-    def plan(self) -> LaunchPlan:
-        """How it is run, as of the present attempt.
-
-        Of a job that has ended, or was launched with ``detach=True``, without the modules in its arguments.
-        """
-        return self._state.plan
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """What ``accelerator.log`` has logged by now, one dict per call; see :meth:`metrics_frame`."""
-        return self._state.metrics
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the end and return rank 0's value (every rank's, in a list, if launched with ``return_all``).
@@ -105,7 +167,7 @@ class Job:
         Raises:
             TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
         """
-        if not self._state.wait(timeout):
+        if not self.ends_within(timeout):
             raise TimeoutError(f"{self!r} still runs after {timeout} s")
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -113,22 +175,14 @@ class Job:
         return self._awaited().__await__()
 
     @property
-    def status(self) -> str:
-        """``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
-
-        ``"lost"`` if the process that watched a detached job was killed.
-        """
-        return self._state.status
-
-    @property
     def is_running(self) -> bool:
         """Whether the job has not ended, whichever way."""
-        return self._state.is_running
+        return not self._ended.is_set()
 
     @property
     def log_dir(self) -> Path:
         """Folder with every rank's log, by attempt."""
-        return self._state.log.path
+        return self.log.path
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
         """Return everything that a rank has printed by now, in the last attempt or in the one asked for.
@@ -141,38 +195,17 @@ class Job:
             raise ValueError(
                 f"rank={rank} is not one of this job's ranks{where} ({self.ranks[0]} to {self.ranks[-1]})"
             )
-        return self._state.log.read(rank, self.attempt if attempt is None else attempt)
+        return self.log.read(rank, self.attempt if attempt is None else attempt)
 
     @property
     def ranks(self) -> range:
         """The ranks that run on this machine: all of the job, unless it has several machines."""
-        return self._state.ranks
+        return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
 
     @property
     def num_processes(self) -> int:
         """How many ranks the job has, on all machines."""
-        return self._state.topology.world_size
-
-    @property
-    def attempt(self) -> int:
-        """How often it was started again."""
-        return self._state.attempt_number
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Rank -> process, of the ranks of this machine that have started."""
-        return dict(self._state.pids)  # it changes in the thread of the job
-
-    def metrics_frame(self) -> pandas.DataFrame:
-        """Return what ``accelerator.log`` has logged by now as a table: one row per step, one column per value.
-
-        ``job.metrics`` is the same as a list, one dict per call, with ``step``, ``time_s`` (wall clock), ``rank`` and
-        ``attempt``. Both can be looked at while the job runs: ``job.metrics_frame()["loss"].plot()``.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        return frame_of(list(self.metrics))
+        return self.topology.world_size
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
         """Return the trained weights that are not in the modules of this process.
@@ -262,9 +295,9 @@ class Job:
         """
         if self.is_running:
             raise RuntimeError(f"{self!r} can't be released: wait for its end, or cancel() it")
-        if self._state.kept is not None:
-            self._state.kept.release()
-        self._state.outcome = self._outcome.released()
+        if self.kept is not None:
+            self.kept.release()
+        self.outcome = self._outcome.released()
 
     def stop(self) -> None:
         """Let training end early and well: ``accelerator.should_stop`` turns true at the same step on every rank.
@@ -272,7 +305,7 @@ class Job:
         A loop that looks at it leaves, the function returns as usual, and :meth:`result` has its value. A function
         that never looks is not affected.
         """
-        self._state.requests.stop()
+        self.requests.stop()
 
     def stacks(self) -> str:
         """Return where every rank is right now: lines of the user's code, equal ones together. Takes up to a second.
@@ -283,25 +316,15 @@ class Job:
 
     def ask_stacks(self) -> Future[str]:
         """Return a future of what :meth:`stacks` returns, without waiting for it."""
-        return self._state.requests.ask_stacks()
+        return self.requests.ask_stacks()
 
     def interrupt(self) -> None:
         """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
-        self._state.requests.interrupt()
-
-    def terminate(self, grace_s: float = 20.0) -> None:
-        """End the job as a batch system's SIGTERM should: like :meth:`stop`; when time is up, like :meth:`interrupt`.
-
-        Where no rank looks at ``accelerator.should_stop`` or handles SIGTERM itself, ranks are interrupted soon.
-
-        Args:
-            grace_s: seconds in which ranks may write a checkpoint and return.
-        """
-        self._state.requests.terminate(grace_s)
+        self.requests.interrupt()
 
     def cancel(self) -> None:
         """Kill every worker at once. :meth:`result` then raises :class:`nblaunch.errors.JobCancelled`."""
-        self._state.requests.cancel()
+        self.requests.cancel()
 
     def __repr__(self) -> str:
         where = f"{self.num_processes} {self.plan.backend.name} workers"
@@ -317,6 +340,50 @@ class Job:
 
     # --- for the launcher ----------------------------------------------------------------------------------------
 
+    def emit(self, event: Event) -> None:
+        """Keep what an event says of the job, and send it to the listeners."""
+        if isinstance(event, Started):
+            # In the order of ranks, whichever started first; made anew, since other threads may be reading it.
+            self.pids = dict(sorted({**self.pids, event.rank: event.pid}.items()))
+            self.status = "running"
+            self._launch_settled.set()
+        elif isinstance(event, Metric):
+            self.metrics.append(_row_of(event, self.attempt))
+        for listener in self._listeners:
+            listener.on_event(event)
+
+    def emit_readings(self, readings: Sequence[SlotReading]) -> None:
+        """Send readings of the board, one per rank, to the listeners."""
+        for listener in self._listeners:
+            listener.on_readings(readings)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+    def ends_within(self, timeout: float | None = None) -> bool:
+        """Wait for the end, ``timeout`` seconds at most; return whether the job has ended."""
+        while timeout is None and not self._ended.wait(_LOOK_S):
+            pass  # an interrupt that the system has given to another thread is seen between two looks
+        return self._ended.wait(timeout)
+
+    def raise_if_not_started(self) -> None:
+        """Raise what kept the workers of a job in the background from starting, if anything did.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted, and has ended.
+            BaseException: why they did not start.
+        """
+        __tracebackhide__ = True
+        is_interrupted = self.requests.interrupts > 0
+        if self.is_running or (self.pids and not is_interrupted):
+            return
+        assert self.outcome is not None, "the job still runs"
+        self.outcome.raise_error()
+        if is_interrupted:
+            raise KeyboardInterrupt  # it is done all the same
+
     def show_with(self, show_again: Callable[[], bool]) -> None:
         """Let ``show_again()`` show this job in the running cell; it returns False where it can't."""
         self._show_again = show_again
@@ -331,7 +398,7 @@ class Job:
             RuntimeError: no worker can be asked.
             ValueError: there is no such rank.
         """
-        kept, debugger = self._state.kept, self._state.debugger
+        kept, debugger = self.kept, self.debugger
         if kept is not None and not kept.is_released:
             return kept.find_debugger(rank)
         if debugger is None or not self.is_running or not (self.spec.post_mortem or debugger.prompts):
@@ -356,8 +423,8 @@ class Job:
 
     @property
     def _outcome(self) -> JobOutcome:
-        assert self._state.outcome is not None, "the job still runs"
-        return self._state.outcome
+        assert self.outcome is not None, "the job still runs"
+        return self.outcome
 
     def _wait_for_success(self, timeout: float | None) -> None:
         __tracebackhide__ = True
@@ -388,3 +455,12 @@ def remember(job: Job) -> None:
     """Make ``job`` the one that :func:`last_job` returns."""
     global _last_job
     _last_job = job
+
+
+def _row_of(metric: Metric, attempt: int) -> dict[str, Any]:
+    """Return a call of ``accelerator.log`` as a row: step, wall clock in seconds, rank, attempt, values by name.
+
+    A value that is called as one of these takes its place, except that a step given to ``log`` is the step.
+    """
+    about = {"step": metric.step, "time_s": metric.time_s, "rank": metric.rank, "attempt": attempt}
+    return {**about, **metric.values, **({} if metric.step is None else {"step": metric.step})}

@@ -3,7 +3,7 @@
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel;
                                        where another container has made that one, a random number besides
-        .nblaunch_job.json             stamps the folder as ours: its name, its kernel, when it was made
+        .nblaunch_job.json             stamps the folder as ours: its name, its machine and its kernel
         attempt_0/
           rank_0.log                   everything that rank 0 printed
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from nblaunch import env
 from nblaunch.errors import LaunchError
@@ -98,13 +97,7 @@ class JobLog(LogFolder):
         self._max_jobs: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
         super().__init__(_make_folder(self._root, name, number))
-        stamp = {
-            "job": self.path.name,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "number": number,  # of the job in this process
-            "made_s": time.time(),
-        }
+        stamp = {"job": self.path.name, "host": socket.gethostname(), "pid": os.getpid()}
         # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
         with suppress(OSError):
             (self.path / _STAMP_NAME).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
@@ -202,33 +195,29 @@ def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
     return LaunchError(f"{what}: {disk.reason(path, error)}. {_REMEDY}")
 
 
-def _stamp_of(folder: Path) -> dict[str, Any] | None:
-    """Return the stamp of a folder that a :class:`JobLog` of this machine has made and that was not moved, else None.
+def _stamp_of(folder: Path) -> tuple[int, Path, int] | None:
+    """Return when a folder was made, it, and its kernel's process; None where it is not a job's, or was moved.
 
-    Whether a process of another machine that shares the folder still runs can't be seen from here.
+    Nor of a job of another machine that shares the log folder: whether its process still runs can't be seen from here.
     """
     path = folder / _STAMP_NAME
     try:
         status = path.lstat()
         if folder.is_symlink() or not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             return None
-        stamp: dict[str, Any] = json.loads(path.read_bytes())
-        has_pid = type(stamp["pid"]) is int and 0 < stamp["pid"] < 1 << 31
-        is_ours = has_pid and stamp["job"] == folder.name and stamp["host"] == socket.gethostname()
-        stamp["made_s"], stamp["number"] = float(stamp["made_s"]), int(stamp["number"])
-    except (OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError):
+        stamp = json.loads(path.read_bytes())
+        is_ours = (stamp["job"], stamp["host"]) == (folder.name, socket.gethostname())
+        return (status.st_mtime_ns, folder, int(stamp["pid"])) if is_ours else None
+    except (OSError, LookupError, TypeError, ValueError):
         return None  # it is not one that we have written
-    return stamp if is_ours else None
 
 
 def _prune(root: Path, max_jobs: int, current: str) -> None:
     """Remove the oldest jobs beyond ``max_jobs`` of this machine, but none that still runs, in whichever process."""
-    found = [_stamp_of(root / name) for name in os.listdir(root) if name != current]
-    stamps = [stamp for stamp in found if stamp is not None]
-    stamps.sort(key=lambda stamp: (stamp["made_s"], stamp["number"]))
-    for stamp in stamps[: max(0, len(stamps) - (max_jobs - 1))]:
-        folder = root / stamp["job"]
-        pid = stamp["pid"]
+    stamps = sorted(
+        stamp for name in os.listdir(root) if name != current and (stamp := _stamp_of(root / name))
+    )
+    for _, folder, pid in stamps[: max(0, len(stamps) - (max_jobs - 1))]:
         is_over = folder not in _in_use if pid == os.getpid() else not _is_alive(pid)
         if is_over:
             shutil.rmtree(folder, ignore_errors=True)

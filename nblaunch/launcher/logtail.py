@@ -1,21 +1,18 @@
 """The log files of workers: read while they grow or as a whole afterwards, and kept within their limit.
 
-A file that outgrows its limit keeps its beginning and its end, and loses its middle (:class:`LogLimit`).
-
-The rank and all that it has started write to one open file of their own, so the launcher can neither rename it nor cut
-off its beginning without losing what is written meanwhile. It frees the blocks in the middle instead (a hole, see
-``fallocate(2)``): positions stay as they are, writers notice nothing, and the newest output is never touched.
-
-    beginning | "... 312 MB were dropped here ..." | hole | end, still growing
+Of a file that outgrows its limit, the end is kept. The rank and all that it has started write to one open file of their
+own, so the launcher can neither rename it nor cut off its beginning without losing what is written meanwhile. It frees
+the blocks of the beginning instead (a hole, see ``fallocate(2)``): positions stay as they are, writers notice nothing,
+and the newest output is never touched.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from nblaunch import formatting
@@ -26,6 +23,8 @@ _READ_BYTES = 1 << 20
 _MAX_BYTES_A_TICK = 4 << 20
 _MAX_STATUS_BYTES = 4096
 _MAX_LINE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16
+"""A multiple of every file system's blocks, so that whole blocks are freed."""
 
 # Gloo's "Rank N is connected" line, which torch 2.8 and 2.9 print per group and no setting silences; hidden, unless
 # peers are missing. It stays in the files.
@@ -44,15 +43,14 @@ class LogTail:
     Args:
         rank: whose log it is.
         path: of the file; it need not exist yet.
-        max_bytes: that it may take on disk; None = without limit.
+        max_bytes: that it may take on disk; None = without limit, or another process sees to it.
     """
 
     def __init__(self, rank: int, path: Path, max_bytes: int | None = None) -> None:
         self._rank = rank
         self._path = path
         self._max_bytes = max_bytes
-        self._limit: LogLimit | None = None
-        self._has_lost = False
+        self._kept_from = 0
         self._fd = -1
         self._line = _Line()
         self._status = ""
@@ -85,13 +83,8 @@ class LogTail:
         """Return bytes that were not read yet; none at the end of the file."""
         if not self._is_open():
             return b""
-        max_bytes = min(_READ_BYTES, max_bytes)
-        if self._limit is None:  # another process keeps the file within its limit
-            at, size = os.lseek(self._fd, 0, os.SEEK_CUR), os.fstat(self._fd).st_size
-            start, stop = next(kept_parts(self._fd, at, size), (size, size))
-            os.lseek(self._fd, start, os.SEEK_SET)
-            max_bytes = min(max_bytes, stop - start)
-        return os.read(self._fd, max_bytes)
+        _skip_hole(self._fd)
+        return os.read(self._fd, min(_READ_BYTES, max_bytes))
 
     def _is_open(self) -> bool:
         if self._fd < 0:
@@ -99,44 +92,32 @@ class LogTail:
                 self._fd = os.open(self._path, (os.O_RDWR if self._max_bytes else os.O_RDONLY) | os.O_CLOEXEC)
             except FileNotFoundError:
                 return False  # the worker has not come so far
-            if self._max_bytes:
-                self._limit = LogLimit(self._fd, self._max_bytes)
         return True
 
     def _keep_within_limit(self) -> list[Event]:
-        """Drop the middle of a file that has become too large; what is dropped unread is skipped."""
-        if not self._is_open() or self._limit is None:
+        """Drop the beginning of a file that has become too large; what is dropped unread is skipped."""
+        if self._max_bytes is None or not self._is_open():
             return []
+        size = os.fstat(self._fd).st_size
+        if size - self._kept_from <= self._max_bytes:
+            return []
+        kept_from = (size - self._max_bytes // 2) // _BLOCK_BYTES * _BLOCK_BYTES
         try:
-            kept_from = self._limit.apply()
+            disk.free_range(self._fd, 0, kept_from)
         except OSError as error:
-            self._limit = None
-            return [
-                self._warning(
-                    f"its file system can't drop a part of a file ({error.strerror}); it goes on growing"
-                )
-            ]
-        if kept_from == 0:
-            return []
-        events: list[Event] = []
-        if not self._has_lost:
-            self._has_lost = True
-            events.append(
-                self._warning("from here on it keeps its beginning and its end and loses what is between")
-            )
+            self._max_bytes = None
+            return [self._outgrown(f"its file system can't free a part of it ({error.strerror})")]
+        events: list[Event] = [] if self._kept_from else [self._outgrown("its end is kept")]
+        self._kept_from = kept_from
         unread = kept_from - os.lseek(self._fd, 0, os.SEEK_CUR)
         if unread > 0:
-            os.lseek(self._fd, kept_from, os.SEEK_SET)
-            texts = (
-                self._line.end(),
-                f"... {formatting.size(unread)} of output dropped: printed too fast ...",
-            )
+            gap = f"... {formatting.size(unread)} of output dropped: printed too fast ..."
+            texts = (self._line.end(), gap)
             events.append(LogLines(rank=self._rank, time_s=time.time(), lines=tuple(filter(None, texts))))
         return events
 
-    def _warning(self, text: str) -> Note:
-        size = formatting.size(self._max_bytes or 0)
-        text = f"the log {self._path} has outgrown {size} (NBLAUNCH_LOG_LIMIT_MB): {text}"
+    def _outgrown(self, consequence: str) -> Note:
+        text = f"the log {self._path} has outgrown its limit (NBLAUNCH_LOG_LIMIT_MB): {consequence}"
         return Note(rank=self._rank, time_s=time.time(), text=text, kind="warning")
 
     def _split(self, chunk: bytes) -> list[Event]:
@@ -211,72 +192,24 @@ def _on_screen(line: bytes) -> str:
 def read_log(path: Path, max_bytes: int | None = None) -> str:
     """Return a rank's log as a terminal shows it, all of it or its end; empty if it never printed.
 
-    Where the log has outgrown its limit, a line in it says how much was dropped.
+    Where its beginning was dropped, the first line says how much that was.
     """
     try:
         with path.open("rb", buffering=0) as file:
+            kept_from = _skip_hole(file.fileno())
             size = file.seek(0, os.SEEK_END)
-            start = max(0, size - max_bytes) if max_bytes is not None else 0
-            parts = kept_parts(file.fileno(), start, size)
-            data = b"".join(os.pread(file.fileno(), to - since, since) for since, to in parts)
+            start = kept_from if max_bytes is None else max(kept_from, size - max_bytes)
+            file.seek(start)
+            data = file.readall()
     except FileNotFoundError:
         return ""
+    if start == kept_from > 0:
+        data = f"... {formatting.size(kept_from)} of output were dropped here ...\n".encode() + data
     return "\n".join(_on_screen(line) for line in data.split(b"\n") if not _is_idle_talk(line))
 
 
-_BLOCK = 1 << 16  # bytes; a multiple of every file system's blocks, so that whole blocks are freed
-_MAX_PART_BYTES = 1 << 30  # at most in one part: read(2) ends at 2 GiB
-_NOTICE_BYTES = 160
-
-
-class LogLimit:
-    """Keeps one log file within its limit.
-
-    Args:
-        fd: of the file, open for reading and writing, not for appending.
-        max_bytes: that it may take on disk; at least four blocks of 64 KiB.
-    """
-
-    def __init__(self, fd: int, max_bytes: int) -> None:
-        self._fd = fd
-        self._max_bytes = max_bytes
-        self._head = max_bytes // 4 // _BLOCK * _BLOCK
-        self._gap_end = self._head
-
-    def apply(self) -> int:
-        """Free the middle of the file if it is too large now; return where its end begins, 0 if nothing was freed.
-
-        Raises:
-            OSError: the file system can't free a part of a file.
-        """
-        size = os.fstat(self._fd).st_size
-        if self._head + size - self._gap_end <= self._max_bytes:
-            return 0
-        end = (size - self._max_bytes // 2) // _BLOCK * _BLOCK
-        disk.free_range(self._fd, self._gap_end, end - self._gap_end)
-        self._gap_end = end
-        os.pwrite(self._fd, self._notice(), self._head - _NOTICE_BYTES)
-        return end
-
-    def _notice(self) -> bytes:
-        text = (
-            f"\n... {formatting.size(self._gap_end - self._head)} of output were dropped here: this log has outgrown "
-            f"{formatting.size(self._max_bytes)} (NBLAUNCH_LOG_LIMIT_MB) ..."
-        )
-        return text.ljust(_NOTICE_BYTES - 1).encode() + b"\n"
-
-
-def kept_parts(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Return where a file has contents between two positions, as ``(from, to)`` of 1 GiB at most each."""
-    while start < end:
-        try:
-            start = os.lseek(fd, start, os.SEEK_DATA)
-            stop = os.lseek(fd, start, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return  # nothing but a hole up to the end of the file
-            stop = end  # the file system knows no holes
-        if start < end:
-            stop = min(stop, end, start + _MAX_PART_BYTES)
-            yield start, stop
-            start = stop
+def _skip_hole(fd: int) -> int:
+    """Go on to where the file has contents again, if it has none here; return the position."""
+    with suppress(OSError):  # this is the end of the file
+        os.lseek(fd, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_DATA)
+    return os.lseek(fd, 0, os.SEEK_CUR)

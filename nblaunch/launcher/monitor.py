@@ -21,9 +21,6 @@ from nblaunch.host.gpus import DeviceMeter
 INTERVAL_S = 1.0
 """Between two samples."""
 
-PROPORTIONAL_INTERVAL_S = 2.0
-"""Between two readings of the proportional memory of a rank, at least."""
-
 _MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
 
 
@@ -107,7 +104,7 @@ class MemorySampler:
     def sample(self, pids: Mapping[int, int]) -> list[HostMemory]:
         """Return the memory of each rank in ``pids`` (rank -> process), if it is time; that of new ranks at once."""
         now_s = self._clock()
-        if now_s >= self._next_read_s:
+        if pids and now_s >= self._next_read_s:
             self._read_one(pids, now_s)
         due = set(pids)
         if now_s < self._next_s:
@@ -118,15 +115,8 @@ class MemorySampler:
         return [event for rank in sorted(due) if (event := self._estimate(rank, pids[rank])) is not None]
 
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
-        """Read the rank whose number is the oldest, if it is old enough; the slower it was, the later the next."""
-        due = [
-            rank
-            for rank in pids
-            if rank not in self._known or now_s - self._known[rank].read_s >= PROPORTIONAL_INTERVAL_S
-        ]
-        if not due:
-            return
-        rank = min(due, key=lambda rank: self._known[rank].read_s if rank in self._known else 0.0)
+        """Read the rank whose number is the oldest; the slower it was, the later the next."""
+        rank = min(pids, key=lambda rank: self._known[rank].read_s if rank in self._known else 0.0)
         own = self._own_bytes(pids[rank])
         if own is None:
             return

@@ -159,12 +159,16 @@ def _load_weights(
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
     if first_rank not in rank_results:
         return {}, []
-    unsent = _unreadable_shards(rank_results) | _unsent(report)
-    wanted = modules.keys() - unsent.keys()  # all shards, or none
+    unsent = _unsent(report)
+    lost: dict[ArgPath, str] = {}
+    unread: set[ArgPath] = set()
+    for rank, result in sorted(rank_results.items(), reverse=True):
+        lost |= {path: f"rank {rank}: {error}" for path, error in result.state_errors.items()}
+        unread |= result.state_errors.keys() - result.states.keys()
+    lost = {path: reason for path, reason in (lost | unsent).items() if path in modules}
+    wanted = modules.keys() - unsent.keys() - unread  # all shards, or none
     sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
     back = weights.merge_ranks([{path: one[path] for path in one.keys() & wanted} for one in sent])
-    reasons = {**rank_results[first_rank].state_errors, **unsent}
-    lost = {path: reason for path, reason in reasons.items() if path in modules}
     if attempt.spec.is_detached:
         full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
         return full, weights.notes_of_detached(modules, full, lost)
@@ -224,16 +228,6 @@ def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
             if event.error:
                 reasons[path] = f"rank {rank} could not send them ({event.error})"
     return reasons
-
-
-def _unreadable_shards(rank_results: Mapping[int, RankResult]) -> dict[ArgPath, str]:
-    """Return why shards that ranks have sent can't be read here, where other ranks' can, by argument path."""
-    return {
-        path: f"what rank {rank} sent of them can't be read ({error})"
-        for rank, result in sorted(rank_results.items(), reverse=True)
-        for path, error in result.state_errors.items()
-        if path not in result.states and any(path in other.states for other in rank_results.values())
-    }
 
 
 def _death_while_sending(report: AttemptReport, rank: int) -> str:

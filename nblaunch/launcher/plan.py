@@ -9,16 +9,15 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nblaunch import backends, context, env, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
-from nblaunch.diagnosis import memory
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import fork_safety, post_mortem
-from nblaunch.launcher.weights import trainable_bytes, used_by
+from nblaunch.launcher import debug_client, fork_safety
 from nblaunch.spec import LaunchSpec
+from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
 
 _IS_MACOS = sys.platform == "darwin"
@@ -40,7 +39,7 @@ class LaunchPlan:
         fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
-        warnings: what may go wrong, a sentence each; about memory see :func:`memory_warnings`.
+        warnings: what may go wrong, a sentence each.
     """
 
     backend: Backend
@@ -87,37 +86,38 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     starts_here = not (spec.is_detached and background)
     starts_later = starts_here and _starts_later(spec, background)
     if starts_later and background and spec.start_method == "fork":
-        raise ValueError(_LATER_FORK.format(_why_later(spec)))
+        raise ValueError(_LATER_FORK)
     backend = backends.choose(spec.backend)
     refusal = backend.launch_refusal()
-    if refusal is not None and post_mortem.latest() is not None:
+    if refusal is not None and debug_client.latest_kept_failure() is not None:
         # Workers that are kept for the debugger may be those that have the devices.
-        post_mortem.release_kept_failures()
+        debug_client.release_kept_failures()
         refusal = backend.launch_refusal()
     if refusal is not None:
         raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")
     backend.check_precision(spec.mixed_precision)
     num_processes = _num_processes(spec, backend)
-    start_method, reason = (
-        _start_method(spec, backend) if starts_here else (spec.start_method, "the job's own process decides")
+    start = (
+        _start_of(spec, backend)
+        if starts_here
+        else _Start(spec.start_method, "the job's own process decides")
     )
-    if start_method != "inline":
-        _refuse_foreign_accelerators(spec)
+    is_inline = start.method == "inline"
     modules, optimizers = modules_in(spec.args), _synced_optimizers(spec)
     return LaunchPlan(
         backend=backend,
         num_processes=num_processes,
-        start_method=start_method,
-        reason=reason,
+        start_method=start.method,
+        reason=start.reason,
         num_threads=_num_threads(spec, num_processes),
-        modules=modules if spec.sync_weights and start_method != "inline" else {},
-        optimizers=optimizers if start_method != "inline" else {},
-        fallback=_fallback_text(spec, backend, start_method, reason) if starts_here else "",
+        modules=modules if spec.sync_weights and not is_inline else {},
+        optimizers={} if is_inline else optimizers,
+        fallback=start.fallback,
         starts_later=starts_later,
         warnings=(
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
-            *(_foreign_accelerator_warnings(spec) if start_method != "inline" else ()),
+            *(() if is_inline else _foreign_accelerators(spec)),
         ),
     )
 
@@ -145,19 +145,14 @@ def replan_start_method(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
     Raises:
         LaunchError: the start method asked for can't be used now.
     """
-    start_method, reason = _start_method(spec, plan.backend)
-    return replace(
-        plan,
-        start_method=start_method,
-        reason=reason,
-        fallback=_fallback_text(spec, plan.backend, start_method, reason),
-    )
+    start = _start_of(spec, plan.backend)
+    return replace(plan, start_method=start.method, reason=start.reason, fallback=start.fallback)
 
 
 _LATER_FORK = (
-    "start_method='fork' can't be used with background=True and {}: workers would be forked while the kernel runs "
-    "other code, and such a fork can freeze the kernel. Leave start_method out: what can be forked is, and the rest "
-    "starts through a forkserver."
+    "start_method='fork' can't be used with background=True and max_restarts, or several machines: workers would be "
+    "forked while the kernel runs other code, and such a fork can freeze the kernel. Leave start_method out: what can "
+    "be forked is, and the rest starts through a forkserver."
 )
 
 
@@ -167,16 +162,12 @@ def _starts_later(spec: LaunchSpec, background: bool) -> bool:
     return in_thread and spec.engine != "inline" and (waits_for_nodes or spec.max_restarts > 0)
 
 
-def _why_later(spec: LaunchSpec) -> str:
-    return f"num_nodes={spec.num_nodes!r}" if spec.is_elastic else f"max_restarts={spec.max_restarts}"
-
-
 def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
     """Refuse what only worker processes can do, rather than ignore it."""
     asked: dict[str, Any] = {"background": True} if background else {}
-    for name, default in _OF_WORKERS.items():
+    for name in _OF_WORKERS:
         value = getattr(spec, name)
-        if value != default and not (name == "hang_timeout_s" and value is None):
+        if value != getattr(LaunchSpec, name) and not (name == "hang_timeout_s" and value is None):
             asked[name] = value
     if asked:
         raise ValueError(
@@ -186,12 +177,8 @@ def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
         )
 
 
-_OF_WORKERS = {
-    field.name: field.default
-    for field in fields(LaunchSpec)
-    if field.name in ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
-}
-"""Arguments that are about worker processes, with their defaults."""
+_OF_WORKERS = ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
+"""Arguments that are about worker processes."""
 
 
 def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
@@ -242,33 +229,40 @@ def _one_process(spec: LaunchSpec, backend: Backend) -> int:
     return 1
 
 
-def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
-    """Return the start method and the reason for it."""
+class _Start(NamedTuple):
+    """How workers start: the method, the reason for it, and the plan's sentence where it is not the usual one."""
+
+    method: str
+    reason: str
+    fallback: str = ""
+
+
+def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
+    """Decide how workers start.
+
+    Raises:
+        LaunchError: a fork was asked for, and is not possible here.
+    """
     if spec.engine == "inline":
-        return "inline", "asked for: the function runs in the kernel"
+        return _Start("inline", "asked for: the function runs in the kernel")
     hazard = fork_safety.find_hazard(backend, (spec.function, spec.args))
+    # A forkserver forks, too: on macOS that is no better, however clean the process is.
+    otherwise = "spawn" if _IS_MACOS else "forkserver"
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
             f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start through "
-            f"a {'spawn' if _IS_MACOS else 'forkserver'}, and nothing has to be restarted."
+            f"a {otherwise}, and nothing has to be restarted."
         )
     if spec.start_method != "auto":
-        return spec.start_method, "asked for"
+        return _Start(spec.start_method, "asked for")
     if hazard is not None:
-        # A forkserver forks, too: on macOS that is no better, however clean the process is.
-        return "spawn" if _IS_MACOS else "forkserver", f"fork is not possible here: {hazard}"
+        reason = f"fork is not possible here: {hazard}"
+        fallback = f"workers start through a {otherwise}: {reason}; nothing has to be restarted"
+        return _Start(otherwise, reason, "" if _IS_MACOS else fallback)
     wish = backend.clean_start_reason()
     if wish is not None:
-        return "forkserver", wish
-    return "fork", "shares the model with the kernel, nothing is pickled"
-
-
-def _fallback_text(spec: LaunchSpec, backend: Backend, start_method: str, reason: str) -> str:
-    """Return a sentence where workers can't be forked: fresh processes start slower and need the call pickled."""
-    is_usual = _IS_MACOS or start_method in ("fork", "inline") or reason == backend.clean_start_reason()
-    if spec.start_method != "auto" or is_usual:
-        return ""
-    return f"workers start through a {start_method}: {reason}; nothing has to be restarted"
+        return _Start("forkserver", wish)
+    return _Start("fork", "shares the model with the kernel, nothing is pickled")
 
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:
@@ -279,28 +273,6 @@ def _overlooked(chosen: Backend) -> tuple[str, ...]:
         if backend is not chosen and not (backend.drives and backend.drives == chosen.drives)
     )
     return tuple(text for backend in others if (text := backend.overlooked()) is not None)
-
-
-def memory_warnings(plan: LaunchPlan, spec: LaunchSpec) -> list[str]:
-    """Return a warning where the host has no room for what training the passed modules on the CPU needs at least.
-
-    The weights are shared until a worker writes to them, as DDP's constructor does in ``prepare``, else the first step
-    of an optimizer; from then on every worker has its own, and its gradients.
-    It is no part of the plan: what a debugger has kept is given up after the launch was planned.
-    """
-    modules = modules_in(spec.args)
-    if not modules or plan.backend.device_type != "cpu":
-        return []
-    trained = sum(trainable_bytes(module) for module in modules.values())
-    needed = 2 * trained * plan.num_processes
-    available = memory.read_facts().available
-    if available is None or needed <= available:
-        return []
-    return [
-        f"training {formatting.size(trained)} of parameters in {formatting.count(plan.num_processes, 'process')} takes "
-        f"at least {formatting.size(needed)} of host memory (changed weights and gradients), but "
-        f"{formatting.size(available)} are available: it will most likely run out. Use fewer processes."
-    ]
 
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
@@ -314,27 +286,24 @@ def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
 
 _HAS_PREPARED = (
     "an accelerate.Accelerator that has prepared objects in the notebook, for one process: ranks would train without "
-    "each other"
+    "each other. Call prepare inside the function alone; free_memory() in the notebook drops what was prepared"
 )
 
 
-def _refuse_foreign_accelerators(spec: LaunchSpec) -> None:
+def _foreign_accelerators(spec: LaunchSpec) -> list[str]:
+    """Return a sentence for each that the function uses without getting it in its arguments.
+
+    Raises:
+        ValueError: there is one in the arguments.
+    """
     for position, arg in enumerate(spec.args):
         if _has_prepared(arg):
-            raise ValueError(
-                f"args[{position}] is {_HAS_PREPARED}. Call prepare inside the function alone; free_memory() in the "
-                "notebook drops what was prepared"
-            )
-
-
-def _foreign_accelerator_warnings(spec: LaunchSpec) -> tuple[str, ...]:
-    """Return a sentence for each that the function uses without getting it in its arguments."""
-    return tuple(
-        f"{spec.function_name} uses {name} of the notebook, {_HAS_PREPARED}. Call prepare inside the function alone; "
-        "free_memory() in the notebook drops what was prepared"
+            raise ValueError(f"args[{position}] is {_HAS_PREPARED}")
+    return [
+        f"{spec.function_name} uses {name} of the notebook, {_HAS_PREPARED}"
         for name, value in used_by(spec.function)
         if _has_prepared(value)
-    )
+    ]
 
 
 def _has_prepared(value: Any) -> bool:

@@ -27,6 +27,8 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import GroupAbandoned
 from nblaunch.host import descriptors
 
+_NO_WORKER = "no worker of the job runs"
+
 
 class WakePipe:
     """A pipe that wakes a wait loop. Its descriptors live as long as anything refers to it.
@@ -102,7 +104,7 @@ class JobRequests:
         self.abandoned_group: GroupAbandoned | None = None
         self._new_queries: deque[Query] = deque()
         self._taken_queries: set[Query] = set()
-        self._refusal = "no worker process runs yet"
+        self._is_answering = False
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once something was requested, for ``select``; -1 after the end."""
@@ -146,10 +148,8 @@ class JobRequests:
 
     def _ask(self, query: Query) -> Future[str]:
         self._new_queries.append(query)
-        # Read after the append: a reason is set before the queries are looked through.
-        refusal = self._refusal
-        if refusal:
-            self._refuse_queries(refusal)
+        if not self._is_answering:  # a look after the append: whoever stops answering refuses what is there
+            self._refuse_queries()
         self._wake()
         return query
 
@@ -161,11 +161,12 @@ class JobRequests:
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Let queries be answered by the caller while the block runs; those left at its end are refused."""
-        self._refusal = ""
+        self._is_answering = True
         try:
             yield
         finally:
-            self._refuse("no worker runs at the moment")
+            self._is_answering = False
+            self._refuse_queries()
 
     def take_queries(self) -> list[Query]:
         """Return the queries since the last call, each to be answered with :meth:`answer`."""
@@ -181,17 +182,12 @@ class JobRequests:
 
     def close(self) -> None:
         """Handle the end of the job: further requests are counted and have no effect."""
-        self._refuse("no worker runs any more")
         self._pipe = None
 
-    def _refuse(self, reason: str) -> None:
-        self._refusal = reason
-        self._refuse_queries(reason)
-
-    def _refuse_queries(self, reason: str) -> None:
+    def _refuse_queries(self) -> None:
         for pop in (self._new_queries.popleft, self._taken_queries.pop):
             for query in _popped(pop):
-                self.answer(query, reason)
+                self.answer(query, _NO_WORKER)
 
     def _wake(self) -> None:
         pipe = self._pipe  # held until the byte is written, whatever happens meanwhile

@@ -6,7 +6,7 @@
 A launch in another thread starts its workers where it finishes: the system kills them when the thread that has started
 them ends (``PR_SET_PDEATHSIG``).
 
-What the caller holds meanwhile is the :class:`nblaunch.launcher.job.Job`, which reads the state kept here.
+It is the :class:`nblaunch.launcher.job.Job` that the caller holds meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, start_attempt
-from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.job_state import JobState, Listener
+from nblaunch.launcher.debug_client import DebugClient, KeptFailure
+from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
-from nblaunch.launcher.plan import LaunchPlan, memory_warnings, replan_start_method
-from nblaunch.launcher.post_mortem import KeptFailure
+from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
@@ -62,13 +61,8 @@ _LATE_INTERRUPT = (
     "every rank here has returned: weights are loaded, and last_job().result() returns the value"
 )
 
-_NO_THREAD = (
-    "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "
-    "pids limit of the container), use fewer processes, or end others."
-)
 
-
-class JobRunner(JobState):
+class JobRunner(Job):
     """Runs one job, once. On several machines it is a ``NodeRunner`` (``nodes/link.py``), which has other attempts.
 
     Args:
@@ -144,7 +138,8 @@ class JobRunner(JobState):
                 thread.start()
                 begun.wait()
             except RuntimeError as error:
-                self._end(JobOutcome.of_error(LaunchError(_NO_THREAD.format(error))))
+                text = f"the system refused the thread that watches the workers: {error}. Use or run fewer processes."
+                self._end(JobOutcome.of_error(LaunchError(text)))
             self._launch_settled.wait()
             if self.requests.interrupts:
                 self._ended.wait()
@@ -169,7 +164,7 @@ class JobRunner(JobState):
 
     def _prepare_starts(self) -> None:
         """Emit what may go wrong, and save the call for starts that come later."""
-        for warning in (*self.plan.warnings, *memory_warnings(self.plan, self.spec)):
+        for warning in self.plan.warnings:
             self.emit(Note.of_job(warning, "warning"))
         if self.plan.starts_later:
             self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
@@ -181,6 +176,9 @@ class JobRunner(JobState):
         try:
             outcome = self._run_inline() if self._is_inline else self._finish_workers()
         except BaseException as error:
+            if isinstance(error, LaunchError) and self.past_failures:  # or these would be lost with it
+                text = f"the job could not be started again: {error}"
+                error = LaunchError("\n".join([text, *self.past_failures]))
             outcome = JobOutcome.of_error(error)
         self._end(outcome)
 
@@ -253,16 +251,16 @@ class JobRunner(JobState):
 
     def _next_attempt(self) -> None:
         """Number the next attempt, and decide anew how its workers start."""
-        self.attempt_number += 1
+        self.attempt += 1
         self.pids = {}
         self.plan = replan_start_method(self.plan, self.spec)
 
     def _record_failure(self, report: AttemptReport) -> str:
         """Record the failure of this attempt in a line, which the errors of later ones repeat; return the line."""
         failure = failure_of(
-            report, self.pids, self.log, self.attempt_number, explain_death=self.plan.backend.explain_death
+            report, self.pids, self.log, self.attempt, explain_death=self.plan.backend.explain_death
         )
-        self.past_failures.append(f"attempt {self.attempt_number}: {failure.sentence}")
+        self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
         return self.past_failures[-1]
 
     def _finish_workers(self) -> JobOutcome:
@@ -293,13 +291,13 @@ class JobRunner(JobState):
 
     def _wants_restart(self, report: AttemptReport) -> bool:
         is_over = report.is_success or self._must_not_restart(report)
-        return not is_over and self.attempt_number < self.spec.max_restarts
+        return not is_over and self.attempt < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:
         failure = self._record_failure(report)
         self._next_attempt()
         text = (
-            f"{failure}; starting all ranks again (restart {self.attempt_number} of at most {self.spec.max_restarts}) "
+            f"{failure}; starting all ranks again (restart {self.attempt} of at most {self.spec.max_restarts}) "
             f"by {self.plan.start_method}: {self.plan.reason}"
         )
         self.emit(Note.of_job(text, "warning"))
@@ -308,7 +306,7 @@ class JobRunner(JobState):
 
     def _make_attempt(self) -> Attempt:
         """Return the present attempt, as it is planned now. Only the one that is running has its store's port."""
-        number = self.attempt_number
+        number = self.attempt
         return Attempt(self.spec, self.plan, number, number, self.topology, self.log, self._saved)
 
     def _announce_attempt(self) -> None:

@@ -79,22 +79,16 @@ class StoreHost:
         try:
             # The store itself would try again for minutes.
             descriptors.check_room(_STORE_DESCRIPTORS)
-        except OSError as error:
-            raise LaunchError(
-                f"the system refused what the rendezvous store needs: {error}. If descriptors ran out (ulimit -n), "
-                "close some or use fewer processes."
-            ) from error
-        try:
             # The store would leak its descriptors if its thread were refused: ask for one first.
             threading.Thread(target=str).start()
             fd = self._socket.detach()
             self._socket = None
             _running.add(self.port)
             self._store = store_behind(fd, self.address, self.port)
-        except RuntimeError as error:  # a thread was refused, most likely
+        except (OSError, RuntimeError) as error:
             raise LaunchError(
-                f"the rendezvous store could not be started: {error}. If a limit on processes is reached (ulimit -u, "
-                "or the pids limit of the container), use fewer processes, or end others."
+                f"the rendezvous store could not be started: {error}. If descriptors (ulimit -n) or processes "
+                "(ulimit -u, or the pids limit of the container) ran out, close some, or use fewer."
             ) from error
 
     def leave_to_kept_workers(self) -> None:

@@ -33,7 +33,6 @@ from nblaunch.events import (
     StateSent,
     WorkerState,
 )
-from nblaunch.host import proc
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
@@ -134,8 +133,6 @@ class Supervisor:
                 self._report.interrupted = False  # the function has handled the interrupt, and returned
             if self._ends_with_kept_workers():
                 return self._leave_workers()
-            if self._report.unkillable:
-                self._running.guardian.stay()
             rank_results = self._collect()
         except BaseException:
             self.close()
@@ -402,7 +399,12 @@ class Supervisor:
                 self._abandon(rank)
 
     def _abandon(self, rank: int) -> None:
-        text = _unkillable(rank, self._group.pids().get(rank))
+        pid = self._group.pids().get(rank)
+        text = (
+            f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file "
+            "system blocks it. The job went on without it. It keeps its memory and devices until the system ends it; "
+            f"as root, cat /proc/{pid}/stack shows what it waits for"
+        )
         self._group.abandon(rank)
         self._watch_ends()
         self._report.unkillable[rank] = text
@@ -525,17 +527,6 @@ class Supervisor:
             for own in self._running.assignments
             if own.outbox_fd >= 0 and own.rank in report.returned
         }
-
-
-def _unkillable(rank: int, pid: int | None) -> str:
-    if pid is None:
-        return f"rank {rank} did not end within {KILL_PATIENCE_S:g} s of SIGKILL, and was left behind"
-    return (
-        f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL ({proc.what_blocks(pid)}): "
-        "a device driver or a (network) file system blocks it. The job went on without it. Until the system "
-        f"ends it, it keeps its memory and devices. As root, cat /proc/{pid}/stack and dmesg show what it waits for; "
-        "bringing the file server back, umount --force or a reset of the device may free it"
-    )
 
 
 def _nothing() -> None:

@@ -5,15 +5,13 @@ Modules that are trained without being in the arguments are described, too: thei
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nblaunch import formatting
 from nblaunch.events import Note
-from nblaunch.user_code import captured_variables
+from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.weights import (
@@ -27,13 +25,6 @@ from nblaunch.wire.weights import (
 )
 
 _MAX_NAMED = 3  # modules in one line
-
-
-def trainable_bytes(module: Any) -> int:
-    """Return the bytes of the module's parameters that training changes, of those that have values here."""
-    torch: Any = sys.modules["torch"]
-    with_values = (p for p in module.parameters() if not (torch.nn.parameter.is_lazy(p) or p.is_meta))
-    return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
 
 
 def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
@@ -74,63 +65,56 @@ def load_back(
         lost: argument path -> what of the state dict did not come through, or why none of it did.
 
     Returns:
-        the paths of the modules that have their weights; a note about each module that is an argument, and about all
-        inside one together, with a warning about those whose weights are not back, or not all of them.
+        the paths of the modules that have their weights; notes about all modules, with warnings about those whose
+        weights are not back, or not all of them.
     """
-    warnings: list[str] = []
-    num_bytes: dict[ArgPath, int] = {}
+    back: list[ArgPath] = []
     unchanged: list[ArgPath] = []
-    loaded: set[ArgPath] = set()
-    absent: dict[str, list[ArgPath]] = {}  # by the reason
+    warnings: list[str] = []
     for path, module in modules.items():
-        state, missing = weights.get(path), lost.get(path, "")
+        state = weights.get(path)
         if state is None:
-            if missing:
-                absent.setdefault(missing, []).append(path)
             continue
-        problem = _load_one(module, path, state, is_complete=not missing)
-        if problem:
-            warnings.append(problem)
-            continue
-        loaded.add(path)
-        if missing:
-            warnings.append(_describe_partial(module, path, state, missing))
-        elif _is_sent(state):
-            num_bytes[path] = _num_bytes(state)
+        misfit = _load_if_it_fits(module, state, is_complete=path not in lost)
+        if misfit:
+            warnings.append(
+                f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not "
+                f"loaded ({misfit}); they are in job.weights()[{path!r}]"
+            )
         else:
-            unchanged.append(path)
-    warnings += [
-        f"the trained weights of {_listed(modules, paths)} could not be copied back: {reason}. The return value and "
-        "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
-        "sync_weights=False to send none"
-        for reason, paths in absent.items()
-    ]
-    lines = [*_back(modules, num_bytes)]
+            (back if _is_sent(state) else unchanged).append(path)
+    lines = []
+    if back:
+        size = formatting.size(sum(_num_bytes(weights[path]) for path in back))
+        lines.append(f"copied trained weights into {_listed(modules, back)}: {size}")
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
-    return loaded, [*map(Note.of_job, lines), *(Note.of_job(line, "warning") for line in warnings)]
+    notes = [*map(Note.of_job, lines), *(Note.of_job(text, "warning") for text in warnings)]
+    return {*back, *unchanged}, [*notes, *notes_of_lost(modules, lost)]
+
+
+def notes_of_lost(modules: Mapping[ArgPath, Any], lost: Mapping[ArgPath, str]) -> list[Note]:
+    """Return warnings about weights, or parts of them, that did not come through; see :func:`load_back`."""
+    paths_by_reason: dict[str, list[ArgPath]] = {}
+    for path, reason in lost.items():
+        paths_by_reason.setdefault(reason, []).append(path)
+    return [
+        Note.of_job(
+            f"trained weights of {_listed(modules, paths)} could not be copied back: {reason}. The return value and "
+            "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
+            "sync_weights=False to send none",
+            "warning",
+        )
+        for reason, paths in paths_by_reason.items()
+    ]
 
 
 def notes_of_detached(
     modules: Mapping[ArgPath, Any], full: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
 ) -> list[Note]:
-    """Return notes about the weights of a detached job, which are kept for those that attach to it.
-
-    Args:
-        modules: that were trained, by their argument paths.
-        full: argument path -> state dict.
-        lost: argument path -> why weights, or parts of them, are missing.
-    """
-    notes = [
-        Note.of_job(f"trained weights of {_name(modules[path], path)} are missing: {reason}", "warning")
-        for path, reason in lost.items()
-    ]
-    if full:
-        named = _listed(modules, list(full))
-        notes.insert(
-            0, Note.of_job(f"kept the trained weights of {named}: job.load_weights(model) loads them")
-        )
-    return notes
+    """Return notes about the weights of a detached job, which are kept; see :func:`load_back`."""
+    text = f"kept the trained weights of {_listed(modules, list(full))}: job.load_weights(model) loads them"
+    return [*([Note.of_job(text)] if full else []), *notes_of_lost(modules, lost)]
 
 
 def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
@@ -150,21 +134,8 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
         )
 
 
-def _back(modules: Mapping[ArgPath, Any], num_bytes: Mapping[ArgPath, int]) -> Iterator[str]:
-    """Yield which weights are in the kernel's modules now, those inside one argument in one line."""
-    arguments: dict[str, list[ArgPath]] = {}
-    for path in num_bytes:
-        arguments.setdefault(path_name(path).partition("]")[0], []).append(path)
-    for paths in arguments.values():
-        size = formatting.size(sum(num_bytes[path] for path in paths))
-        yield f"copied trained weights into {_listed(modules, paths)}: {size}"
-
-
 def _listed(modules: Mapping[ArgPath, Any], paths: Sequence[ArgPath]) -> str:
-    names = [_name(modules[path], path) for path in paths[:_MAX_NAMED]]
-    if len(paths) > len(names):
-        names.append(f"{len(paths) - len(names)} more")
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return formatting.first([_name(modules[path], path) for path in paths], _MAX_NAMED)
 
 
 def _name(module: Any, path: ArgPath) -> str:
@@ -182,34 +153,15 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
     )
 
 
-def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any], is_complete: bool) -> str:
-    """Load a state dict into ``module``; return why that is not possible, empty if it was done."""
-    try:
-        misfit = _load_if_it_fits(module, state, is_complete)
-    except Exception as error:  # the module's own code refuses
-        misfit = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    if not misfit:
-        return ""
-    return (
-        f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not loaded "
-        f"({misfit}); they are in job.weights()[{path!r}]"
-    )
-
-
-def _describe_partial(module: Any, path: ArgPath, state: Mapping[str, Any], missing: str) -> str:
-    """Describe what was loaded into ``module`` of a state dict that has not come through whole."""
-    name = _name(module, path)
-    if not _is_sent(state):
-        return f"the weights of {name} were not changed by the workers, as far as known: {missing}"
-    return f"copied trained weights into {name}: {formatting.size(_num_bytes(state))}, without {missing}"
-
-
 def _load_if_it_fits(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
-    """Load a state dict into ``module``, or return how it does not fit; empty if it was done."""
+    """Load a state dict into ``module``, or return why that is not possible; empty if it was done."""
     is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))  # they do not travel
-    misfit = _misfit(module, state, is_complete)
-    if not misfit:
-        _load(module, state, is_complete)
+    try:
+        misfit = _misfit(module, state, is_complete)
+        if not misfit:
+            _load(module, state, is_complete)
+    except Exception as error:  # the module's own code refuses
+        misfit = " ".join(f"{type(error).__name__}: {error}".split())
     return misfit[:300]
 
 
@@ -321,26 +273,8 @@ def _modules(function: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for where, value in used_by(function):
         is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own idea of its class may raise
-        if is_module and not any(value is other for other in found.values()) and trainable_bytes(value):
+        if not is_module or any(value is other for other in found.values()):
+            continue
+        if any(parameter.requires_grad for parameter in value.parameters()):
             found[where] = value
     return found
-
-
-def used_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function uses without getting it in its arguments, by the name that it has there.
-
-    Only what is in plain sight: closures, global names, the object of a bound method, the arguments of a ``partial``.
-    """
-    if isinstance(function, functools.partial):
-        for position, value in enumerate(function.args):
-            yield f"argument {position} of the partial", value
-        yield from function.keywords.items()
-        yield from used_by(function.func)
-        return
-    owner = getattr(function, "__self__", None) if inspect.ismethod(function) else function
-    if owner is not None and not inspect.isroutine(owner) and not inspect.isclass(owner):
-        yield "self", owner
-        yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if inspect.isfunction(plain):
-        yield from captured_variables(plain)

@@ -16,8 +16,7 @@ from typing import Any
 from nblaunch import debugging, formatting
 from nblaunch.errors import JobCancelled, LaunchError, PayloadError
 from nblaunch.events import Failed, GroupAbandoned, Note
-from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.post_mortem import KeptFailure
+from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import BUSY, SessionOutput

@@ -20,9 +20,8 @@ from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.events import Event, ExitStatus, Note, Returned, Started
-from nblaunch.launcher import post_mortem
 from nblaunch.launcher.attempt import Attempt
-from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues
+from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, release_kept_failures
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
@@ -400,7 +399,7 @@ class Session(RankCommands):
         self._end.detach()
         self._failed = None
         self._client.close()
-        if not self._runner.wait(_END_S):
+        if not self._runner.ends_within(_END_S):
             self._runner.requests.cancel()
             self._runner.wait()
 
@@ -428,7 +427,7 @@ class Session(RankCommands):
 
             make_runner = NodeRunner
         self._runner = make_runner(spec, plan_launch(spec, background=True), [self._output])
-        post_mortem.release_kept_failures()
+        release_kept_failures()
         with self._output.shown_by([dashboards.lines_printer()]):
             if reason := self._runner.plan.fallback:
                 text = (

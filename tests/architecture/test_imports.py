@@ -35,7 +35,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.notebook", "nblaunch.config.resolving"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.config.settings"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.session.session"): "only session= needs it",
-    ("nblaunch.notebook", "nblaunch.detached.start"): "only detach= needs it",
+    ("nblaunch.notebook", "nblaunch.detached.job_process"): "only detach= needs it",
     ("nblaunch.worker.bootstrap", "nblaunch.worker.debugger"): "few workers are debugged",
     ("nblaunch", "nblaunch.session"): "magics need IPython",
     (

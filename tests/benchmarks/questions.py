@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from tests.benchmarks.bench import Row, call, count, kernel, show
 
 _PATIENCE_S = 15.0
-_WAYS = ("return", "raise", "restart", "kill", "interrupt", "cancel", "stop", "terminate")
+_WAYS = ("return", "raise", "restart", "kill", "interrupt", "cancel", "stop")
 _BATCH = 10  # rounds of one cell
 
 
@@ -52,7 +52,7 @@ def _hangs(way: str) -> bool:
         max_restarts=restarts,
         interrupt_grace_s=1,
     )
-    if way in ("interrupt", "cancel", "stop", "terminate"):
+    if way in ("interrupt", "cancel", "stop"):
         threading.Timer(seconds, getattr(job, way)).start()
     try:
         while job.is_running:

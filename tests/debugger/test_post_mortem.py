@@ -192,16 +192,12 @@ def test_a_launch_that_is_refused_leaves_the_workers(shared: Kernel, launch: str
     shared.wait_for_no_processes()
 
 
-def test_the_environment_asks_for_it_where_it_is_possible_and_time_ends_it(kernel: Kernel) -> None:
-    kernel.run(
-        PREAMBLE + "from nblaunch.launcher import runner\nrunner._KEPT_S = 5.0\n%env NBLAUNCH_POST_MORTEM=1"
-    )
-    kernel.run("notebook_launcher(train, num_processes=2)", raises="ValueError")
+def test_time_ends_it(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE + "from nblaunch.launcher import runner\nrunner._KEPT_S = 5.0")
+    kernel.run(LAUNCH.format(2), raises="ValueError")
     assert kernel.run("nblaunch.last_job().find_debugger()[1]").value == 1
     kernel.wait_for_no_processes(20.0)
     kernel.run("nblaunch.debug()", raises="RuntimeError")
-    elsewhere = "num_nodes=2, node_rank=1, use_port=1, rdzv_timeout_s=0.1"
-    kernel.run(f"notebook_launcher(train, {elsewhere})", raises="LaunchError")  # and no ValueError
 
 
 def test_jobs_that_have_ended_keep_no_connections(shared: Kernel) -> None:

@@ -194,7 +194,7 @@ from nblaunch.cli import main
 
 def interrupt():
     stack = ""
-    while not re.search('job_state.py", line [0-9]+, in wait', stack):
+    while not re.search('job.py", line [0-9]+, in ends_within', stack):
         time.sleep(0.01)
         stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)

@@ -136,7 +136,7 @@ def test_what_a_later_start_cannot_do_is_refused_at_the_launch(alone: Kernel) ->
         raises="ValueError",
     )
     assert cell.error is not None
-    for text in ("start_method='fork'", "background=True", "max_restarts=1"):
+    for text in ("start_method='fork'", "background=True", "max_restarts"):
         assert text in cell.error.value
     assert alone.run("notebook_launcher(train, (), 2, background=True).result(30)").result == "False"
     assert alone.run("notebook_launcher(train, (), 2, max_restarts=1)").result == "False"

@@ -344,7 +344,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     assert "have not entered" not in text, "ranks that have worked a moment ago do not hang"
     cell = shared.run("job.cancel(); job.result()", raises="JobCancelled")
     assert cell.error is not None
-    assert value_of(shared, "job.stacks()") == "no worker runs any more"
+    assert value_of(shared, "job.stacks()") == "no worker of the job runs"
     assert_as_before(shared)
 
 
@@ -365,7 +365,7 @@ for _ in range(3):
     answers = ask_until_the_end()
     assert any("short: time.sleep(2)" in answer for answer in answers), answers
     assert not any("ask_until_the_end" in answer for answer in answers), answers
-    assert answers[-1] == "no worker runs any more", answers
+    assert answers[-1] == "no worker of the job runs", answers
 """
     )
     assert_as_before(shared)

@@ -381,13 +381,8 @@ value = notebook_launcher(train, (models, setup, encoder), 2, start_method={meth
 """
     )
     assert cell.value == ("done", [[1.0], [2.0], [3.0], [4.0]], True, True, {})
-    notes = [line for line in cell.stdout.splitlines() if "trained weights" in line]
-    assert len(notes) == 2, cell.stdout
-    assert (
-        "args[0]['pair'][0] (Linear), args[0]['pair'][1] (Linear) and args[0]['whole'] (Sequential):"
-        in notes[0]
-    )
-    assert "args[1].teacher (Linear): 24 B" in notes[1]
+    (note,) = [line for line in cell.stdout.splitlines() if "trained weights" in line]
+    assert "args[0]['pair'][1] (Linear), args[0]['whole'] (Sequential) and 1 more: " in note
 
 
 def test_loaded_weights_are_not_held_once_more(shared: Kernel) -> None:
@@ -572,14 +567,9 @@ after = parts(teacher, averages["left"])
         "left": ([0.0], [0.0]),
     }
     lines = [line for line in cell.stdout.splitlines() if "weights" in line]
-    assert len(lines) == 4, cell.stdout
-    assert "args[0] (Linear): 360 kB" in lines[0]
-    assert (
-        "args[2]['lerp'] (Linear), args[2]['loaded'] (Linear), args[2]['data'] (Linear) and 2 more"
-        in lines[1]
-    )
-    assert "args[3] (Tied)" in lines[2]
-    assert "args[1] (Sequential) and args[2]['left'] (Linear) were not changed" in lines[3]
+    assert len(lines) == 2, cell.stdout
+    assert "args[0] (Linear), args[2]['lerp'] (Linear), args[2]['loaded'] (Linear) and 4 more: " in lines[0]
+    assert "args[1] (Sequential), args[2]['left'] (Linear) were not changed" in lines[1]
 
 
 def test_weights_that_do_not_fit_are_whole_though_some_were_not_sent(shared: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""Libraries with threads of their own in the kernel: workers that use them are not forked, or the hang names them."""
+"""When workers are not forked: libraries with threads of their own in the kernel, the store of another job there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from nblaunch import backends
-from nblaunch.diagnosis.stacks import Position, StackFrame
 from nblaunch.errors import WorkerDied
 from nblaunch.launcher import fork_safety
 from nblaunch.notebook import notebook_launcher
@@ -116,15 +115,6 @@ def test_threads_beside_it_hide_it_neither_when_they_end_nor_by_their_names(
     assert "polars" in (hazard(uses_module) or "")
 
 
-def test_a_hang_inside_it_names_it(running: None) -> None:
-    frame = StackFrame("/usr/lib/python3/site-packages/polars/lazyframe/frame.py", 3, "collect")
-    stuck = Position("Cell In[3], line 2 in train", stack=(frame,))
-    (line,) = fork_safety.explain_hang([stuck])
-    assert "polars" in line
-    assert "forkserver" in line
-    assert fork_safety.explain_hang([Position("Cell In[3], line 2 in train")]) == []
-
-
 def refuse_as_gnu_openmp_does() -> None:
     os.write(2, b"Terminating: fork() called from a process already using GNU OpenMP, this is unsafe.\n")
     os.kill(os.getpid(), signal.SIGTERM)
@@ -155,3 +145,38 @@ connect()
     assert cell.value == ("refused", "forkserver")
     cell = kernel.run("notebook_launcher(add, num_processes=2), last_job().plan.start_method")
     assert cell.value == (2, "fork")
+
+
+ANOTHER_JOB = """
+import os, tempfile, time
+import torch.distributed as dist
+from nblaunch import notebook_launcher
+
+release = os.path.join(tempfile.mkdtemp(), "release")
+
+def waits():
+    dist.init_process_group()
+    print("joined")
+    while not os.path.exists(release):
+        time.sleep(0.01)
+    dist.barrier()
+    return os.getppid()
+
+def parent():
+    return os.getppid()
+"""
+
+
+def test_a_second_job_starts_through_a_forkserver_while_a_store_runs(kernel: Kernel) -> None:
+    kernel.run(ANOTHER_JOB)
+    kernel.run(
+        "job = notebook_launcher(waits, num_processes=2, background=True)\n"
+        "while not all('joined' in job.logs(rank) for rank in range(2)): time.sleep(0.01)"
+    )
+    cell = kernel.run("print(notebook_launcher(parent, num_processes=2) == os.getpid())")
+    assert "another job of this process is running" in cell.displays[-1].data["text/plain"]
+    assert cell.stdout == "False\n"
+
+    kernel.run("open(release, 'w').close(); assert job.result(30) == os.getpid()")
+    cell = kernel.run("print(notebook_launcher(parent, num_processes=2) == os.getpid())")
+    assert cell.stdout.splitlines() == ["True"]

@@ -11,7 +11,7 @@ import pytest
 
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Note
-from nblaunch.launcher import attempt
+from nblaunch.launcher import attempt, runner
 from nblaunch.launcher.job import Job
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.plan import plan_launch
@@ -51,9 +51,9 @@ class Keeping(Failing):
 
 def run(listener: Failing, seconds: float, *, in_background: bool = False) -> Job:
     spec = LaunchSpec(time.sleep, (seconds,), 2, backend="cpu")
-    runner = JobRunner(spec, plan_launch(spec), [listener])
-    runner.run_in_background() if in_background else runner.run()
-    return Job(runner)
+    job = JobRunner(spec, plan_launch(spec), [listener])
+    job.run_in_background() if in_background else job.run()
+    return job
 
 
 def test_an_error_while_workers_run_is_no_failed_start(nothing_left_behind: None) -> None:
@@ -104,3 +104,23 @@ def test_a_refused_thread_ends_what_was_started(
     error = job.exception(30)
     assert isinstance(error, LaunchError)
     assert "can't start new thread" in str(error)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("the loss was zero")
+
+
+def test_a_restart_that_is_refused_does_not_hide_why_it_was_needed(
+    nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise LaunchError("a fork is not possible any more")
+
+    monkeypatch.setattr(runner, "replan_start_method", refuse)
+    spec = LaunchSpec(fail, (), 1, backend="cpu", max_restarts=1)
+    job = JobRunner(spec, plan_launch(spec))
+    job.run()
+    error = job.exception(30)
+    assert isinstance(error, LaunchError)
+    assert "a fork is not possible any more" in str(error)
+    assert "the loss was zero" in str(error)

@@ -10,7 +10,6 @@ import torch
 from nblaunch import Accelerator
 from nblaunch.backends.cpu import BACKEND, CpuBackend
 from nblaunch.events import Event
-from nblaunch.launcher.job import Job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
@@ -183,5 +182,5 @@ def test_the_last_loss_is_shown_though_no_loop_ended(nothing_left_behind: None) 
     spec = LaunchSpec(train_by_steps, (), 2, backend="cpu")
     runner = JobRunner(spec, plan_launch(spec), [listener])
     runner.run()
-    assert Job(runner).result() == 9.0
+    assert runner.result() == 9.0
     assert [(one.loss, one.losses.num_steps) for one in listener.readings] == [(9.0, 10), (9.0, 10)]

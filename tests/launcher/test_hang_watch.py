@@ -1,0 +1,29 @@
+"""Where the ranks are, asked at a moment at which none runs the function."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from nblaunch.launcher.hang_watch import HangWatch
+from nblaunch.launcher.requests import JobRequests
+
+
+def test_the_answer_says_that_no_rank_runs_the_function() -> None:
+    attempt = SimpleNamespace(
+        spec=SimpleNamespace(hang_timeout_s=300.0),
+        log=None,
+        number=0,
+        ranks=range(0),
+    )
+    running: Any = SimpleNamespace(attempt=attempt, board=SimpleNamespace(read=list))
+    requests = JobRequests()
+    watch = HangWatch(running, requests, print)
+    with requests.answering():
+        answer = requests.ask_stacks()
+        (query,) = requests.take_queries()
+        watch.ask(query, {})
+        while not answer.done():
+            watch.poll({}, ())
+        assert answer.result(0) == "no rank runs the function at the moment"
+    requests.close()

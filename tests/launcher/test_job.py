@@ -1,0 +1,32 @@
+"""What is known of a job, from its events."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nblaunch.events import Metric, Started
+from nblaunch.launcher.job import Job
+
+
+@pytest.fixture
+def job() -> Job:
+    anything: Any = SimpleNamespace(num_processes=3, master_addr="", interrupts=0)
+    return Job(anything, anything, anything, anything)
+
+
+def test_processes_are_in_the_order_of_ranks_whichever_starts_first(job: Job) -> None:
+    for rank in (2, 0, 1):
+        job.emit(Started(rank, 0.0, pid=100 + rank))
+    assert list(job.pids.items()) == [(0, 100), (1, 101), (2, 102)]
+
+
+def test_what_is_logged_becomes_rows_that_say_when_and_where(job: Job) -> None:
+    job.emit(Metric(0, 103.0, step=3, values={"loss": 0.5}))
+    assert job.metrics == [{"step": 3, "time_s": 103.0, "rank": 0, "attempt": 0, "loss": 0.5}]
+    # A value may be called "step": where no other is given, it is the step.
+    for given, shown in ((None, 7), (3, 3)):
+        job.emit(Metric(2, 0.0, step=given, values={"step": 7}))
+        assert job.metrics[-1] == {"step": shown, "time_s": 0.0, "rank": 2, "attempt": 0}
