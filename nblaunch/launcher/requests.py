@@ -24,7 +24,6 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 
 from nblaunch.errors import LaunchError
-from nblaunch.events import GroupAbandoned
 from nblaunch.host import descriptors
 
 
@@ -85,9 +84,6 @@ class JobRequests:
 
     Every query is answered: by the supervisor, or with the reason why there is no answer.
 
-    Attributes:
-        abandoned_group: the process group that ranks of this machine leave, of which the other machines are to know.
-
     Raises:
         LaunchError: the system refused a pipe.
     """
@@ -99,7 +95,6 @@ class JobRequests:
         self.termination_grace_s = 0.0
         self.is_cancelled = False
         self.wants_stop = False
-        self.abandoned_group: GroupAbandoned | None = None
         self._new_queries: deque[Query] = deque()
         self._taken_queries: set[Query] = set()
         self._refusal = "no worker process runs yet"

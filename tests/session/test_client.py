@@ -35,7 +35,6 @@ class Ranks:
             command_connections=self.kernels,
             debugger=DebugClient({rank: kernel for rank, (kernel, _) in enumerate(debugger)}),
             requests=SimpleNamespace(cancel=lambda: self.cancelled.append(True), ask_logs=Future),
-            topology=SimpleNamespace(num_nodes=1),
             pids={},
             is_running=True,
         )
