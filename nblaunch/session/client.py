@@ -162,17 +162,10 @@ class SessionClient:
         for rank in ranks:
             self._send(rank, command, files)
         replies = self._collect(is_joint)
-        if self._may_show_more(command, replies):
-            self._runner.requests.ask_logs().result()
-            self._output.pump()  # before its end is shown
+        if isinstance(command, (Execute, RunFunction)):
+            self._runner.requests.ask_logs().result()  # replies are here before what ranks have printed
+            self._output.pump()
         return replies
-
-    def _may_show_more(self, command: SessionCommand, replies: Replies) -> bool:
-        """Return whether ranks may have shown more than has arrived; in a short command, only their output counts."""
-        if any(received.reply.has_output for received in replies.values()):
-            return True
-        lasted_s = time.monotonic() - self.busy_since_s
-        return isinstance(command, RunFunction) or (isinstance(command, Execute) and lasted_s > _TICK_S)
 
     def _collect(self, is_joint: bool) -> Replies:
         """Wait until no rank is busy; free ranks that wait for one that has failed.

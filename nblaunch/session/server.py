@@ -69,7 +69,6 @@ class _Server:
         self._is_interruptible = False
         self._group = 0
         self._names = set(vars(sys.modules["__main__"]))
-        self._sent = _size_of_output()
         self._pid = os.getpid()
         signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -126,13 +125,8 @@ class _Server:
             failed = describe_failure(self._topology.rank, error)
             self._debugger.end_command(error)
         self._slot.set_state(WorkerState.DONE)
-        return replace(
-            done,
-            time_s=time.time(),
-            failed=failed,
-            has_output=self._has_output(),
-            new_names=self._new_names(),
-        )
+        output.flush()
+        return replace(done, time_s=time.time(), failed=failed, new_names=self._new_names())
 
     def _send(self, reply: Reply, outbox_fd: int) -> None:
         try:
@@ -202,20 +196,6 @@ class _Server:
         new = vars(sys.modules["__main__"]).keys() - self._names
         self._names |= new
         return tuple(new)
-
-    def _has_output(self) -> bool:
-        output.flush()
-        before, self._sent = self._sent, _size_of_output()
-        return before != self._sent
-
-
-def _size_of_output() -> tuple[int, int]:
-    """Return how much this process has printed, in bytes, and how many events it has sent."""
-    try:
-        printed_bytes = os.fstat(1).st_size
-    except OSError:  # closed by the user's code
-        printed_bytes = 0
-    return printed_bytes, context.current().count_events()
 
 
 def _end_subprocess() -> NoReturn:

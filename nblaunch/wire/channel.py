@@ -51,14 +51,10 @@ class EventSender:
 
     Args:
         fd: writing end of the pipe.
-
-    Attributes:
-        num_sent: how many events were sent.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.num_sent = 0
         self._file = _identity(fd)
 
     def send(self, event: Event) -> None:
@@ -74,7 +70,6 @@ class EventSender:
             body = _body_of(Note(event.rank, event.time_s, text, "warning"))
         if _identity(self.fd) != self._file:
             raise RuntimeError(_CLOSED)
-        self.num_sent += 1
         with suppress(BrokenPipeError):
             for packet in _packets(body):
                 while packet:

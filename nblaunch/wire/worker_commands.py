@@ -325,7 +325,6 @@ class Reply:
         returned: where any other value lies in the outbox (``wire/outbox.py``).
         sent_states: of a call: where the states of modules lie there, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
-        has_output: something was printed since the last reply.
         number: of the command, where it has one.
         new_names: of variables that commands have set since the last reply; of the first rank of a machine alone.
     """
@@ -336,7 +335,6 @@ class Reply:
     returned: Returned | None = None
     sent_states: Mapping[ArgPath, StateSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
-    has_output: bool = False
     number: int = 0
     new_names: Sequence[str] = ()
 

@@ -187,7 +187,6 @@ class _Worker:
                 backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
-                count_events=lambda: self.sender.num_sent,
                 locks=self.locks,
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,
