@@ -38,8 +38,7 @@ class ProcessContext:
         topology: ranks and sizes.
         backend: device family.
         slot: of the progress board.
-        emit: sends an event to the launcher; waits while the pipe is full. Raises RuntimeError if code in this process
-            has closed the pipe.
+        emit: sends an event to the launcher; waits while the pipe is full.
         locks: between the workers of this machine.
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, as
             ``{"mixed_precision": "bf16"}``.
