@@ -32,7 +32,6 @@ from nblaunch.wire.worker_commands import (
     Release,
     Reply,
     Resumed,
-    UnreadableMessage,
 )
 
 _POLL_S = 0.05
@@ -67,7 +66,6 @@ class DebugClient:
         self.gone: set[int] = set()
         self.announced_stops: set[tuple[str, int, int]] = set()
         self._replies: dict[tuple[int, int], ReceivedReply] = {}
-        self._unreadable: dict[int, ReceivedReply] = {}  # rank -> a reply to an unknown command
         self._continued: set[tuple[str, int, int]] = set()
         self._stops: dict[int, tuple[str, int, int]] = {}
         self._debugged: int | None = None
@@ -178,7 +176,6 @@ class DebugClient:
         self, command: DebugCommand, number: int, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, ReceivedReply]:
         for rank in ranks:
-            self._unreadable.pop(rank, None)
             self._send(rank, command)
         deadline = time.monotonic() + timeout_s
         replies: dict[int, ReceivedReply] = {}
@@ -187,8 +184,6 @@ class DebugClient:
             for rank in ranks:
                 if (rank, number) in self._replies:
                     replies[rank] = self._replies.pop((rank, number))
-                elif rank in self._unreadable:
-                    replies[rank] = self._unreadable.pop(rank)
             if self.gone.issuperset(set(ranks) - replies.keys()):
                 break
         return {rank: replies[rank] for rank in sorted(replies)}
@@ -215,9 +210,6 @@ class DebugClient:
     def _receive(self, rank: int) -> None:
         try:
             message, files = self.connections[rank].receive()
-        except UnreadableMessage as error:
-            self._unreadable[rank] = ReceivedReply.of_unreadable(error)
-            return
         except (EOFError, OSError):
             self.gone.add(rank)
             self.prompts.pop(rank, None)

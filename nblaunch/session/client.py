@@ -31,7 +31,6 @@ from nblaunch.wire.worker_commands import (
     ReceivedReply,
     RunFunction,
     SessionCommand,
-    UnreadableMessage,
 )
 
 _TICK_S = 0.1
@@ -244,8 +243,6 @@ class SessionClient:
     def _receive(self, rank: int) -> ReceivedReply:
         try:
             return ReceivedReply.of(*self._connections[rank].receive())
-        except UnreadableMessage as error:
-            return ReceivedReply.of_unreadable(error)
         except (EOFError, OSError):
             self.raise_end()
             raise

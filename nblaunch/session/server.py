@@ -24,6 +24,7 @@ from nblaunch.wire import payload
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
+    NO_DESCRIPTOR,
     Close,
     CommandConnection,
     DropFrames,
@@ -147,6 +148,8 @@ class _Server:
         if isinstance(command, LeaveGroup):
             process_group.break_off()
             return Reply()
+        if isinstance(command, (SetVariables, RunFunction)) and not files:
+            raise OSError(NO_DESCRIPTOR)
         if isinstance(command, SetVariables):
             vars(sys.modules["__main__"]).update(payload.load_mapped(files[0]))
             return Reply()

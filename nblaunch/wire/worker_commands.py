@@ -31,13 +31,10 @@ _HEADER = struct.Struct("<QI")
 """Bytes of the message, number of the files that follow it."""
 
 _MAX_READ_BYTES = 1 << 20
-_NO_DESCRIPTOR = (
-    "this process had no descriptor left for a file that came with it; close files, or raise `ulimit -n`"
+NO_DESCRIPTOR = (
+    "the process had no descriptor left for the file it came in; close files, or raise `ulimit -n`"
 )
-
-
-class UnreadableMessage(Exception):
-    """A message has arrived that can't be unpickled here, or whose files found no descriptor."""
+"""Why a message has arrived without its files."""
 
 
 class CommandConnection:
@@ -79,19 +76,15 @@ class CommandConnection:
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message; return it with descriptors of the files that came with it, to be closed.
 
+        Files for which this process has no descriptors left are lost.
+
         Raises:
             EOFError, OSError: the other process has gone.
-            UnreadableMessage: it can't be unpickled here, or its files found no descriptor; the next can be received.
         """
         size, num_files = _HEADER.unpack(self._read(_HEADER.size))
         data = self._read(size)
         files = self._receive_files(num_files) if num_files else []
-        try:
-            return pickle.loads(data), files
-        except Exception as error:
-            for fd in files:
-                os.close(fd)
-            raise UnreadableMessage(f"{type(error).__name__}: {error}") from error
+        return pickle.loads(data), files
 
     def _read(self, size: int) -> bytearray:
         data = bytearray()
@@ -107,10 +100,6 @@ class CommandConnection:
             data, files, _, _ = socket.recv_fds(unix_socket, 1, count)
         if not data:
             raise EOFError
-        if len(files) < count:  # the system has dropped them
-            for fd in files:
-                os.close(fd)
-            raise UnreadableMessage(_NO_DESCRIPTOR)
         return files
 
     def __del__(self) -> None:
@@ -362,17 +351,14 @@ class ReceivedReply:
     def of(cls, reply: Reply, files: Sequence[int]) -> ReceivedReply:
         """Read what came with a reply, and close its files."""
         try:
-            if reply.returned is None or not files:
+            if reply.returned is None:
                 return cls(reply, RankResult(value=reply.value))
+            if not files:
+                return cls(reply, RankResult(value_error=NO_DESCRIPTOR))
             return cls(reply, outbox.read(files[0], reply.returned.value_location, reply.sent_states))
         finally:
             for fd in files:
                 os.close(fd)
-
-    @classmethod
-    def of_unreadable(cls, error: UnreadableMessage) -> ReceivedReply:
-        """Return what stands for a reply that could not be read: one whose value can't be rebuilt."""
-        return cls(Reply(time_s=time.time()), RankResult(value_error=f"{error}"))
 
     def value_of(self, rank: int) -> Any:
         """Return the value of the reply of ``rank``.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.wire.worker_commands import CommandConnection, Line, Prompted, Reply, Resumed, connect
+from nblaunch.wire.worker_commands import CommandConnection, Line, Prompted, Resumed, connect
 
 STOP = ("train.py", 7, 1)
 PROMPT = Prompted("-> breakpoint()", STOP, ("train.py", 7))
@@ -30,26 +29,6 @@ def ranks() -> Iterator[Ranks]:
     yield ranks
     ranks.workers.clear()  # which closes them
     ranks.debugger.connections.clear()
-
-
-class Unknown(float):
-    """Can be written here, and not be found where it is read."""
-
-
-def test_a_value_that_can_not_be_read_is_the_answer_of_its_rank_alone(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("nblaunch.wire.channel._OURS", ("",))
-        ranks.workers[0].send(Reply(value=Unknown(1), number=1))
-    monkeypatch.delattr(sys.modules[__name__], "Unknown")
-    ranks.workers[1].send(Reply(value=2, number=1))
-    values = ranks.debugger.inspect("value", 30.0)
-    assert "Unknown" in str(values.pop(0))
-    assert values == {1: 2}
-    for worker in ranks.workers:
-        worker.send(Reply(value=3, number=2))
-    assert ranks.debugger.inspect("value", 30.0) == {0: 3, 1: 3}
 
 
 def test_the_others_go_on_although_the_end_arrives_before_the_line_is_sent_to_them(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -56,25 +55,6 @@ def ranks() -> Iterator[Ranks]:
     ranks.client.close()
     for ends in (ranks.workers, ranks.debuggers, ranks.kernels):
         ends.clear()  # which closes them
-
-
-class Unknown(float):
-    """Can be written here, and not be found where it is read."""
-
-
-def test_a_reply_that_can_not_be_read_is_that_of_its_rank_alone(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("nblaunch.wire.channel._OURS", ("",))
-        ranks.answer(Unknown(1), 1)
-    monkeypatch.delattr(sys.modules[__name__], "Unknown")
-    replies = ranks.client.request([0, 1], SetVariables())
-    with pytest.raises(ValueError, match="Unknown"):
-        replies[0].value_of(0)
-    assert replies[1].value_of(1) == 1
-    ranks.answer(2, 2)
-    assert ranks.values() == [2, 2]
 
 
 @contextmanager
