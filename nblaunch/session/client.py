@@ -58,7 +58,6 @@ class SessionClient:
         busy_since_s: when it was sent, by ``monotonic()``.
         num_interrupts: interrupts of the present or last command.
         debugger: client of the debugger in the ranks.
-        names: of variables that commands have set on the first rank.
     """
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
@@ -73,7 +72,6 @@ class SessionClient:
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
-        self.names: set[str] = set()
 
     def request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
         """Send a command to ranks, and wait for their replies.
@@ -182,7 +180,6 @@ class SessionClient:
                     self._replies_to_skip[rank] -= 1
                     continue
                 replies[rank] = received
-                self.names.update(received.reply.new_names)
                 self.busy.remove(rank)
             self._do_between_waits()
             if self.num_interrupts or failed_ranks(replies):

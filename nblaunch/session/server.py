@@ -69,7 +69,6 @@ class _Server:
         self._slot = context.current().slot
         self._is_interruptible = False
         self._group = 0
-        self._names = set(vars(sys.modules["__main__"]))
         self._pid = os.getpid()
         signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -127,7 +126,7 @@ class _Server:
             self._debugger.end_command(error)
         self._slot.set_state(WorkerState.DONE)
         output.flush()
-        return replace(done, time_s=time.time(), failed=failed, new_names=self._new_names())
+        return replace(done, time_s=time.time(), failed=failed)
 
     def _send(self, reply: Reply, outbox_fd: int) -> None:
         try:
@@ -192,13 +191,6 @@ class _Server:
             backend = context.current().backend
             backend.join(self._topology, backend.device(self._topology))
         self._group = command.group
-
-    def _new_names(self) -> tuple[str, ...]:
-        if self._topology.local_rank != 0:
-            return ()
-        new = vars(sys.modules["__main__"]).keys() - self._names
-        self._names |= new
-        return tuple(new)
 
 
 def _end_subprocess() -> NoReturn:

@@ -514,11 +514,6 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
     return value
 
 
-def names_on_ranks(session: Session) -> set[str]:
-    """Return the names of variables that commands have set on the first rank, without asking it."""
-    return session._client.names
-
-
 def execute_and_display(
     session: Session, command: Execute, ranks: Sequence[int] | None = None
 ) -> dict[int, dict[str, Any]]:

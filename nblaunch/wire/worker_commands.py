@@ -315,7 +315,6 @@ class Reply:
         sent_states: of a call: where the states of modules lie there, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
         number: of the command, where it has one.
-        new_names: of variables that commands have set since the last reply; of the first rank of a machine alone.
     """
 
     time_s: float = 0.0
@@ -325,7 +324,6 @@ class Reply:
     sent_states: Mapping[ArgPath, StateSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
-    new_names: Sequence[str] = ()
 
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
