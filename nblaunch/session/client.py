@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -43,6 +45,8 @@ _INTERRUPTED_PATIENCE_S = 0.1
 _HANDOVER_S = 1.0
 """How long a command waits for a thread that lets idle ranks give up frames."""
 
+_NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
+
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
 
@@ -68,6 +72,7 @@ class SessionClient:
         self._output = output
         self._lock = threading.Lock()
         self._group = 1
+        self._has_torch = False
         self._replies_to_skip: Counter[int] = Counter()
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
@@ -152,8 +157,12 @@ class SessionClient:
         if isinstance(command, (Execute, RunFunction)):
             reads_variable = isinstance(command, Execute) and command.is_name
             is_joint = (reaches_all or len(ranks) > 1) and not reads_variable
-            group = self._group if reaches_all and not reads_variable else 0
-            command = replace(command, group=group, has_breakpoints=debugging.takes_breakpoints(False))
+            needs_group = reaches_all and not reads_variable and self._uses_torch(command)
+            command = replace(
+                command,
+                group=self._group if needs_group else 0,
+                has_breakpoints=debugging.takes_breakpoints(False),
+            )
             self.debugger.forget_stops()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
@@ -163,6 +172,11 @@ class SessionClient:
             self._runner.requests.ask_logs().result()  # replies are here before what ranks have printed
             self._output.pump()
         return replies
+
+    def _uses_torch(self, command: Execute | RunFunction) -> bool:
+        """Return whether a command names torch, or any process has it: ranks that have would wait for the others."""
+        code = command.code if isinstance(command, Execute) else ""
+        return self._has_torch or "torch" in sys.modules or _NAMES_TORCH.search(code) is not None
 
     def _collect(self, is_joint: bool) -> Replies:
         """Wait until no rank is busy; free ranks that wait for one that has failed.
@@ -180,6 +194,7 @@ class SessionClient:
                     self._replies_to_skip[rank] -= 1
                     continue
                 replies[rank] = received
+                self._has_torch |= received.reply.has_torch
                 self.busy.remove(rank)
             self._do_between_waits()
             if self.num_interrupts or failed_ranks(replies):

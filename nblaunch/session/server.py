@@ -6,7 +6,6 @@ import ast
 import asyncio
 import inspect
 import os
-import re
 import signal
 import sys
 import time
@@ -42,7 +41,6 @@ from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 
 _CELL_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-_USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 _EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
 
 
@@ -126,7 +124,7 @@ class _Server:
             self._debugger.end_command(error)
         self._slot.set_state(WorkerState.DONE)
         output.flush()
-        return replace(done, time_s=time.time(), failed=failed)
+        return replace(done, time_s=time.time(), failed=failed, has_torch="torch" in sys.modules)
 
     def _send(self, reply: Reply, outbox_fd: int) -> None:
         try:
@@ -178,11 +176,8 @@ class _Server:
         return Reply(returned=returned, sent_states=sent_states)
 
     def _enter_group(self, command: SessionCommand) -> None:
-        """Join the process group that the command needs, with all other ranks; nothing where torch is not used yet."""
+        """Join the process group that the command needs, with all other ranks."""
         if not command.group or self._topology.world_size == 1:
-            return
-        code = command.code if isinstance(command, Execute) else ""
-        if "torch" not in sys.modules and not _USES_TORCH.search(code):
             return
         if self._group != command.group:
             process_group.break_off()

@@ -315,6 +315,7 @@ class Reply:
         sent_states: of a call: where the states of modules lie there, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
         number: of the command, where it has one.
+        has_torch: the rank, of a session, has imported torch.
     """
 
     time_s: float = 0.0
@@ -324,6 +325,7 @@ class Reply:
     sent_states: Mapping[ArgPath, StateSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
+    has_torch: bool = False
 
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
