@@ -94,7 +94,6 @@ class _Worker:
         self.locks = WorkerLocks(assignment.board_fd, assignment.rank)
         self.interrupts = process_control.Interrupts(self.slot)
         self.sender = EventSender(assignment.event_fd)
-        self.interrupts.install()
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
         self._debugger: Debugger | None = None
@@ -106,7 +105,7 @@ class _Worker:
         try:
             self._prepare()
             process_control.unblock_signals()
-            with self.interrupts.raised_in_block():
+            with self.interrupts:
                 function, args = load_call()
             _value, exit_code = self._run_function(function, args, originals)
         except BaseException as error:
@@ -131,7 +130,7 @@ class _Worker:
         )
         if own.post_mortem:
             process_group.extend_collective_timeout()
-        with self.interrupts.raised_in_block():
+        with self.interrupts:
             value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
@@ -160,7 +159,7 @@ class _Worker:
     def _wait_at(self, error: BaseException, debugger: Debugger) -> None:
         """Wait at ``error`` until the kernel lets the worker end, or interrupts it."""
         try:
-            with self.interrupts.raised_in_block():
+            with self.interrupts:
                 debugger.wait_at(error)
         except KeyboardInterrupt:
             return
