@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from nblaunch.host import descriptors
-from nblaunch.start_methods.children import disown
+from nblaunch.start_methods.worker_group import disown
 
 _SCRIPT = (
     'tag=$1; shift; groups="$*"; while read -r line; do case "$line" in '

@@ -34,9 +34,8 @@ from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
 from nblaunch.host import proc
-from nblaunch.start_methods.base import WorkerGroup
-from nblaunch.start_methods.children import Children, kill_and_reap
 from nblaunch.start_methods.saved_call import SavedCall
+from nblaunch.start_methods.worker_group import Children, WorkerGroup, kill_and_reap
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
