@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import Event, Returned, StateSent, WorkerState
+from nblaunch.user_code import ipython_shell
 from nblaunch.wire import payload
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
@@ -219,7 +220,7 @@ def _display_of(value: Any) -> dict[str, Any]:
     """Return the display of a cell's last value by MIME type; nothing for None."""
     if value is None:
         return {}
-    shell = output.current_shell()
+    shell = ipython_shell()
     if shell is None:
         return {"text/plain": repr(value)}
     data, _ = shell.display_formatter.format(value)
@@ -262,5 +263,5 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _transformed(code: str) -> str:
     """Return ``code`` in plain Python: IPython's magics and shell commands are calls in it."""
-    shell = output.current_shell()
+    shell = ipython_shell()
     return code if shell is None else str(shell.transform_cell(code))
