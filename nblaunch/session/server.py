@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.events import Event, Returned, StateSent, WorkerState
+from nblaunch.events import WorkerState
 from nblaunch.user_code import ipython_shell
 from nblaunch.wire import payload
 from nblaunch.wire.assignment import restore_sources
@@ -167,13 +167,11 @@ class _Server:
 
     def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load_mapped(call_fd)
-        sent: list[Event] = []
-        delivery = Delivery(self._topology, outbox_fd, True, args, None, sent.append, command.wanted_modules)
+        delivery = Delivery(self._topology, outbox_fd, True, args, None, command.wanted_modules)
         value, has_exited = _call_until_exit(function, *args)
         output.show_pending_figures()
-        delivery.deliver(value, left_by_exit=has_exited)
-        returned = next(event for event in sent if isinstance(event, Returned))
-        sent_states = {event.path: event for event in sent if isinstance(event, StateSent)}
+        returned = delivery.put_value(value, left_by_exit=has_exited)
+        sent_states = {sent.path: sent for sent in delivery.put_states(returned.sends)}
         return Reply(returned=returned, sent_states=sent_states)
 
     def _enter_group(self, command: SessionCommand) -> None:

@@ -124,7 +124,6 @@ class _Worker:
             own.returns_value,
             args,
             originals,
-            self.sender.send,
             own.wanted_modules,
             own.wanted_optimizers,
         )
@@ -140,7 +139,10 @@ class _Worker:
         output.show_pending_figures()
         context.current().flush_losses()
         self.slot.set_state(WorkerState.FINISHING)
-        delivery.deliver(value, left_by_exit=value is _EXITED)
+        returned = delivery.put_value(value, left_by_exit=value is _EXITED)
+        self.sender.send(returned)
+        for sent in delivery.put_states(returned.sends):
+            self.sender.send(sent)
         return value, 0
 
     def _report_failure(self, error: BaseException) -> int:
