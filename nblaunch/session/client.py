@@ -95,6 +95,7 @@ class SessionClient:
             raise LaunchError(_ENDED)
         if not self._lock.acquire(timeout=_HANDOVER_S):
             raise RuntimeError(BUSY)
+        self.num_interrupts = 0  # before they are counted
         try:
             with interrupts_as_requests(self.interrupt):
                 return self._request(ranks, command, files)
@@ -151,7 +152,6 @@ class SessionClient:
         raise LaunchError(_ENDED)
 
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> Replies:
-        self.num_interrupts = 0
         reaches_all = len(ranks) == len(self._connections)
         is_joint = False
         if isinstance(command, (Execute, RunFunction)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.session import client
 from nblaunch.session.client import SessionClient
 from nblaunch.session.output import SessionOutput
 from nblaunch.wire.board import create_memory_file
@@ -125,6 +126,18 @@ def test_an_interrupt_while_no_command_runs_does_nothing(ranks: Ranks) -> None:
     ranks.client.interrupt()
     ranks.client.interrupt()
     assert (ranks.client.num_interrupts, ranks.cancelled) == (0, [])
+
+
+def test_an_interrupt_as_a_command_begins_is_one_of_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def with_one_at_once(request: Callable[[], None]) -> Iterator[None]:
+        request()
+        yield
+
+    monkeypatch.setattr(client, "interrupts_as_requests", with_one_at_once)
+    ranks.answer(1, 1)
+    assert ranks.values() == [1, 1]
+    assert ranks.client.num_interrupts == 1
 
 
 def test_the_second_interrupt_of_a_command_kills_the_ranks(
