@@ -167,7 +167,8 @@ class _Server:
 
     def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load_mapped(call_fd)
-        delivery = Delivery(self._topology, outbox_fd, True, args, None, command.wanted_modules)
+        returns_value = command.returns_all or self._topology.rank == 0
+        delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
         value, has_exited = _call_until_exit(function, *args)
         output.show_pending_figures()
         returned = delivery.put_value(value, left_by_exit=has_exited)

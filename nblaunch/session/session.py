@@ -262,7 +262,7 @@ class Session(RankCommands):
     def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
-        command = RunFunction(wanted_modules=tuple(attempt.plan.modules))
+        command = RunFunction(returns_all=spec.return_all, wanted_modules=tuple(attempt.plan.modules))
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
             emit(shown, [attempt.start_event(), *self._started()])
             replies = self._request(self._ranks, command, [saved.fd])

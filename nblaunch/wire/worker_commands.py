@@ -180,9 +180,11 @@ class RunFunction(SessionCommand):
     """A function to call as a job does; the call follows as a memory file.
 
     Args:
+        returns_all: the value of every rank is wanted, not that of rank 0 alone.
         wanted_modules: as in ``wire/assignment.py``.
     """
 
+    returns_all: bool = False
     wanted_modules: tuple[ArgPath, ...] = ()
 
 

@@ -440,6 +440,14 @@ def train(model, lr):
     assert shared.run("session.run(train, (model, 0.5))").result == "0"
 
 
+def test_values_that_are_not_asked_for_stay_where_they_are(shared: Kernel) -> None:
+    shared.run(
+        "def value():\n    import threading\n    return threading.Lock() if torch.distributed.get_rank() else 5"
+    )
+    assert shared.run("session.run(value)").value == 5
+    shared.run("session.run(value, return_all=True)", raises="ResultError")
+
+
 def test_each_command_shows_all_losses_of_its_own_and_no_others(shared: Kernel) -> None:
     shared.run(
         """
