@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from nblaunch import formatting
@@ -60,7 +61,7 @@ class Delivery:
     ) -> None:
         self._rank = topology.rank
         self._is_main = topology.local_rank == 0
-        self._outbox = Outbox(outbox_fd)
+        self._outbox_fd = outbox_fd
         self._returns_value = returns_value
         self._modules = modules_at(args, wanted_modules)
         self._originals = originals
@@ -69,6 +70,10 @@ class Delivery:
         self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in found]
         if originals is not None and self._is_main:
             originals.remember(self._modules)
+
+    @cached_property
+    def _outbox(self) -> Outbox:
+        return Outbox(self._outbox_fd)
 
     def put_value(self, value: Any, *, left_by_exit: bool) -> Returned:
         """Write the value; return the event that reports it, and which states follow.
