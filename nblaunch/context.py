@@ -38,9 +38,7 @@ class ProcessContext:
         topology: ranks and sizes.
         backend: device family.
         slot: of the progress board.
-        emit: sends an event to the launcher; waits while the pipe is full. Raises RuntimeError if code in this process
-            has closed the pipe.
-        count_events: returns how many events this process has sent.
+        emit: sends an event to the launcher; waits while the pipe is full.
         locks: between the workers of this machine.
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, as
             ``{"mixed_precision": "bf16"}``.
@@ -64,7 +62,6 @@ class ProcessContext:
     backend: Backend
     slot: Slot = field(default_factory=private_slot)
     emit: Callable[[Event], None] = _discard
-    count_events: Callable[[], int] = int
     locks: WorkerLocks = field(default_factory=WorkerLocks)
     accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0

@@ -364,21 +364,6 @@ class Exited(Event):
 
 
 @dataclass(frozen=True)
-class GroupAbandoned(Event):
-    """A command of a session has failed or was interrupted, and its ranks leave their process group; ``rank`` is -1.
-
-    Args:
-        group: number of this group.
-        failed: ranks that have raised, of one machine; empty where the command was interrupted.
-        label: of that machine, where it is another one.
-    """
-
-    group: int = 0
-    failed: Mapping[int, Failed] = field(default_factory=dict)
-    label: str = ""
-
-
-@dataclass(frozen=True)
 class JobEnded(Event):
     """The job has ended; its last event. ``rank`` is -1.
 

@@ -85,7 +85,7 @@ def find(name: str, pickled: bytes = b"") -> Backend:
     """
     if pickled and name not in _registered:
         register(pickle.loads(pickled))
-    return discover()[name]
+    return _registered[name] if name in _registered else _built_in()[name]
 
 
 def choose(name: str) -> Backend:

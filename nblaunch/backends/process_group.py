@@ -24,7 +24,6 @@ ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
 """Environment of a worker. A rank with a short function would close its connections while others open theirs."""
 
 _SETTLE_S = 0.005
-_POLL_S = 0.02
 _TIMEOUT = timedelta(minutes=5)
 _DEBUGGED_TIMEOUT = timedelta(days=1)
 _name = ""
@@ -57,8 +56,6 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     if _name:
         # On the store of all groups, the keys of an earlier one would be taken for those of the next.
         common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
-        if topology.num_nodes > 1:
-            _wait_for_all(common, size)
         store = dist.PrefixStore(_name, common)
     may_break_off = bool(_name) and dist_backend == "gloo"
     before = _open_sockets() if may_break_off else {}
@@ -67,18 +64,6 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     if may_break_off:
         _connections.clear()
         _connections.update({fd: one for fd, one in _open_sockets().items() if before.get(fd) != one})
-
-
-def _wait_for_all(store: Any, world_size: int) -> None:
-    """Wait until every rank comes to join the group, maybe for as long as another machine's user needs.
-
-    Torch waits for them as well, but no interrupt ends that.
-    """
-    key = f"{_name}/present"
-    num_present = store.add(key, 1)
-    while num_present < world_size:
-        time.sleep(_POLL_S)
-        num_present = store.add(key, 0)
 
 
 def extend_collective_timeout() -> None:

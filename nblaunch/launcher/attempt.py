@@ -32,8 +32,8 @@ from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods import STARTERS, Starter
-from nblaunch.start_methods.base import WorkerGroup
 from nblaunch.start_methods.saved_call import SavedCall
+from nblaunch.start_methods.worker_group import WorkerGroup
 from nblaunch.topology import Topology
 from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment

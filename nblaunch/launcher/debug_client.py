@@ -35,7 +35,6 @@ from nblaunch.wire.worker_commands import (
     Release,
     Reply,
     Resumed,
-    UnreadableMessage,
 )
 
 _POLL_S = 0.05
@@ -214,8 +213,6 @@ class DebugClient:
     def _receive(self, rank: int) -> None:
         try:
             message, files = self.connections[rank].receive()
-        except UnreadableMessage:  # the rank has not answered, then
-            return
         except (EOFError, OSError):
             self.gone.add(rank)
             self.prompts.pop(rank, None)

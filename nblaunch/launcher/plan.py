@@ -158,8 +158,7 @@ _LATER_FORK = (
 
 def _starts_later(spec: LaunchSpec, background: bool) -> bool:
     in_thread = background or threading.current_thread() is not threading.main_thread()
-    waits_for_nodes = spec.is_elastic and not spec.is_session  # a session waits for them where it is made
-    return in_thread and spec.engine != "inline" and (waits_for_nodes or spec.max_restarts > 0)
+    return in_thread and spec.engine != "inline" and (spec.is_elastic or spec.max_restarts > 0)
 
 
 def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:

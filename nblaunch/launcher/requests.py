@@ -24,7 +24,6 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 
 from nblaunch.errors import LaunchError
-from nblaunch.events import GroupAbandoned
 from nblaunch.host import descriptors
 
 _NO_WORKER = "no worker of the job runs"
@@ -87,9 +86,6 @@ class JobRequests:
 
     Every query is answered: by the supervisor, or with the reason why there is no answer.
 
-    Attributes:
-        abandoned_group: the process group that ranks of this machine leave, of which the other machines are to know.
-
     Raises:
         LaunchError: the system refused a pipe.
     """
@@ -101,7 +97,6 @@ class JobRequests:
         self.termination_grace_s = 0.0
         self.is_cancelled = False
         self.wants_stop = False
-        self.abandoned_group: GroupAbandoned | None = None
         self._new_queries: deque[Query] = deque()
         self._taken_queries: set[Query] = set()
         self._is_answering = False

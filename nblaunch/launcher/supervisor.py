@@ -40,7 +40,7 @@ from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
-from nblaunch.start_methods.base import KILL_PATIENCE_S
+from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult

@@ -31,8 +31,8 @@ from nblaunch.nodes.messages import (
     WorldFormed,
 )
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
-from nblaunch.start_methods.children import kill_and_reap
 from nblaunch.start_methods.interpreter import start_program
+from nblaunch.start_methods.worker_group import kill_and_reap
 from nblaunch.wire.channel import EventReceiver, EventSender
 
 _TICK_S = 0.1
@@ -332,7 +332,7 @@ class RendezvousWait:
     def _handle_requests(self) -> None:
         self._requests.acknowledge()
         if self._requests.is_cancelled:
-            self._agent.leave(messages.reason_of_cancel(self._spec.is_session))
+            self._agent.leave("was cancelled")
             raise JobCancelled(f"{self._spec.function_name} was cancelled while it waited for other nodes")
         if (self._requests.interrupts or self._requests.terminations) and not self._is_finished:
             self._agent.leave("was interrupted")

@@ -25,7 +25,7 @@ from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.plan import replan_start_method
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.nodes import messages, network
+from nblaunch.nodes import network
 from nblaunch.nodes.agent_client import AgentClient, RendezvousWait
 from nblaunch.nodes.messages import (
     Node,
@@ -72,7 +72,6 @@ class NodeLink:
         emit_readings: Callable[[Sequence[SlotReading]], None],
     ) -> None:
         self._requests = requests
-        self._is_session = spec.is_session
         self._emit = emit
         self._emit_readings = emit_readings
         self._agent = AgentClient(spec, num_workers, log_path)
@@ -225,7 +224,7 @@ class NodeLink:
             self._agent.leave("was interrupted")
             return
         if report.cancelled:
-            self._agent.leave(messages.reason_of_cancel(self._is_session))
+            self._agent.leave("was cancelled")
             return
         summary = self._summary(self._readings, report)
         self._is_finished = report.is_success
@@ -271,7 +270,6 @@ class NodeLink:
             epochs=tuple(report.epochs),
             host_memory=tuple(report.host_memory.values()),
             stop=replace(self._stop),
-            abandoned=self._requests.abandoned_group,
         )
 
     def _note(self, text: str, kind: str = "warning") -> None:
@@ -289,10 +287,8 @@ class NodeRunner(JobRunner):
     _restart_count = 0
 
     def _start_job(self) -> None:
-        """Start the workers of a session, once all nodes have joined; those of a job start in :meth:`_finish`."""
+        """Prepare the starts, each of which is in :meth:`_finish`: all nodes must have joined."""
         self._prepare_starts()
-        if self.spec.is_session:
-            self._join()
 
     def _join(self) -> NodeLink:
         """Wait until all nodes have joined, and start the workers of this one.
@@ -327,7 +323,7 @@ class NodeRunner(JobRunner):
         Raises:
             LaunchError: workers could not be started again.
         """
-        link = self._link or self._join()
+        link = self._join()
         report, rank_results = self._finish_attempt(link)
         while not self._must_not_restart(report) and (world := link.next_world()) is not None:
             self._next_attempt()

@@ -22,7 +22,6 @@ from nblaunch.events import (
     Event,
     ExitStatus,
     Failed,
-    GroupAbandoned,
     HostMemory,
     Returned,
 )
@@ -153,7 +152,6 @@ class Summary(Event):
     Args:
         exits: ranks whose process ended, and when.
         host_memory: the last sample of each worker.
-        abandoned: the last process group that ranks of this node had to leave, of a session.
     """
 
     readings: tuple[SlotReading, ...] = ()
@@ -163,7 +161,6 @@ class Summary(Event):
     epochs: tuple[EpochEnded, ...] = ()
     host_memory: tuple[HostMemory, ...] = ()
     stop: StopState = field(default_factory=StopState)
-    abandoned: GroupAbandoned | None = None
 
 
 @dataclass(frozen=True)
@@ -260,11 +257,6 @@ class AgentEnded(Event):
     is_success: bool = False
     error: str = ""
     can_retry: bool = False
-
-
-def reason_of_cancel(is_session: bool) -> str:
-    """Return why a node leaves whose job was cancelled, as a session is that ends before those of other nodes."""
-    return "has ended its session" if is_session else "was cancelled"
 
 
 def _label(node_rank: int, host: str) -> str:

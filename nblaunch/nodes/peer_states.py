@@ -109,10 +109,6 @@ class PeerStates:
         for rank, (status, time_s) in _of(own, summary.exits).items():
             self.failures.exits.setdefault(rank, (status, time_s))
             events += self._once("exit", rank, Exited(rank, time_s, status=status))
-        if (abandoned := summary.abandoned) is not None:
-            raised = {rank: replace(one, rank=rank) for rank, one in _of(own, abandoned.failed).items()}
-            event = replace(abandoned, failed=raised, label=peer.node.label)
-            events += self._once(f"group of {peer.node.id}", abandoned.group, event)
         return events
 
     def _handle_state(self, peer: _Peer, heartbeat: Heartbeat) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +17,6 @@ from typing import Any
 
 from nblaunch import debugging, formatting
 from nblaunch.errors import JobCancelled, LaunchError, PayloadError
-from nblaunch.events import Failed, GroupAbandoned, Note
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
@@ -31,7 +32,6 @@ from nblaunch.wire.worker_commands import (
     ReceivedReply,
     RunFunction,
     SessionCommand,
-    UnreadableMessage,
 )
 
 _TICK_S = 0.1
@@ -41,11 +41,10 @@ _PATIENCE_S = 0.5
 _INTERRUPTED_PATIENCE_S = 0.1
 """The same from an interrupt on."""
 
-_CAUSE_S = 3.0
-"""How long the report is waited for by which a machine explains that ranks here have lost their connections."""
-
 _HANDOVER_S = 1.0
-"""How long a command waits while idle ranks are asked to leave a group."""
+"""How long a command waits for a thread that lets idle ranks give up frames."""
+
+_NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
@@ -61,10 +60,7 @@ class SessionClient:
         busy: ranks that have not answered the present command.
         busy_since_s: when it was sent, by ``monotonic()``.
         num_interrupts: interrupts of the present or last command.
-        abandoned_elsewhere: the group of this command, which a failure or an interrupt on another machine has ended.
-        abandoned_elsewhere_s: when that was received, by the wall clock.
         debugger: client of the debugger in the ranks.
-        names: of variables that commands have set on the first rank.
     """
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
@@ -75,16 +71,11 @@ class SessionClient:
         self._output = output
         self._lock = threading.Lock()
         self._group = 1
-        self._is_abandoned = False
-        self._leaving: set[int] = set()
+        self._has_torch = False
         self._replies_to_skip: Counter[int] = Counter()
-        self._reports: deque[GroupAbandoned] = deque()
-        self.abandoned_elsewhere: GroupAbandoned | None = None
-        self.abandoned_elsewhere_s = 0.0
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
-        self.names: set[str] = set()
 
     def request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
         """Send a command to ranks, and wait for their replies.
@@ -103,6 +94,7 @@ class SessionClient:
             raise LaunchError(_ENDED)
         if not self._lock.acquire(timeout=_HANDOVER_S):
             raise RuntimeError(BUSY)
+        self.num_interrupts = 0  # before they are counted
         try:
             with interrupts_as_requests(self.interrupt):
                 return self._request(ranks, command, files)
@@ -110,7 +102,6 @@ class SessionClient:
             self._replies_to_skip.update(self.busy)  # an error in this process came before their replies
             self.busy = set()
             self._lock.release()
-            self._take_reports_if_idle()
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Let ranks give up the frames of a command that has failed, if no other command runs."""
@@ -121,11 +112,6 @@ class SessionClient:
                 self._send_aside(rank, DropFrames())
         finally:
             self._lock.release()
-
-    def on_group_abandoned(self, abandoned: GroupAbandoned) -> None:
-        """Handle that ranks of another machine leave a group. In any thread."""
-        self._reports.append(abandoned)
-        self._take_reports_if_idle()
 
     def interrupt(self) -> None:
         """Interrupt the ranks that are busy; the second time kill all. Nothing while no command runs.
@@ -165,69 +151,58 @@ class SessionClient:
         raise LaunchError(_ENDED)
 
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> Replies:
-        self.num_interrupts = 0
-        self._take_reports(is_idle=True)
-        self._is_abandoned, self._leaving, self.abandoned_elsewhere = False, set(), None
         reaches_all = len(ranks) == len(self._connections)
         is_joint = False
         if isinstance(command, (Execute, RunFunction)):
             reads_variable = isinstance(command, Execute) and command.is_name
             is_joint = (reaches_all or len(ranks) > 1) and not reads_variable
-            group = self._group if reaches_all and not reads_variable else 0
-            command = replace(command, group=group, has_breakpoints=debugging.takes_breakpoints(False))
+            needs_group = reaches_all and not reads_variable and self._uses_torch(command)
+            command = replace(
+                command,
+                group=self._group if needs_group else 0,
+                has_breakpoints=debugging.takes_breakpoints(False),
+            )
             self.debugger.forget_stops()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
             self._send(rank, command, files)
         replies = self._collect(is_joint)
-        if self._may_show_more(command, replies):
-            self._runner.requests.ask_logs().result()
-            self._output.pump()  # before its end is shown
+        if isinstance(command, (Execute, RunFunction)):
+            self._runner.requests.ask_logs().result()  # replies are here before what ranks have printed
+            self._output.pump()
         return replies
 
-    def _may_show_more(self, command: SessionCommand, replies: Replies) -> bool:
-        """Return whether ranks may have shown more than has arrived; in a short command, only their output counts."""
-        if any(received.reply.has_output for received in replies.values()):
-            return True
-        lasted_s = time.monotonic() - self.busy_since_s
-        return isinstance(command, RunFunction) or (isinstance(command, Execute) and lasted_s > _TICK_S)
+    def _uses_torch(self, command: Execute | RunFunction) -> bool:
+        """Return whether a command names torch, or any process has it: ranks that have would wait for the others."""
+        code = command.code if isinstance(command, Execute) else ""
+        return self._has_torch or "torch" in sys.modules or _NAMES_TORCH.search(code) is not None
 
     def _collect(self, is_joint: bool) -> Replies:
-        """Wait until no rank is busy; free ranks that wait for one that has failed, on any machine.
+        """Wait until no rank is busy; free ranks that wait for one that has failed.
 
         Args:
             is_joint: the ranks may be stuck in their group where one of them fails.
         """
         replies: Replies = {}
+        leaving: set[int] = set()
         failed_since_s: float | None = None
-        while self.busy or self._awaits_cause(replies, failed_since_s):
+        while self.busy:
             for rank in self._wait(list(self.busy)):
                 received = self._receive(rank)
                 if self._replies_to_skip[rank]:
                     self._replies_to_skip[rank] -= 1
                     continue
                 replies[rank] = received
-                self.names.update(received.reply.new_names)
+                self._has_torch |= received.reply.has_torch
                 self.busy.remove(rank)
             self._do_between_waits()
-            if self.num_interrupts or self.abandoned_elsewhere or failed_ranks(replies):
+            if self.num_interrupts or failed_ranks(replies):
                 failed_since_s = failed_since_s or time.monotonic()
-            if self.num_interrupts or (is_joint and _causes(replies)):
-                self._abandon_group(replies)
             if self.busy and self._is_over(failed_since_s):
-                self._abandon_group(replies)
-                self._interrupt_waiting()
-        if is_joint and failed_ranks(replies):
-            self._abandon_group(replies)
-        if self._is_abandoned and self._num_nodes > 1:
-            self._ask_to_leave()  # ranks of other machines may wait for these, before the next command here
+                self._free_waiting(leaving)
+        if leaving or self.num_interrupts or (is_joint and failed_ranks(replies)):
+            self._group += 1  # ranks may be stuck in this one: the next command forms another
         return {rank: replies[rank] for rank in sorted(replies)}
-
-    def _awaits_cause(self, replies: Replies, failed_since_s: float | None) -> bool:
-        """Return whether ranks have failed because of others, and no machine has reported yet why these did."""
-        if self._num_nodes == 1 or failed_since_s is None or self.num_interrupts or self.abandoned_elsewhere:
-            return False
-        return not _causes(replies) and time.monotonic() - failed_since_s < _CAUSE_S
 
     def _wait(self, ranks: Sequence[int]) -> list[int]:
         """Return those of the ranks that have replied, after a tick at the latest; a prompt ends the wait, too."""
@@ -241,7 +216,6 @@ class SessionClient:
         """Show output, answer prompts of the debugger, and interrupt again; raise the end of the workers."""
         if not self._runner.is_running:
             self.raise_end()  # a process that a rank has left behind may keep its connection open
-        self._take_reports(is_idle=False)
         self._output.pump()
         self.debugger.receive_available()
         if self.debugger.prompts and not self.num_interrupts:
@@ -254,31 +228,15 @@ class SessionClient:
         patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
         return failed_since_s is not None and time.monotonic() - failed_since_s > patience_s
 
-    def _abandon_group(self, replies: Replies) -> None:
-        """Have the next command form a new process group, since ranks may be stuck in this one; report it elsewhere."""
-        if self._is_abandoned:
-            return
-        self._is_abandoned = True
-        causes = {} if self.num_interrupts else _causes(replies)
-        if self._num_nodes > 1 and (causes or self.num_interrupts):
-            failed = {rank: replace(one, exception=None) for rank, one in causes.items()}
-            abandoned = GroupAbandoned(-1, time.time(), group=self._group, failed=failed)
-            self._runner.requests.abandoned_group = abandoned
-        self._group += 1
-
-    def _interrupt_waiting(self) -> None:
-        """Interrupt the busy ranks, and let the others leave the group.
+    def _free_waiting(self, leaving: set[int]) -> None:
+        """Interrupt the busy ranks, and let the others leave the group, but for those that are ``leaving`` already.
 
         Ranks in a collective return once those that they wait for have left it. A rank that was interrupted inside of
         a collective leaves only when this has ended, too: so nothing waits for the replies.
         """
         self._signal(self.busy)
-        self._ask_to_leave()
-
-    def _ask_to_leave(self) -> None:
-        """Ask ranks that are not busy to leave the process group, once per command."""
-        for rank in self._connections.keys() - self.busy - self._leaving:
-            self._leaving.add(rank)
+        for rank in self._connections.keys() - self.busy - leaving:
+            leaving.add(rank)
             self._send_aside(rank, LeaveGroup())
 
     def _send_aside(self, rank: int, command: SessionCommand) -> None:
@@ -286,34 +244,6 @@ class SessionClient:
         with suppress(OSError, KeyError):  # a command that waits for the rank raises how it has ended
             self._connections[rank].send(command)
             self._replies_to_skip[rank] += 1
-
-    # --- what other machines report -----------------------------------------------------------------------------
-
-    @property
-    def _num_nodes(self) -> int:
-        return self._runner.topology.num_nodes
-
-    def _take_reports_if_idle(self) -> None:
-        while self._reports and self._lock.acquire(blocking=False):
-            try:
-                self._take_reports(is_idle=True)
-            finally:
-                self._lock.release()
-
-    def _take_reports(self, is_idle: bool) -> None:
-        """Handle reports of abandoned groups: the ranks here have to leave them, too."""
-        while self._reports:
-            abandoned = self._reports.popleft()
-            # A command whose ranks have lost their connections is in the group before.
-            if abandoned.group < self._group - (self._is_abandoned and not is_idle):
-                continue
-            self._group, self._is_abandoned = abandoned.group + 1, True
-            self._output.on_event(Note.of_job(_described(abandoned), "warning"))
-            if is_idle:
-                self._leaving = set()
-                self._ask_to_leave()
-            else:
-                self.abandoned_elsewhere, self.abandoned_elsewhere_s = abandoned, time.time()
 
     def _send(self, rank: int, command: SessionCommand, files: Sequence[int] = ()) -> None:
         try:
@@ -324,8 +254,6 @@ class SessionClient:
     def _receive(self, rank: int) -> ReceivedReply:
         try:
             return ReceivedReply.of(*self._connections[rank].receive())
-        except UnreadableMessage as error:
-            return ReceivedReply.of_unreadable(error)
         except (EOFError, OSError):
             self.raise_end()
             raise
@@ -340,24 +268,6 @@ class SessionClient:
 def failed_ranks(replies: Replies) -> list[int]:
     """Return the ranks whose command has raised."""
     return [rank for rank, received in replies.items() if received.reply.failed is not None]
-
-
-def _causes(replies: Replies) -> dict[int, Failed]:
-    """Return the failures of ranks that are not due to others: rank -> failure."""
-    return {
-        rank: received.reply.failed
-        for rank, received in replies.items()
-        if received.reply.failed is not None and not received.reply.failed.is_consequence
-    }
-
-
-def _described(abandoned: GroupAbandoned) -> str:
-    """Return what has happened on another machine, in a line."""
-    if not abandoned.failed:
-        return f"the command was interrupted on {abandoned.label}"
-    rank, failed = min(abandoned.failed.items(), key=lambda one: one[1].time_s)
-    lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
-    return f"rank {rank} on {abandoned.label} raised {lines[0]}"
 
 
 class FailedCommand(KeptFailure):

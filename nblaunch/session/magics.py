@@ -13,11 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from IPython.core import completer
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import debugging, formatting
-from nblaunch.session.session import Session, execute_and_display, names_on_ranks
+from nblaunch.session.session import Session, execute_and_display
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute
 
@@ -117,18 +116,8 @@ class RankMagics(Magics):
 
 
 def register(shell: Any) -> None:
-    """Add the magics to an IPython shell, and the completion of names in cells on ranks."""
+    """Add the magics to an IPython shell."""
     shell.register_magics(RankMagics)
-    if hasattr(completer, "context_matcher"):  # IPython 8.6; before it, matchers do not know the cell
-        shell.Completer.custom_matchers.append(completer.context_matcher()(_match_names))
-
-
-def _match_names(context: Any) -> dict[str, Any]:
-    """Complete names of variables that the ranks have, in a cell on ranks."""
-    session = RankMagics.session
-    names = names_on_ranks(session) if session is not None and context.full_text.startswith("%%ranks") else ()
-    found = [completer.SimpleCompletion(name) for name in sorted(names) if name.startswith(context.token)]
-    return {"completions": found}
 
 
 def _parsed_ranks(line: str) -> list[int] | None:

@@ -21,7 +21,6 @@ from nblaunch.events import (
     Event,
     Exited,
     ExitStatus,
-    GroupAbandoned,
     JobEnded,
     LogLines,
     Note,
@@ -46,7 +45,6 @@ class SessionOutput:
 
     Attributes:
         ended: ranks whose process has ended.
-        on_group_abandoned: receives what other machines report.
     """
 
     def __init__(self) -> None:
@@ -58,14 +56,9 @@ class SessionOutput:
         self._thread = 0
         self._shown = threading.Lock()
         self.ended: set[int] = set()
-        self.on_group_abandoned: Callable[[GroupAbandoned], None] | None = None
 
     def on_event(self, event: Event) -> None:
         """Keep what ranks print and display, and notes; while a command runs, all that is not of the session's job."""
-        if isinstance(event, GroupAbandoned):
-            if self.on_group_abandoned is not None:
-                self.on_group_abandoned(event)
-            return
         if isinstance(event, Exited):
             self.ended.add(event.rank)
         is_output = isinstance(event, (LogLines, Displayed, Note))

@@ -6,7 +6,6 @@ import ast
 import asyncio
 import inspect
 import os
-import re
 import signal
 import sys
 import time
@@ -19,11 +18,13 @@ from typing import Any, NoReturn
 
 from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.events import Event, Returned, StateSent, WorkerState
+from nblaunch.events import WorkerState
+from nblaunch.user_code import ipython_shell
 from nblaunch.wire import payload
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
+    NO_DESCRIPTOR,
     Close,
     CommandConnection,
     DropFrames,
@@ -41,7 +42,6 @@ from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 
 _CELL_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-_USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 _EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
 
 
@@ -68,8 +68,6 @@ class _Server:
         self._slot = context.current().slot
         self._is_interruptible = False
         self._group = 0
-        self._names = set(vars(sys.modules["__main__"]))
-        self._sent = _size_of_output()
         self._pid = os.getpid()
         signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -126,13 +124,8 @@ class _Server:
             failed = describe_failure(self._topology.rank, error)
             self._debugger.end_command(error)
         self._slot.set_state(WorkerState.DONE)
-        return replace(
-            done,
-            time_s=time.time(),
-            failed=failed,
-            has_output=self._has_output(),
-            new_names=self._new_names(),
-        )
+        output.flush()
+        return replace(done, time_s=time.time(), failed=failed, has_torch="torch" in sys.modules)
 
     def _send(self, reply: Reply, outbox_fd: int) -> None:
         try:
@@ -153,6 +146,8 @@ class _Server:
         if isinstance(command, LeaveGroup):
             process_group.break_off()
             return Reply()
+        if isinstance(command, (SetVariables, RunFunction)) and not files:
+            raise OSError(NO_DESCRIPTOR)
         if isinstance(command, SetVariables):
             vars(sys.modules["__main__"]).update(payload.load_mapped(files[0]))
             return Reply()
@@ -172,21 +167,17 @@ class _Server:
 
     def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load_mapped(call_fd)
-        sent: list[Event] = []
-        delivery = Delivery(self._topology, outbox_fd, True, args, None, sent.append, command.wanted_modules)
+        returns_value = command.returns_all or self._topology.rank == 0
+        delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
         value, has_exited = _call_until_exit(function, *args)
         output.show_pending_figures()
-        delivery.deliver(value, left_by_exit=has_exited)
-        returned = next(event for event in sent if isinstance(event, Returned))
-        sent_states = {event.path: event for event in sent if isinstance(event, StateSent)}
+        returned = delivery.put_value(value, left_by_exit=has_exited)
+        sent_states = {sent.path: sent for sent in delivery.put_states(returned.sends)}
         return Reply(returned=returned, sent_states=sent_states)
 
     def _enter_group(self, command: SessionCommand) -> None:
-        """Join the process group that the command needs, with all other ranks; nothing where torch is not used yet."""
+        """Join the process group that the command needs, with all other ranks."""
         if not command.group or self._topology.world_size == 1:
-            return
-        code = command.code if isinstance(command, Execute) else ""
-        if "torch" not in sys.modules and not _USES_TORCH.search(code):
             return
         if self._group != command.group:
             process_group.break_off()
@@ -195,27 +186,6 @@ class _Server:
             backend = context.current().backend
             backend.join(self._topology, backend.device(self._topology))
         self._group = command.group
-
-    def _new_names(self) -> tuple[str, ...]:
-        if self._topology.local_rank != 0:
-            return ()
-        new = vars(sys.modules["__main__"]).keys() - self._names
-        self._names |= new
-        return tuple(new)
-
-    def _has_output(self) -> bool:
-        output.flush()
-        before, self._sent = self._sent, _size_of_output()
-        return before != self._sent
-
-
-def _size_of_output() -> tuple[int, int]:
-    """Return how much this process has printed, in bytes, and how many events it has sent."""
-    try:
-        printed_bytes = os.fstat(1).st_size
-    except OSError:  # closed by the user's code
-        printed_bytes = 0
-    return printed_bytes, context.current().count_events()
 
 
 def _end_subprocess() -> NoReturn:
@@ -249,7 +219,7 @@ def _display_of(value: Any) -> dict[str, Any]:
     """Return the display of a cell's last value by MIME type; nothing for None."""
     if value is None:
         return {}
-    shell = output.current_shell()
+    shell = ipython_shell()
     if shell is None:
         return {"text/plain": repr(value)}
     data, _ = shell.display_formatter.format(value)
@@ -292,5 +262,5 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _transformed(code: str) -> str:
     """Return ``code`` in plain Python: IPython's magics and shell commands are calls in it."""
-    shell = output.current_shell()
+    shell = ipython_shell()
     return code if shell is None else str(shell.transform_cell(code))

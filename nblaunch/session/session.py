@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
@@ -17,7 +17,7 @@ from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.diagnosis.failure import failure_of
-from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
+from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.events import Event, ExitStatus, Note, Returned, Started
 from nblaunch.launcher.attempt import Attempt
@@ -28,7 +28,7 @@ from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks, saved_values
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
-from nblaunch.spec import LaunchSpec, parse_port
+from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import modules_in
 from nblaunch.wire.assignment import restore_sources
@@ -137,17 +137,10 @@ class Session(RankCommands):
             never.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
-        num_nodes: number of machines. Each runs the same cells in a kernel of its own, which holds the ranks of its
-            machine alone.
-        node_rank: of this machine, from 0.
-        master_addr: address of machine 0, as the others reach it.
-        use_port: TCP port there, at which the machines meet; None = 29500.
-        rdzv_conf: as for :func:`nblaunch.notebook_launcher`.
-        rdzv_timeout_s: seconds in which all machines must have come; None = 600.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument can't be used; raised before any process starts.
-        LaunchError: the workers could not be started, or the machines did not find each other.
+        LaunchError: the workers could not be started.
     """
 
     def __init__(
@@ -160,20 +153,8 @@ class Session(RankCommands):
         threads_per_process: int | None = None,
         hang_timeout_s: float | None = 300.0,
         log_dir: str | None = None,
-        num_nodes: int = 1,
-        node_rank: int = 0,
-        master_addr: str = "127.0.0.1",
-        use_port: str | int | None = None,
-        rdzv_conf: Mapping[str, Any] | None = None,
-        rdzv_timeout_s: float | None = None,
     ) -> None:
         self._settings: dict[str, Any] = {
-            "num_nodes": num_nodes,
-            "node_rank": node_rank,
-            "master_addr": master_addr,
-            "master_port": parse_port(use_port),
-            "rdzv_conf": rdzv_conf,
-            "rdzv_timeout_s": rdzv_timeout_s,
             "num_processes": num_processes,
             "mixed_precision": mixed_precision,
             "backend": backend,
@@ -202,7 +183,7 @@ class Session(RankCommands):
             return _SomeRanks(self, self._checked_ranks(ranks or None))
 
     def _target(self) -> tuple[Session, Sequence[int]]:
-        return self, self.local_ranks
+        return self, self._ranks
 
     def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies:
         """Execute code on ranks and show what they print meanwhile; return their replies, none of which has failed."""
@@ -248,7 +229,7 @@ class Session(RankCommands):
             dashboard: as for :func:`nblaunch.notebook_launcher`.
 
         Returns:
-            The return value of rank 0, or of all ranks; with several machines, of those of this machine.
+            The return value of rank 0, or of all ranks.
 
         Raises:
             KeyboardInterrupt: the call was interrupted; where every rank has returned all the same, weights are loaded,
@@ -280,10 +261,10 @@ class Session(RankCommands):
     def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
-        command = RunFunction(wanted_modules=tuple(attempt.plan.modules))
+        command = RunFunction(returns_all=spec.return_all, wanted_modules=tuple(attempt.plan.modules))
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
             emit(shown, [attempt.start_event(), *self._started()])
-            replies = self._request(self.local_ranks, command, [saved.fd])
+            replies = self._request(self._ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
             emit(shown, [*notes, *end_events(replies, outcome)])
@@ -327,8 +308,7 @@ class Session(RankCommands):
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             failed = self._failed
-            first = failed.failed_rank if failed else self.local_ranks[0]
-            return self._client.debugger.compare(first, timeout_s)
+            return self._client.debugger.compare(failed.failed_rank if failed else 0, timeout_s)
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return what :func:`nblaunch.debug` needs.
@@ -348,17 +328,16 @@ class Session(RankCommands):
 
     @property
     def num_processes(self) -> int:
-        """How many ranks there are, on all machines."""
-        return self._runner.topology.world_size
+        """How many ranks there are."""
+        return self._runner.plan.num_processes
 
     @property
-    def local_ranks(self) -> range:
-        """The ranks of this machine, which this session holds: all, unless there are several machines."""
-        return self._runner.ranks
+    def _ranks(self) -> range:
+        return range(self.num_processes)
 
     @property
     def pids(self) -> dict[int, int]:
-        """Rank -> process, of the ranks of this machine that have started."""
+        """Rank -> process, of the ranks that have started."""
         return dict(self._runner.pids)
 
     @property
@@ -368,12 +347,12 @@ class Session(RankCommands):
 
     def status(self) -> RankValues:
         """Return rank -> ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
-        ended = self._output.ended if self.is_running else self.local_ranks
+        ended = self._output.ended if self.is_running else self._ranks
         busy, busy_s = self._client.busy, time.monotonic() - self._client.busy_since_s
         return RankValues(
             {
                 rank: "ended" if rank in ended else f"busy for {busy_s:.0f} s" if rank in busy else "idle"
-                for rank in self.local_ranks
+                for rank in self._ranks
             }
         )
 
@@ -392,10 +371,7 @@ class Session(RankCommands):
             self._start()
 
     def close(self) -> None:
-        """End the workers. What runs on them is killed.
-
-        With several machines, this waits 10 s for the sessions of the others to be closed, and then ends them.
-        """
+        """End the workers. What runs on them is killed."""
         self._end.detach()
         self._failed = None
         self._client.close()
@@ -421,12 +397,7 @@ class Session(RankCommands):
         self._display_ids: set[tuple[int, str]] = set()
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, is_session=True, sync_weights=False, **self._settings)
-        make_runner = JobRunner
-        if spec.is_elastic:
-            from nblaunch.nodes.link import NodeRunner  # needed for several machines alone
-
-            make_runner = NodeRunner
-        self._runner = make_runner(spec, plan_launch(spec, background=True), [self._output])
+        self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
         release_kept_failures()
         with self._output.shown_by([dashboards.lines_printer()]):
             if reason := self._runner.plan.fallback:
@@ -438,7 +409,6 @@ class Session(RankCommands):
         self._end = weakref.finalize(self, self._runner.requests.cancel)
         self._runner.raise_if_not_started()
         self._client = SessionClient(self._runner, self._output)
-        self._output.on_group_abandoned = self._client.on_group_abandoned
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
@@ -462,12 +432,9 @@ class Session(RankCommands):
         Raises:
             ValueError: there are no such ranks.
         """
-        known = self.local_ranks
-        chosen = sorted(set(known if ranks is None else ranks))
-        if not chosen or not set(chosen) <= set(known):
-            is_part = len(known) < self.num_processes
-            where = " on this machine; each machine's kernel asks its own" if is_part else ""
-            raise ValueError(f"ranks {ranks!r}: this session has the ranks {known[0]} to {known[-1]}{where}")
+        chosen = sorted(set(self._ranks if ranks is None else ranks))
+        if not chosen or not set(chosen) <= set(self._ranks):
+            raise ValueError(f"ranks {ranks!r}: this session has the ranks 0 to {self.num_processes - 1}")
         return chosen
 
     def _outcome(self, replies: Replies) -> JobOutcome:
@@ -476,10 +443,7 @@ class Session(RankCommands):
             return JobOutcome("interrupted", KeyboardInterrupt())
         if not failed_ranks(replies):
             return JobOutcome("done")
-        report = self._report(replies)
-        if report.interrupted:
-            return JobOutcome("interrupted", KeyboardInterrupt())
-        failure = failure_of(report, self.pids, self._runner.log, 0)
+        failure = failure_of(self._report(replies), self.pids, self._runner.log, 0)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline)
 
     def _started(self) -> list[Event]:
@@ -494,12 +458,7 @@ class Session(RankCommands):
     def _report(self, replies: Replies) -> AttemptReport:
         """Return the facts about a command as those of an attempt."""
         by_rank = {rank: received.reply for rank, received in replies.items()}
-        client, elsewhere = self._client, self._client.abandoned_elsewhere
         failed = {rank: reply.failed for rank, reply in by_rank.items() if reply.failed}
-        is_ended_elsewhere = elsewhere is not None and bool(failed)
-        there = elsewhere.failed if elsewhere is not None else {}
-        # Where no rank has failed, each has handled the interrupt and returned.
-        is_interrupted = client.num_interrupts > 0 and bool(failed)
         return AttemptReport(
             returned={
                 rank: reply.returned or Returned(rank, reply.time_s)
@@ -509,9 +468,8 @@ class Session(RankCommands):
             sent_states={rank: dict(reply.sent_states) for rank, reply in by_rank.items()},
             failed=failed,
             exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
-            signalled=dict.fromkeys(by_rank, client.abandoned_elsewhere_s) if is_ended_elsewhere else {},
-            interrupted=is_interrupted or (is_ended_elsewhere and not there),
-            remote=RemoteFailures(dict.fromkeys(there, elsewhere.label if elsewhere else ""), dict(there)),
+            # Where no rank has failed, each has handled the interrupt and returned.
+            interrupted=self._client.num_interrupts > 0 and bool(failed),
         )
 
 
@@ -547,17 +505,12 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
     spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
     outcome = session._run_call(spec, dashboards.choose(dashboard))
     outcome.with_traceback().raise_error()
-    values = [outcome.values.get(rank) for rank in session.local_ranks]
+    values = [outcome.values.get(rank) for rank in session._ranks]
     value = values if spec.return_all else values[0]
     if session._client.num_interrupts:
         session._late_value = (value,)
         raise KeyboardInterrupt(_LATE_INTERRUPT)  # what follows in the cell must not run
     return value
-
-
-def names_on_ranks(session: Session) -> set[str]:
-    """Return the names of variables that commands have set on the first rank, without asking it."""
-    return session._client.names
 
 
 def execute_and_display(

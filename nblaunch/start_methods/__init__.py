@@ -3,15 +3,13 @@
 The argument ``engine`` of ``notebook_launcher`` chooses between worker processes (``"local"``, and ``"elastic"`` with
 other machines: both are started by these) and ``"inline"``.
 
-base.py               WorkerGroup, by which workers are watched
-fork.py               forks of this process
-forkserver.py         forks of a clean interpreter
-spawn.py              fresh interpreters
-inline.py             none of them: the function runs in this process
-children.py           a group of child processes: wait, signal, reap
-saved_call.py         the call as it was at one moment, for fresh interpreters
-interpreter.py        starts a fresh interpreter
-interpreter_main.py   what that does
+fork.py           forks of this process
+forkserver.py     forks of a clean interpreter, and what that does
+spawn.py          fresh interpreters
+inline.py         none of them: the function runs in this process
+worker_group.py   WorkerGroup, by which workers are watched; child processes: wait, signal, reap
+saved_call.py     the call as it was at one moment, for fresh interpreters
+interpreter.py    starts a fresh interpreter
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from nblaunch.start_methods import fork, forkserver, spawn
-from nblaunch.start_methods.base import WorkerGroup
 from nblaunch.start_methods.saved_call import SavedCall
+from nblaunch.start_methods.worker_group import WorkerGroup
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 

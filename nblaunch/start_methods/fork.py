@@ -15,7 +15,6 @@ parent and child then start fresh ones when they next need them.
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
 import os
 import pickle
@@ -35,9 +34,8 @@ from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
 from nblaunch.host import proc
-from nblaunch.start_methods.base import WorkerGroup
-from nblaunch.start_methods.children import Children, kill_and_reap
 from nblaunch.start_methods.saved_call import SavedCall
+from nblaunch.start_methods.worker_group import Children, WorkerGroup, kill_and_reap
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
@@ -155,14 +153,10 @@ def _frozen_heap() -> Iterator[None]:
 
 
 def _refusal(error: OSError, started: int, wanted: int) -> str:
-    advice = {
-        errno.EAGAIN: "a limit on processes is reached (ulimit -u, or the pids limit of the container): "
-        "use fewer processes, or end others",
-        errno.ENOMEM: "the system refuses to reserve more memory: use fewer processes, or free some in the kernel",
-    }.get(error.errno or 0, "use fewer processes")
     return (
         f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}); the {started} workers "
-        f"that had started were ended. {advice[0].upper()}{advice[1:]}."
+        "that had started were ended. If a limit on processes is reached (ulimit -u, or the pids limit of the "
+        "container), or memory is short, use fewer processes or free some."
     )
 
 

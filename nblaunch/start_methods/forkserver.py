@@ -3,23 +3,48 @@
 kernel ── call by cloudpickle ──> server (fresh interpreter, loads it once)
    ^                                 ├── fork ──> worker 0
    └── started / ended of each rank ─┴── fork ──> worker 1
+
+Where loading the call has used the device, the server starts fresh workers instead.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from typing import NoReturn
 
-from nblaunch.events import ExitStatus
-from nblaunch.host import descriptors
-from nblaunch.start_methods.base import WorkerGroup
-from nblaunch.start_methods.children import disown, kill_and_reap, open_pidfd, reap_with_group, signal_group
-from nblaunch.start_methods.interpreter import start_interpreter
-from nblaunch.start_methods.interpreter_main import REPORT, STARTED
+from nblaunch import backends, env
+from nblaunch.errors import LaunchError
+from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Note
+from nblaunch.host import descendants, descriptors
+from nblaunch.start_methods.fork import fork_workers
+from nblaunch.start_methods.interpreter import Boot, read_boot, start_interpreter
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
+from nblaunch.start_methods.spawn import spawn_workers
+from nblaunch.start_methods.worker_group import (
+    Children,
+    WorkerGroup,
+    disown,
+    kill_and_reap,
+    open_pidfd,
+    reap_with_group,
+    signal_group,
+)
+from nblaunch.wire import exceptions
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
+from nblaunch.wire.channel import EventSender
+from nblaunch.worker import output, process_control
+from nblaunch.worker.failure import describe_failure
+
+_REPORT = struct.Struct("<iii")
+"""What a server reports to the kernel: kind, rank, and a process id or an exit code."""
+
+_STARTED, _ENDED = 0, 1
 
 
 def start(
@@ -29,7 +54,7 @@ def start(
     with saved_or_now(saved, call) as file:
         reading, writing = os.pipe()
         try:
-            server = disown(start_interpreter(assignments, file, writing))
+            server = disown(start_interpreter(__name__, assignments, file, writing))
         except BaseException:
             os.close(reading)
             raise
@@ -101,14 +126,101 @@ class ForkserverGroup(WorkerGroup):
         ended: list[tuple[int, ExitStatus]] = []
         while True:
             try:
-                report = os.read(self._report_fd, REPORT.size)  # written whole: far below PIPE_BUF
+                report = os.read(self._report_fd, _REPORT.size)  # written whole: far below PIPE_BUF
             except BlockingIOError:
                 return ended
             if not report:
                 return ended
-            kind, rank, number = REPORT.unpack(report)
-            if kind == STARTED:
+            kind, rank, number = _REPORT.unpack(report)
+            if kind == _STARTED:
                 self._pids[rank] = number
             elif rank in self._alive:
                 self._alive.discard(rank)
                 ended.append((rank, ExitStatus(number)))
+
+
+# --- the server ---------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Load the call, fork the workers, and report their starts and ends until the last has ended."""
+    boot = read_boot(arguments)
+    first = boot.assignments[0]
+    process_control.lead_posix_session()
+    process_control.end_with_parent(first.parent_pid)
+    descendants.carry(first.descendant_tag)
+    try:
+        output.capture(f"{first.log_path}.forkserver")
+        env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
+        process_control.unblock_signals()
+        boot.call.restore_surroundings()
+        call, _ = boot.call.load()
+        with process_control.signals_blocked():
+            pids = _start_workers(boot, call)
+            # The launcher interrupts the server until it knows the workers.
+            signal.signal(signal.SIGINT, lambda number, frame: _interrupt(pids))
+    except BaseException as error:
+        # No worker runs yet that could report it: the server does for the first rank.
+        EventSender(first.event_fd).send(_as_failure(first.rank, error))
+        output.flush()
+        if isinstance(error, KeyboardInterrupt):  # it ends all ranks as it would end each of them
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(1)
+    _report_until_all_ended(boot, pids)
+    os._exit(0)
+
+
+def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
+    """Fork the workers; return rank -> process id.
+
+    Where loading the call has used the device (a module of it does so when it is imported), copies of this process
+    can't use it either. Then the workers are fresh interpreters, each of which loads the call by itself.
+    """
+    first = boot.assignments[0]
+    backend = backends.find(first.backend, first.registered_backend)
+    try:
+        backend.preload()
+    except RuntimeError as error:
+        raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
+    hazard = backend.fork_hazard()
+    if hazard is None:
+        os.close(boot.call.fd)
+        board = Board(first.topology.world_size, first.board_fd)
+        return fork_workers(lambda: call, boot.assignments, board)
+    text = (
+        f"every worker loads the function by itself, and the model is not shared: when a fresh process had loaded it, "
+        f"{hazard}. Importing inside the function what uses the device would share it"
+    )
+    EventSender(first.event_fd).send(Note.of_job(text))
+    pids = spawn_workers(boot.assignments, SavedCall.around(boot.call.fd))
+    os.close(boot.call.fd)
+    return pids
+
+
+def _interrupt(pids: Mapping[int, int]) -> None:
+    for pid in pids.values():
+        signal_group(pid, signal.SIGINT)
+
+
+def _as_failure(rank: int, error: BaseException) -> Failed:
+    if isinstance(error, LaunchError):
+        info = ExceptionInfo("LaunchError", str(error))
+        return Failed(rank=rank, time_s=time.time(), info=info, exception=exceptions.dump(error))
+    return describe_failure(rank, error)
+
+
+def _report_until_all_ended(boot: Boot, pids: Mapping[int, int]) -> None:
+    for assignment in boot.assignments:
+        for fd in assignment.own_fds:
+            os.close(fd)
+    for rank, pid in pids.items():
+        os.write(boot.report_fd, _REPORT.pack(_STARTED, rank, pid))
+    children = Children(pids)
+    num_alive = len(pids)
+    while num_alive:
+        fds = children.waitables()
+        wait(fds, None if fds else 0.1)
+        for rank, status in children.poll():
+            num_alive -= 1
+            os.write(boot.report_fd, _REPORT.pack(_ENDED, rank, status.code))

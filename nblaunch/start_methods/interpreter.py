@@ -31,19 +31,17 @@ class Boot:
         assignments: one for a worker, all for a forkserver.
         call: what workers run, and what surrounds it.
         report_fd: a forkserver's pipe to the kernel; -1 for a worker.
-        log_path: where the output of a forkserver goes.
     """
 
     assignments: tuple[Assignment, ...]
     call: SavedCall
     report_fd: int
-    log_path: str
 
 
 def start_interpreter(
-    assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
+    module: str, assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that runs ``start_methods/interpreter_main.py`` for the given assignments.
+    """Start a Python process that calls ``main`` of a module, which gets a :class:`Boot` by :func:`read_boot`.
 
     Safe in any thread, whatever the others are doing: nothing of this process runs in the new one.
 
@@ -57,19 +55,25 @@ def start_interpreter(
         ),
         call=call,
         report_fd=report_fd,
-        log_path=assignments[0].log_path + ".forkserver",
     )
     inherited = {assignments[0].board_fd}
     inherited.update(fd for assignment in assignments for fd in assignment.own_fds)
     if report_fd >= 0:
         inherited.add(report_fd)
     try:
-        return start_program("nblaunch.start_methods.interpreter_main", boot, inherited, call)
+        return start_program(module, boot, inherited, call)
     except OSError as error:
         raise LaunchError(
             f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or processes ran "
             "out (ulimit -n, ulimit -u), close some or use fewer workers."
         ) from error
+
+
+def read_boot(arguments: Sequence[str]) -> Boot:
+    """Return what this interpreter was started with, from the memory file whose descriptor is the argument."""
+    with os.fdopen(int(arguments[0]), "rb") as file:
+        boot: Boot = pickle.load(file)
+    return boot
 
 
 def registered_backend(name: str) -> bytes:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
+from typing import NoReturn
 
-from nblaunch.start_methods.base import WorkerGroup
-from nblaunch.start_methods.children import Children, disown, kill_and_reap
-from nblaunch.start_methods.interpreter import start_interpreter
+from nblaunch.start_methods.interpreter import read_boot, start_interpreter
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
+from nblaunch.start_methods.worker_group import Children, WorkerGroup, disown, kill_and_reap
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
+from nblaunch.wire.originals import Originals
+from nblaunch.worker import bootstrap
 
 
 def start(
@@ -30,8 +33,22 @@ def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[in
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for assignment in assignments:
-            processes[assignment.rank] = start_interpreter([assignment], call)
+            processes[assignment.rank] = start_interpreter(__name__, [assignment], call)
     except BaseException:
         kill_and_reap(map(disown, processes.values()))
         raise
     return {rank: disown(process) for rank, process in processes.items()}
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run the worker for which this interpreter was started."""
+    boot = read_boot(arguments)
+    boot.call.restore_surroundings()  # first: displays are connected to the launcher before the call is loaded
+    os.set_inheritable(boot.call.fd, False)
+    originals = Originals(boot.call.fd)
+
+    def load() -> FunctionCall:
+        call, originals.address = boot.call.load()
+        return call
+
+    bootstrap.run(boot.assignments[0], load, originals=originals)

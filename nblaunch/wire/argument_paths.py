@@ -75,7 +75,7 @@ def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, A
     An object may leave a module behind when it is pickled.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or not paths:
         return {}
     if any(isinstance(path, str) for path in paths):
         found = modules_in(args)
@@ -86,7 +86,9 @@ def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, A
 
 def optimizers_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
     """Return those that :func:`optimizers_in` found at ``paths``, as :func:`modules_at` does."""
-    found = optimizers_in(args) if paths else {}
+    if not paths:
+        return {}
+    found = optimizers_in(args)
     return {path: found[path] for path in paths if path in found}
 
 

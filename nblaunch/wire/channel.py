@@ -40,10 +40,6 @@ _HEADER = struct.Struct("<8sQ")
 
 _BODY_BYTES = select.PIPE_BUF - _HEADER.size
 _READ_BYTES = 1 << 18
-_CLOSED = (
-    "the worker's connection to its launcher is closed: code in it closes descriptors that it has not opened "
-    "(os.closerange?)"
-)
 
 
 class EventSender:
@@ -51,30 +47,19 @@ class EventSender:
 
     Args:
         fd: writing end of the pipe.
-
-    Attributes:
-        num_sent: how many events were sent.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.num_sent = 0
-        self._file = _identity(fd)
 
     def send(self, event: Event) -> None:
-        """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too.
-
-        Raises:
-            RuntimeError: the descriptor was closed in this process; its number may be that of another file by now.
-        """
+        """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too."""
         try:
-            body = _body_of(event)
+            body = dump_plain(event)
         except Exception as error:  # what the user's code has put into it
-            text = f"an event could not be sent, and is lost: {_why_lost(type(event).__name__, error)}"
-            body = _body_of(Note(event.rank, event.time_s, text, "warning"))
-        if _identity(self.fd) != self._file:
-            raise RuntimeError(_CLOSED)
-        self.num_sent += 1
+            kind = type(event).__name__
+            text = f"an event could not be sent, and is lost: {kind!r} ({type(error).__name__}: {error})"
+            body = dump_plain(Note(event.rank, event.time_s, text, "warning"))
         with suppress(BrokenPipeError):
             for packet in _packets(body):
                 while packet:
@@ -82,31 +67,10 @@ class EventSender:
                     packet = packet[os.write(self.fd, packet) :]
 
 
-def _packets(body: memoryview) -> Iterator[bytes]:
+def _packets(body: bytes) -> Iterator[bytes]:
     name = os.urandom(8)
     for start in range(0, len(body), _BODY_BYTES):
         yield _HEADER.pack(name, len(body) - start) + body[start : start + _BODY_BYTES]
-
-
-def _body_of(event: Event) -> memoryview:
-    """Pickle ``event``, behind the name of its class, for a launcher that can't read the rest."""
-    stream = io.BytesIO()
-    stream.write(type(event).__name__.encode() + b"\n")
-    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(event)
-    return stream.getbuffer()
-
-
-def _why_lost(kind: str, error: Exception) -> str:
-    return f"{kind[:40]!r} ({type(error).__name__}: {error})"
-
-
-def _identity(fd: int) -> tuple[int, int] | None:
-    """Return which file a descriptor stands for; None where it is closed."""
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 class EventReceiver:
@@ -157,15 +121,13 @@ class EventReceiver:
         return events
 
     def _read(self, body: bytearray) -> Event:
-        start = body.find(b"\n", 0, _BODY_BYTES)
         try:
-            event = pickle.loads(memoryview(body)[start + 1 :])
+            event = pickle.loads(body)
             if not isinstance(event, Event):
                 raise TypeError(f"{type(event).__name__} is no event")
-        except Exception as error:
-            kind = body[: max(0, start)].decode(errors="replace")
-            text = f"an event of {self._source} could not be read, and is lost: {_why_lost(kind, error)}"
-            return Note.of_job(text, "warning")
+        except Exception as error:  # a detached job may be of another release
+            why = f"{type(error).__name__}: {error}"
+            return Note.of_job(f"an event of {self._source} could not be read, and is lost: {why}", "warning")
         return event
 
     def close(self) -> None:

@@ -31,13 +31,10 @@ _HEADER = struct.Struct("<QI")
 """Bytes of the message, number of the files that follow it."""
 
 _MAX_READ_BYTES = 1 << 20
-_NO_DESCRIPTOR = (
-    "this process had no descriptor left for a file that came with it; close files, or raise `ulimit -n`"
+NO_DESCRIPTOR = (
+    "the process had no descriptor left for the file it came in; close files, or raise `ulimit -n`"
 )
-
-
-class UnreadableMessage(Exception):
-    """A message has arrived that can't be unpickled here, or whose files found no descriptor."""
+"""Why a message has arrived without its files."""
 
 
 class CommandConnection:
@@ -79,19 +76,15 @@ class CommandConnection:
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message; return it with descriptors of the files that came with it, to be closed.
 
+        Files for which this process has no descriptors left are lost.
+
         Raises:
             EOFError, OSError: the other process has gone.
-            UnreadableMessage: it can't be unpickled here, or its files found no descriptor; the next can be received.
         """
         size, num_files = _HEADER.unpack(self._read(_HEADER.size))
         data = self._read(size)
         files = self._receive_files(num_files) if num_files else []
-        try:
-            return pickle.loads(data), files
-        except Exception as error:
-            for fd in files:
-                os.close(fd)
-            raise UnreadableMessage(f"{type(error).__name__}: {error}") from error
+        return pickle.loads(data), files
 
     def _read(self, size: int) -> bytearray:
         data = bytearray()
@@ -107,10 +100,6 @@ class CommandConnection:
             data, files, _, _ = socket.recv_fds(unix_socket, 1, count)
         if not data:
             raise EOFError
-        if len(files) < count:  # the system has dropped them
-            for fd in files:
-                os.close(fd)
-            raise UnreadableMessage(_NO_DESCRIPTOR)
         return files
 
     def __del__(self) -> None:
@@ -191,9 +180,11 @@ class RunFunction(SessionCommand):
     """A function to call as a job does; the call follows as a memory file.
 
     Args:
+        returns_all: the value of every rank is wanted, not that of rank 0 alone.
         wanted_modules: as in ``wire/assignment.py``.
     """
 
+    returns_all: bool = False
     wanted_modules: tuple[ArgPath, ...] = ()
 
 
@@ -325,9 +316,8 @@ class Reply:
         returned: where any other value lies in the outbox (``wire/outbox.py``).
         sent_states: of a call: where the states of modules lie there, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
-        has_output: something was printed since the last reply.
         number: of the command, where it has one.
-        new_names: of variables that commands have set since the last reply; of the first rank of a machine alone.
+        has_torch: the rank, of a session, has imported torch.
     """
 
     time_s: float = 0.0
@@ -336,9 +326,8 @@ class Reply:
     returned: Returned | None = None
     sent_states: Mapping[ArgPath, StateSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
-    has_output: bool = False
     number: int = 0
-    new_names: Sequence[str] = ()
+    has_torch: bool = False
 
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
@@ -364,17 +353,14 @@ class ReceivedReply:
     def of(cls, reply: Reply, files: Sequence[int]) -> ReceivedReply:
         """Read what came with a reply, and close its files."""
         try:
-            if reply.returned is None or not files:
+            if reply.returned is None:
                 return cls(reply, RankResult(value=reply.value))
+            if not files:
+                return cls(reply, RankResult(value_error=NO_DESCRIPTOR))
             return cls(reply, outbox.read(files[0], reply.returned.value_location, reply.sent_states))
         finally:
             for fd in files:
                 os.close(fd)
-
-    @classmethod
-    def of_unreadable(cls, error: UnreadableMessage) -> ReceivedReply:
-        """Return what stands for a reply that could not be read: one whose value can't be rebuilt."""
-        return cls(Reply(time_s=time.time()), RankResult(value_error=f"{error}"))
 
     def value_of(self, rank: int) -> Any:
         """Return the value of the reply of ``rank``.

@@ -94,7 +94,6 @@ class _Worker:
         self.locks = WorkerLocks(assignment.board_fd, assignment.rank)
         self.interrupts = process_control.Interrupts(self.slot)
         self.sender = EventSender(assignment.event_fd)
-        self.interrupts.install()
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
         self._debugger: Debugger | None = None
@@ -106,7 +105,7 @@ class _Worker:
         try:
             self._prepare()
             process_control.unblock_signals()
-            with self.interrupts.raised_in_block():
+            with self.interrupts:
                 function, args = load_call()
             _value, exit_code = self._run_function(function, args, originals)
         except BaseException as error:
@@ -125,13 +124,12 @@ class _Worker:
             own.returns_value,
             args,
             originals,
-            self.sender.send,
             own.wanted_modules,
             own.wanted_optimizers,
         )
         if own.post_mortem:
             process_group.extend_collective_timeout()
-        with self.interrupts.raised_in_block():
+        with self.interrupts:
             value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
@@ -141,7 +139,10 @@ class _Worker:
         output.show_pending_figures()
         context.current().flush_losses()
         self.slot.set_state(WorkerState.FINISHING)
-        delivery.deliver(value, left_by_exit=value is _EXITED)
+        returned = delivery.put_value(value, left_by_exit=value is _EXITED)
+        self.sender.send(returned)
+        for sent in delivery.put_states(returned.sends):
+            self.sender.send(sent)
         return value, 0
 
     def _report_failure(self, error: BaseException) -> int:
@@ -160,7 +161,7 @@ class _Worker:
     def _wait_at(self, error: BaseException, debugger: Debugger) -> None:
         """Wait at ``error`` until the kernel lets the worker end, or interrupts it."""
         try:
-            with self.interrupts.raised_in_block():
+            with self.interrupts:
                 debugger.wait_at(error)
         except KeyboardInterrupt:
             return
@@ -187,7 +188,6 @@ class _Worker:
                 backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
-                count_events=lambda: self.sender.num_sent,
                 locks=self.locks,
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,

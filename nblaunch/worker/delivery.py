@@ -9,11 +9,12 @@ cost it: neither memory that runs out, nor a ``state_dict()`` that raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.events import Event, Returned, StateSent, ValueLocation
+from nblaunch.events import Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
@@ -30,7 +31,7 @@ _ABSENT = "its arguments do not hold that object: a __getstate__ may leave it ou
 
 
 class Delivery:
-    """Sends what a worker has made.
+    """Writes what a worker has made, for its launcher.
 
     Created before the function is called: it finds modules and notes where their tensors lie, and the function may
     replace modules in containers.
@@ -44,7 +45,6 @@ class Delivery:
         returns_value: whether what the function returns here is wanted.
         args: of the function.
         originals: where tensors of modules can still be read as they are now; None: all are sent.
-        send: takes events for the launcher.
         wanted_modules: as in ``wire/assignment.py``.
         wanted_optimizers: likewise.
     """
@@ -56,7 +56,6 @@ class Delivery:
         returns_value: bool,
         args: Sequence[Any],
         originals: Originals | None,
-        send: Callable[[Event], None],
         wanted_modules: Sequence[ArgPath],
         wanted_optimizers: Sequence[ArgPath] = (),
     ) -> None:
@@ -66,48 +65,47 @@ class Delivery:
         self._returns_value = returns_value
         self._modules = modules_at(args, wanted_modules)
         self._originals = originals
-        self._send = send
         self._optimizers = optimizers_at(args, wanted_optimizers)
         found = self._modules.keys() | self._optimizers.keys()
         self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in found]
         if originals is not None and self._is_main:
             originals.remember(self._modules)
 
-    def deliver(self, value: Any, *, left_by_exit: bool) -> None:
-        """Send the value, then the states.
+    @cached_property
+    def _outbox(self) -> Outbox:
+        return Outbox(self._outbox_fd)
+
+    def put_value(self, value: Any, *, left_by_exit: bool) -> Returned:
+        """Write the value; return the event that reports it, and which states follow.
 
         Raises:
             Exception: the value could not be written.
         """
-        outbox = Outbox(self._outbox_fd)
         is_wanted = self._returns_value and not left_by_exit and value is not None
-        location = outbox.put_value(value) if is_wanted else ValueLocation()
-        in_shards = self._holds_shards()
+        location = self._outbox.put_value(value) if is_wanted else ValueLocation()
         # Where every rank holds the whole, one of them is enough.
-        sends = tuple(self._modules) if self._is_main or in_shards else ()
+        sends = tuple(self._modules) if self._is_main or self._holds_shards() else ()
         if self._is_main:
             sends += (*self._optimizers, *self._absent)
-        self._send(
-            Returned(
-                self._rank,
-                time.time(),
-                value_location=location,
-                left_by_exit=left_by_exit,
-                sends=sends,
-            )
+        return Returned(
+            self._rank, time.time(), value_location=location, left_by_exit=left_by_exit, sends=sends
         )
-        for path in sends:
-            self._send(self._put_state(outbox, path, in_shards))
 
-    def _put_state(self, outbox: Outbox, path: ArgPath, in_shards: bool) -> StateSent:
+    def put_states(self, paths: Sequence[ArgPath]) -> Iterator[StateSent]:
+        """Write one state after the other; yield where each is, or why there is none."""
+        in_shards = bool(paths) and self._holds_shards()
+        for path in paths:
+            yield self._put_state(path, in_shards)
+
+    def _put_state(self, path: ArgPath, in_shards: bool) -> StateSent:
         """Write the state of a module or optimizer; return where it is, or why there is none."""
         if path in self._absent:
             return StateSent(self._rank, time.time(), path=path, error=_ABSENT)
         try:
             if path in self._optimizers:
-                at, end, lost = self._put_optimizer_state(outbox, path, in_shards)
+                at, end, lost = self._put_optimizer_state(path, in_shards)
             else:
-                at, end, lost = self._put_weights(outbox, path, in_shards)
+                at, end, lost = self._put_weights(path, in_shards)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return StateSent(self._rank, time.time(), path=path, error=text)
@@ -126,7 +124,7 @@ class Delivery:
             or any(is_fsdp_module(part) for module in modules for part in module.modules())
         )
 
-    def _put_weights(self, outbox: Outbox, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
+    def _put_weights(self, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
         """Write weights; return where they are, where they end, and which parts of them could not be sent."""
         module = self._modules[path]
         state = dict(
@@ -142,10 +140,10 @@ class Delivery:
             del state[name]
         # Shards are new tensors, so there is nothing to compare them with: all are sent.
         tests = self._originals.equality_tests(path, state) if self._originals and not in_shards else {}
-        at, end, lost = outbox.put_state(path, state, tests)
+        at, end, lost = self._outbox.put_state(path, state, tests)
         return at, end, "; ".join(filter(None, [lost, _describe_bare(sorted(bare - left_out))]))
 
-    def _put_optimizer_state(self, outbox: Outbox, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
+    def _put_optimizer_state(self, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
         """Write the state of an optimizer or scheduler, the same on all ranks; return as :meth:`_put_weights`.
 
         Raises:
@@ -155,7 +153,7 @@ class Delivery:
             raise RuntimeError(
                 "ranks hold shards of it; save it by accelerator.save_state(), which load_state() continues from"
             )
-        return outbox.put_state(path, self._optimizers[path].state_dict(), {})
+        return self._outbox.put_state(path, self._optimizers[path].state_dict(), {})
 
 
 def _describe_bare(names: Sequence[str]) -> str:

@@ -57,8 +57,9 @@ def _drop_exit_handlers() -> None:
     finalize._registered_with_atexit = False  # so that the next one registers them again
     logging: Any = sys.modules.get("logging")
     if logging is not None:
-        logging._handlerList.clear()
-        atexit.register(logging.shutdown)
+        own: list[Any] = []  # in place of the kernel's: to clear that would write to each of its handlers
+        logging._handlerList = own
+        atexit.register(logging.shutdown, own)
 
 
 def _leave_interactive_mode() -> None:

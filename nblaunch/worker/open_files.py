@@ -18,6 +18,8 @@ _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.Buffered
 _WITH_AN_END = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"))
 """Modules and classes of files that can't be read without what closing writes."""
 
+_bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+
 _imported_in = os.getpid()
 _mark: list[None] = []
 """Is where the kernel's objects are, in the process that has imported this module and in those forked from it."""
@@ -28,10 +30,11 @@ def write_left_open() -> None:
     objects = gc.get_objects()
     if os.getpid() != _imported_in and any(one is _mark for one in objects):
         return  # the function has unfrozen the heap: the kernel's files are among them
-    # type() and id(): isinstance() or a hash would run code of objects and classes that pretend to be others.
+    # type(), id() and the bases themselves: isinstance() or a hash would run code of objects and classes that pretend
+    # to be others, and issubclass() of an abstract class, as GzipFile is, writes to every class that it is asked about.
     classes = {id(kind): kind for kind in map(type, objects)}
-    wanted = (*_BUFFERED, *_classes_with_an_end())
-    kinds = {number for number, kind in classes.items() if issubclass(kind, wanted)}
+    wanted = {id(kind) for kind in (*_BUFFERED, *_classes_with_an_end())}
+    kinds = {number for number, kind in classes.items() if not wanted.isdisjoint(map(id, _bases_of(kind)))}
     files = [one for one in objects if id(type(one)) in kinds]
     texts = [one for one in files if isinstance(one, io.TextIOWrapper)]
     buffers = [one for one in files if isinstance(one, _BUFFERED[1:])]

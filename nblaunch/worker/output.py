@@ -23,11 +23,17 @@ from typing import Any
 from nblaunch.errors import LaunchError
 from nblaunch.events import Displayed, Event
 from nblaunch.host import disk
+from nblaunch.user_code import ipython_shell
 
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _LINE_BUFFERED = 1  # _IOLBF; source: <stdio.h> of glibc and musl
 _outputs: list[tuple[io.TextIOWrapper, io.BufferedWriter[_Output], _Output]] = []
+
+# Looked up here once, in the kernel, instead of in every worker.
+_library = ctypes.CDLL(None)
+_fflush, _setvbuf = _library.fflush, _library.setvbuf
+_c_stdout = ctypes.c_void_p.in_dll(_library, "__stdoutp" if sys.platform == "darwin" else "stdout")
 
 
 class _Output(io.RawIOBase):
@@ -83,7 +89,7 @@ def capture(log_path: str) -> None:
         os.dup2(source, target, inheritable=True)
     os.close(log)
     os.close(null)
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")  # type: ignore[misc]
     _outputs.clear()
     for raw in (_Output(1), _Output(2)):
         buffer = io.BufferedWriter(raw)
@@ -91,35 +97,8 @@ def capture(log_path: str) -> None:
     sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
 
-    _c_stdout.write_lines()
-
-
-class _CStdout:
-    """The C library's buffered ``stdout``: what native code prints by ``printf`` or ``std::cout``.
-
-    Into a file it is written a block at a time, and ``os._exit`` leaves out the last one.
-    """
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None)
-        try:
-            stream = ctypes.c_void_p.in_dll(library, "stdout")
-        except ValueError:  # another name on this system (macOS)
-            stream = ctypes.c_void_p.in_dll(library, "__stdoutp")
-        self._stream = stream
-        self._fflush, self._setvbuf = library.fflush, library.setvbuf
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        self._fflush(self._stream)
-
-    def write_lines(self) -> None:
-        """Write each line when it ends, from now on."""
-        self._setvbuf(self._stream, None, _LINE_BUFFERED, 0)
-
-
-_c_stdout = _CStdout()
-"""Looked up once, in the kernel, instead of in every worker."""
+    # What native code prints by printf or std::cout goes to a file a block at a time, and os._exit leaves out the last.
+    _setvbuf(_c_stdout, None, _LINE_BUFFERED, 0)
 
 
 def renew_buffers() -> None:
@@ -140,7 +119,7 @@ def flush() -> int:
     Returns:
         How many bytes the disk had no room for since the start.
     """
-    _c_stdout.flush()
+    _fflush(_c_stdout)
     for stream in (sys.stdout, sys.stderr, *(stream for stream, *_ in _outputs)):
         with contextlib.suppress(Exception):  # it may be closed, or have no such method
             stream.flush()
@@ -149,7 +128,7 @@ def flush() -> int:
 
 def flush_before_fork() -> None:
     """Write what this process has buffered, or every worker would carry a copy of it."""
-    _c_stdout.flush()
+    _fflush(_c_stdout)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
             stream.flush()
@@ -165,18 +144,16 @@ def append_to_log(log_path: str, text: str) -> None:
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-class EventPublisher:
-    """Takes the place of IPython's display publisher: mimebundles become events.
+def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
+    """Send the displays of this process to the launcher; does nothing in a process without IPython.
 
     Widgets are sent as text: a front end asks the kernel for what a view shows, and this one lives in a worker.
     """
-
-    def __init__(self, rank: int, emit: Callable[[Event], None]) -> None:
-        self._rank = rank
-        self._emit = emit
+    shell = ipython_shell()
+    if shell is None:
+        return
 
     def publish(
-        self,
         data: dict[str, Any],
         metadata: dict[str, Any] | None = None,
         source: Any = None,
@@ -185,40 +162,24 @@ class EventPublisher:
         update: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Send what a display shows to the launcher; as IPython calls it."""
-        self._emit(
-            Displayed(
-                rank=self._rank,
-                time_s=time.time(),
-                data={kind: content for kind, content in data.items() if kind != _WIDGET_VIEW},
-                metadata=dict(metadata or {}),
-                transient=dict(transient or {}),
-                update=update,
-            )
-        )
+        shown = {kind: content for kind, content in data.items() if kind != _WIDGET_VIEW}
+        emit(Displayed(rank, time.time(), shown, dict(metadata or {}), dict(transient or {}), update))
 
-    def write_payload(self, payload: dict[str, Any], single: bool = True) -> None:
+    def write_payload(payload: dict[str, Any], single: bool = True) -> None:
         """Show what a front end would show in its pager, as the help of ``name?``."""
         if payload.get("source") == "page":
-            self.publish(payload["data"])
+            publish(payload["data"])
 
-    def clear_output(self, wait: bool = False) -> None:
+    def clear_output(wait: bool = False) -> None:
         """Do nothing: one rank must not clear what the others show in the same cell."""
 
-
-def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
-    """Send the displays of this process to the launcher; does nothing in a process without IPython."""
-    shell = current_shell()
-    if shell is None:
-        return
     # tqdm.auto and others take this key as "widgets will work here".
     shell.config.pop("IPKernelApp", None)
     # The shell's trait accepts its own class of publisher only, so the one it has gets our methods. Making another of
     # that class costs a forked worker 200 page faults.
-    publisher = EventPublisher(rank, emit)
-    shell.display_pub.publish = publisher.publish
-    shell.display_pub.clear_output = publisher.clear_output
-    shell.payload_manager.write_payload = publisher.write_payload
+    shell.display_pub.publish = publish
+    shell.display_pub.clear_output = clear_output
+    shell.payload_manager.write_payload = write_payload
 
 
 def ensure_shell() -> None:
@@ -239,9 +200,3 @@ def show_pending_figures() -> None:
     if inline is None or pyplot is None or "inline" not in pyplot.get_backend():
         return
     inline.flush_figures()
-
-
-def current_shell() -> Any:
-    """Return IPython's shell of this process; None if there is none. Does not import IPython."""
-    module: Any = sys.modules.get("IPython.core.interactiveshell")
-    return module.InteractiveShell._instance if module is not None else None

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
@@ -27,69 +27,45 @@ BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 class Interrupts:
-    """Turns SIGINT into ``KeyboardInterrupt`` while the user's code runs, and only then.
+    """Turns SIGINT into ``KeyboardInterrupt`` in ``with interrupts:``, a block of the user's code, and only there.
 
-    One that comes earlier is raised when that code begins, and one that comes later is only counted: it never
-    interrupts what the worker does by itself.
+    One that comes before the block is raised when that begins, and one that comes after it is only counted: it never
+    interrupts what the worker does by itself. Made in the main thread, it handles SIGINT from then on.
+
+    No ``contextmanager``, which sets an attribute of the exceptions that pass: the user's may refuse that.
     """
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._held = 1  # until the user's code begins
+        self._are_raised = False
         self._is_pending = False
-
-    def install(self) -> None:
-        """Handle SIGINT from now on. For the main thread."""
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         # The launcher reads this count: a worker that noticed gets its grace, one stuck in C code may not need it.
         self._slot.note_interrupt()
-        if self._held:
-            self._is_pending = True
-        else:
+        if self._are_raised:
             raise KeyboardInterrupt
+        self._is_pending = True
 
     def reset_in_subprocess(self) -> None:
         """Forget what the worker received, in a process that was forked from it."""
         self._is_pending = False
         if not _forked_by_main_thread:
-            self._held = 0  # by the main thread, which is not in this process
-
-    def raised_in_block(self) -> AbstractContextManager[None]:
-        """Raise interrupts in the block, which runs the user's code; one that came before it at once."""
-        return _Raised(self)
-
-    def allow(self) -> None:
-        """Raise interrupts from now on, and one that has come before."""
-        self._held -= 1
-        if self._is_pending and not self._held:
-            self._is_pending = False
-            raise KeyboardInterrupt
-
-    def hold(self) -> None:
-        """Hold interrupts back from now on."""
-        self._held += 1
-
-
-class _Raised(AbstractContextManager[None]):
-    """The block of :meth:`Interrupts.raised_in_block`.
-
-    A class, since ``contextmanager`` sets an attribute of the exceptions that pass, which the user's may refuse.
-    """
-
-    def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
+            self._are_raised = True  # the main thread, which may hold them back, is not in this process
 
     def __enter__(self) -> None:
         try:
-            self._interrupts.allow()
+            self._are_raised = True
+            if self._is_pending:
+                self._is_pending = False
+                raise KeyboardInterrupt
         except KeyboardInterrupt:
-            self._interrupts.hold()
+            self._are_raised = False
             raise
 
     def __exit__(self, *error: object) -> None:
-        self._interrupts.hold()
+        self._are_raised = False
 
 
 @contextmanager

@@ -45,7 +45,6 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.cli.jobs", "nblaunch.cli.script_job"): "only attach shows output; the list comes at once",
     ("nblaunch.notebook", "nblaunch.nodes.link"): "a launch on one machine does not load it",
-    ("nblaunch.session.session", "nblaunch.nodes.link"): "a session on one machine does not load it",
     (
         "nblaunch.dashboard.notebook",
         "nblaunch.dashboard.widget_panel",

@@ -20,7 +20,7 @@ import pytest
 from nblaunch.errors import LaunchError, PayloadError
 from nblaunch.events import ExitStatus, Returned, Started
 from nblaunch.start_methods import STARTERS
-from nblaunch.start_methods.base import WorkerGroup
+from nblaunch.start_methods.worker_group import WorkerGroup
 from nblaunch.topology import Topology
 from nblaunch.wire import outbox
 from nblaunch.wire.assignment import Assignment

@@ -123,21 +123,6 @@ launch({kind}(message))
         assert "the end" in shown
 
 
-def test_a_descriptor_that_was_closed_is_named(odd_kernel: Kernel) -> None:
-    cell = odd_kernel.run(
-        """
-def train():
-    os.closerange(0, 256)
-    return 5
-notebook_launcher(train, num_processes=2)
-""",
-        raises="WorkerDied",
-    )
-    assert cell.error is not None
-    assert "code in it closes descriptors that it has not opened" in cell.error.text
-    assert len(cell.error.lines) <= MAX_LINES
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_working_folder_that_is_gone(odd_kernel: Kernel, method: str) -> None:
     cell = odd_kernel.run(

@@ -19,7 +19,7 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
-from nblaunch.start_methods.base import WorkerGroup
+from nblaunch.start_methods.worker_group import WorkerGroup
 from nblaunch.topology import Topology
 
 pytestmark = pytest.mark.timeout(30)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.session import client
 from nblaunch.session.client import SessionClient
 from nblaunch.session.output import SessionOutput
 from nblaunch.wire.board import create_memory_file
@@ -35,7 +35,6 @@ class Ranks:
             command_connections=self.kernels,
             debugger=DebugClient({rank: kernel for rank, (kernel, _) in enumerate(debugger)}),
             requests=SimpleNamespace(cancel=lambda: self.cancelled.append(True), ask_logs=Future),
-            topology=SimpleNamespace(num_nodes=1),
             pids={},
             is_running=True,
         )
@@ -57,25 +56,6 @@ def ranks() -> Iterator[Ranks]:
     ranks.client.close()
     for ends in (ranks.workers, ranks.debuggers, ranks.kernels):
         ends.clear()  # which closes them
-
-
-class Unknown(float):
-    """Can be written here, and not be found where it is read."""
-
-
-def test_a_reply_that_can_not_be_read_is_that_of_its_rank_alone(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("nblaunch.wire.channel._OURS", ("",))
-        ranks.answer(Unknown(1), 1)
-    monkeypatch.delattr(sys.modules[__name__], "Unknown")
-    replies = ranks.client.request([0, 1], SetVariables())
-    with pytest.raises(ValueError, match="Unknown"):
-        replies[0].value_of(0)
-    assert replies[1].value_of(1) == 1
-    ranks.answer(2, 2)
-    assert ranks.values() == [2, 2]
 
 
 @contextmanager
@@ -146,6 +126,18 @@ def test_an_interrupt_while_no_command_runs_does_nothing(ranks: Ranks) -> None:
     ranks.client.interrupt()
     ranks.client.interrupt()
     assert (ranks.client.num_interrupts, ranks.cancelled) == (0, [])
+
+
+def test_an_interrupt_as_a_command_begins_is_one_of_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def with_one_at_once(request: Callable[[], None]) -> Iterator[None]:
+        request()
+        yield
+
+    monkeypatch.setattr(client, "interrupts_as_requests", with_one_at_once)
+    ranks.answer(1, 1)
+    assert ranks.values() == [1, 1]
+    assert ranks.client.num_interrupts == 1
 
 
 def test_the_second_interrupt_of_a_command_kills_the_ranks(

@@ -67,18 +67,6 @@ def test_rich_values_are_shown_as_such(shared: Kernel) -> None:
     assert [display.data["text/html"] for display in cell.displays] == ["<b>bold</b>"]
 
 
-def test_names_of_ranks_are_completed_in_cells_on_ranks(shared: Kernel) -> None:
-    shared.run("%%ranks\nlearning_rate_of_ranks = 1")
-    complete = "[one.text for one in get_ipython().Completer.completions({0!r}, len({0!r}))]"
-    shared.run("get_ipython().Completer.use_jedi = False\nimport warnings\nwarnings.simplefilter('ignore')")
-    has_matchers = shared.run(
-        "import IPython.core.completer\nhasattr(IPython.core.completer, 'context_matcher')"
-    ).value
-    found = ["learning_rate_of_ranks"] if has_matchers else []
-    assert shared.run(complete.format("%%ranks\n1 + learning_ra")).value == found
-    assert shared.run(complete.format("1 + learning_ra")).value == []
-
-
 def test_wrong_lines_are_refused(shared: Kernel) -> None:
     for line in ("%%ranks 7\n1", "%%ranks a\n1", "%ranks begin", "%ranks start x", "%ranks use os"):
         assert shared.run(line, raises="ValueError").error is not None

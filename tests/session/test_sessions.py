@@ -224,6 +224,17 @@ def test_the_threads_of_a_group_end_with_the_command_that_destroys_it(shared: Ke
     assert all(few < many for few, many in zip(after, within, strict=True))
 
 
+def test_all_ranks_join_the_group_once_one_of_them_has_imported_torch(kernel: Kernel) -> None:
+    kernel.run(
+        "import sys\nfrom nblaunch import Session\nassert 'torch' not in sys.modules\nsession = Session(2)"
+    )
+    kernel.run("session.ranks(0).execute('import torch')")
+    kernel.run("session.execute('import sys')")
+    in_group = "sys.modules['torch'].distributed.is_initialized()"
+    assert kernel.run(f"session.execute({in_group!r})").result == "[0-1] True"
+    kernel.run("session.close()")
+
+
 def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(shared: Kernel) -> None:
     # torch's own frames, which refer to the group, are in the traceback that is kept for the debugger.
     shared.run(
@@ -427,6 +438,14 @@ def train(model, lr):
     failing = "def fail(): raise KeyError('lr')\nsession.run(fail)"
     assert shared.run(failing, raises="KeyError").error is not None
     assert shared.run("session.run(train, (model, 0.5))").result == "0"
+
+
+def test_values_that_are_not_asked_for_stay_where_they_are(shared: Kernel) -> None:
+    shared.run(
+        "def value():\n    import threading\n    return threading.Lock() if torch.distributed.get_rank() else 5"
+    )
+    assert shared.run("session.run(value)").value == 5
+    shared.run("session.run(value, return_all=True)", raises="ResultError")
 
 
 def test_each_command_shows_all_losses_of_its_own_and_no_others(shared: Kernel) -> None:

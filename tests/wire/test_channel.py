@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,7 +144,6 @@ def test_a_signal_handler_sends_while_the_thread_that_it_interrupts_does(
     ):
         sender.send(Note(0, 0.0, LARGE))
     assert [event.text for event in got if isinstance(event, Note)] == ["handled", LARGE]
-    assert sender.num_sent == 2
 
 
 def test_a_signal_handler_that_raises_costs_no_event_but_the_one_that_it_cuts(
@@ -161,22 +159,6 @@ def test_a_signal_handler_that_raises_costs_no_event_but_the_one_that_it_cuts(
             sender.send(Note(0, 0.0, LARGE))
         sender.send(Note(0, 1.0, "whole"))
     assert [event.text for event in got if isinstance(event, Note)] == ["whole"]
-
-
-def test_nothing_is_written_to_a_file_that_has_got_the_number_of_the_pipe(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    sender = EventSender(writing)
-    os.close(writing)
-    with pytest.raises(RuntimeError, match="closerange"):
-        sender.send(Note(0, 0.0, ""))
-    with (tmp_path / "other").open("wb") as file:
-        os.dup2(file.fileno(), writing)
-        with pytest.raises(RuntimeError, match="closerange"):
-            sender.send(Note(0, 0.0, ""))
-        if file.fileno() != writing:
-            os.close(writing)
-    assert (tmp_path / "other").read_bytes() == b""
 
 
 @given(st.lists(st.text(max_size=50), max_size=6), st.lists(st.integers(1, 300), min_size=1))
@@ -270,9 +252,7 @@ def test_what_can_not_be_read_is_named_and_does_not_cost_what_follows(
     lost, whole = receive(receiver, 2)
     assert isinstance(lost, Note)
     assert (lost.rank, lost.kind) == (-1, "warning")
-    assert lost.text.startswith(
-        "an event of rank 3 could not be read, and is lost: 'Unknown' (AttributeError: "
-    )
+    assert lost.text.startswith("an event of rank 3 could not be read, and is lost: AttributeError: ")
     assert isinstance(whole, Note)
     assert whole.text == "whole"
     receiver.close()

@@ -21,9 +21,7 @@ def slot() -> Iterator[Slot]:
 
 @pytest.fixture
 def interrupts(slot: Slot) -> Interrupts:
-    interrupts = Interrupts(slot)
-    interrupts.install()
-    return interrupts
+    return Interrupts(slot)
 
 
 def interrupt() -> None:
@@ -35,19 +33,19 @@ def test_an_interrupt_before_the_function_is_raised_when_it_begins(
 ) -> None:
     interrupt()
     assert slot.read(0).interrupts == 1
-    with pytest.raises(KeyboardInterrupt), interrupts.raised_in_block():
+    with pytest.raises(KeyboardInterrupt), interrupts:
         pytest.fail("the function has begun")
-    with interrupts.raised_in_block():
+    with interrupts:
         pass  # once
 
 
 def test_an_interrupt_after_the_function_is_only_counted(interrupts: Interrupts, slot: Slot) -> None:
-    with interrupts.raised_in_block():
+    with interrupts:
         pass
     interrupt()
     assert slot.read(0).interrupts == 1
 
 
 def test_an_interrupt_of_the_function_is_raised_where_it_is(interrupts: Interrupts) -> None:
-    with interrupts.raised_in_block(), pytest.raises(KeyboardInterrupt):
+    with interrupts, pytest.raises(KeyboardInterrupt):
         interrupt()
