@@ -68,8 +68,6 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
         )
         for text in filter(None, (plan.fallback, *plan.warnings)):
             print(f"note: {text}")
-    for note in resolved.notes:
-        print(f"note: {note}")
     return 0
 
 
