@@ -192,9 +192,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", choices=list(needs.OPTIMIZER_STATES), default="adam", help="default: adam"
     )
-    parser.add_argument(
-        "--fits", metavar="SIZE", help="show what fits into a device of this size: 80GB, 16GiB"
-    )
     parser.add_argument("--json", action="store_true", help="as JSON, in bytes")
 
 
@@ -202,12 +199,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the estimate and return the exit code."""
     model = model_size(arguments)
     settings = _settings(arguments)
-    capacity = None if arguments.fits is None else _capacity(arguments.fits)
     rows = [*_training_rows(arguments, model, settings), *_inference_rows(arguments, model, settings)]
     if arguments.json:
         print(json.dumps({"model": dataclasses.asdict(model), "rows": rows}, indent=2))
     else:
-        print(_render(model, settings, arguments.optimizer, rows, capacity))
+        print(_render(model, settings, arguments.optimizer, rows))
     return 0
 
 
@@ -265,16 +261,8 @@ def _settings(arguments: argparse.Namespace) -> needs.JobSettings:
     )
 
 
-def _capacity(text: str) -> int:
-    try:
-        return formatting.parse_size(int(text) if text.isdecimal() else text)
-    except ValueError as error:
-        raise UsageError(f"--fits: {error}") from None
-
-
 # --- the table -------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "device", "host")
 _MEANINGS = {
     "parameters": "weights that a device holds all the time, and the model's own buffers, such as running means",
     "gradients": "of the trained parameters",
@@ -282,17 +270,12 @@ _MEANINGS = {
     "buffers": "temporary: what a collective sends, weights gathered for a while, the optimizer's working copy on GPUs",
     "device": "the sum of these four: needed on each device, before activations",
     "host": "the kernel's model and the trained weights that return to it; with --device cpu also what the ranks hold",
-    "fits": "whether the column device is within --fits",
 }
 """Column -> what it counts, as shown below the table."""
 
 
 def _render(
-    model: needs.ModelSize,
-    settings: needs.JobSettings,
-    optimizer: str,
-    rows: Sequence[dict[str, Any]],
-    capacity: int | None,
+    model: needs.ModelSize, settings: needs.JobSettings, optimizer: str, rows: Sequence[dict[str, Any]]
 ) -> str:
     trained = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
     largest = f", largest block {model.block:,}" if model.block else ""
@@ -306,19 +289,15 @@ def _render(
     for purpose, label in (("training", "mixed precision"), ("inference", "weights")):
         chosen = [row for row in rows if row["purpose"] == purpose]
         if chosen:
-            lines += ["", *_table(purpose, label, chosen, capacity)]
-    shown = [name for name in _MEANINGS if name != "fits" or capacity is not None]
-    lines += ["", *(f"{name:<10}  {_MEANINGS[name]}" for name in shown)]
+            lines += ["", *_table(purpose, label, chosen)]
+    lines += ["", *(f"{name:<10}  {meaning}" for name, meaning in _MEANINGS.items())]
     return "\n".join(lines)
 
 
-def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]], capacity: int | None) -> list[str]:
-    grid = [[purpose, label, *_COLUMNS, *(["fits"] if capacity is not None else [])]]
+def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    grid = [[purpose, label, *_MEANINGS]]
     for row in rows:
-        cells = [row["strategy"], row["precision"], *(_cell(row[f"{name}_bytes"]) for name in _COLUMNS)]
-        if capacity is not None:
-            cells.append("yes" if row["device_bytes"] <= capacity else "no")
-        grid.append(cells)
+        grid.append([row["strategy"], row["precision"], *(_cell(row[f"{name}_bytes"]) for name in _MEANINGS)])
     return formatting.columns(grid, num_left=2)
 
 

@@ -152,29 +152,20 @@ def test_hosts_hold_the_kernels_model_once_and_cores_hold_all(capfd: pytest.Capt
     assert on_cores["host_bytes"] == 88 * 10**6
 
 
-def test_the_table_says_what_fits(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.main(["estimate-memory", "--parameters", "7B", "--fits", "80GB", "--strategies", "ddp", "fsdp2"])
-        == 0
-    )
+def test_the_table_has_a_row_for_each_strategy_and_precision(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate-memory", "--parameters", "7B", "--strategies", "ddp", "fsdp2"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("7,000,000,000 parameters (all trained); 8 devices (gpu), 8 on a host; adam")
-    rows = [line.split() for line in lines if line.startswith(("ddp", "fsdp2"))]
-    assert [(row[0], row[1], row[-1]) for row in rows] == [
-        ("ddp", "no", "no"),
-        ("fsdp2", "no", "yes"),
-        ("ddp", "bf16", "no"),
-        ("fsdp2", "bf16", "yes"),
-    ]
+    rows = [line.split()[:2] for line in lines if line.startswith(("ddp", "fsdp2"))]
+    assert rows == [["ddp", "no"], ["fsdp2", "no"], ["ddp", "bf16"], ["fsdp2", "bf16"]]
 
 
 def test_every_column_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["estimate-memory", "--parameters", "7B", "--fits", "80GB"]) == 0
+    assert cli.main(["estimate-memory", "--parameters", "7B"]) == 0
     lines = capfd.readouterr().out.splitlines()
     (header,) = (line for line in lines if line.startswith("training"))
     columns = header.removeprefix("training  mixed precision").split()
     assert columns == [line.split()[0] for line in lines[-len(columns) :]]
-    assert "fits" in columns
 
 
 @pytest.mark.parametrize(
@@ -188,8 +179,6 @@ def test_every_column_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
         (["--parameters", "7B", "--trainable", "8B"], "more than the model's"),
         (["--parameters", "7B", "--num_devices", "12", "--devices_per_host", "8"], "not a multiple"),
         (["--parameters", "7B", "--num_devices", "0"], "--num_devices 0"),
-        (["--parameters", "7B", "--fits", "large"], "'large' is not a size"),
-        (["--parameters", "7B", "--fits", "1.2.3GB"], "'1.2.3GB' is not a size"),
         (["models:Tied", "--set", "width"], "'width' is not of the form"),
         (["models:Tied", "--set", "depth=2"], "depth"),
         (["models:Missing"], "models has no 'Missing'"),
