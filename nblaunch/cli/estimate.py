@@ -1,4 +1,4 @@
-"""``nblaunch estimate-memory``: memory of a model on each device and host, by strategy, without launching it.
+"""``nblaunch estimate-memory``: memory of a model on each device, by strategy, without launching it.
 
 The size of the model is a given number of parameters, or measured on the meta device, which allocates no weights. The
 arithmetic and its sources are in ``memory_needs.py``.
@@ -153,7 +153,7 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Estimate the memory for training and inference of a model, by device, host, strategy and "
+        "Estimate the memory for training and inference of a model, by device, strategy and "
         "precision, without allocating weights. Not counted: activations, the processes themselves."
     )
     parser.set_defaults(run=run)
@@ -170,7 +170,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_devices", "--num-devices", type=int, default=8, help="of the whole job; default: 8"
     )
-    parser.add_argument("--devices_per_host", "--devices-per-host", type=int, help="default: up to 8")
     parser.add_argument(
         "--device",
         choices=("gpu", "cpu", "tpu"),
@@ -198,7 +197,13 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate and return the exit code."""
     model = model_size(arguments)
-    settings = _settings(arguments)
+    if arguments.num_devices < 1:
+        raise UsageError(f"--num_devices {arguments.num_devices} must be at least 1")
+    settings = needs.JobSettings(
+        num_devices=arguments.num_devices,
+        optimizer_states=needs.OPTIMIZER_STATES[arguments.optimizer],
+        device=arguments.device,
+    )
     rows = [*_training_rows(arguments, model, settings), *_inference_rows(arguments, model, settings)]
     if arguments.json:
         print(json.dumps({"model": dataclasses.asdict(model), "rows": rows}, indent=2))
@@ -241,26 +246,6 @@ def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[
     }  # fmt: skip
 
 
-# --- devices and hosts -----------------------------------------------------------------------------------------------
-
-
-def _settings(arguments: argparse.Namespace) -> needs.JobSettings:
-    per_host = arguments.devices_per_host or min(arguments.num_devices, 8)
-    for option, count in (("--num_devices", arguments.num_devices), ("--devices_per_host", per_host)):
-        if count < 1:
-            raise UsageError(f"{option} {count} must be at least 1")
-    if arguments.num_devices % per_host:
-        raise UsageError(
-            f"--num_devices {arguments.num_devices} is not a multiple of --devices_per_host {per_host}"
-        )
-    return needs.JobSettings(
-        num_devices=arguments.num_devices,
-        devices_per_host=per_host,
-        optimizer_states=needs.OPTIMIZER_STATES[arguments.optimizer],
-        device=arguments.device,
-    )
-
-
 # --- the table -------------------------------------------------------------------------------------------------------
 
 _MEANINGS = {
@@ -269,7 +254,6 @@ _MEANINGS = {
     "optimizer": "states such as Adam's two moments; with ZeRO (zero1 to zero3) also the weights in fp32",
     "buffers": "temporary: what a collective sends, weights gathered for a while, the optimizer's working copy on GPUs",
     "device": "the sum of these four: needed on each device, before activations",
-    "host": "the kernel's model and the trained weights that return to it; with --device cpu also what the ranks hold",
 }
 """Column -> what it counts, as shown below the table."""
 
@@ -281,8 +265,8 @@ def _render(
     largest = f", largest block {model.block:,}" if model.block else ""
     lines = [
         f"{model.parameters:,} parameters ({trained} trained{largest}); {settings.num_devices} devices "
-        f"({settings.device}), {settings.devices_per_host} on a host; {optimizer}",
-        "per device, and in the last column per host; without activations and the processes themselves",
+        f"({settings.device}); {optimizer}",
+        "per device; without activations and the processes themselves",
     ]
     if not model.block:
         lines.append("unknown without a model: the largest block, which fsdp2 and sharded inference gather")
