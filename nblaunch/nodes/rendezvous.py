@@ -16,9 +16,10 @@ from dataclasses import astuple
 from datetime import datetime, timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -246,8 +247,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 def is_connection_error(error: BaseException | None) -> bool:
     """Return whether the error means that the connection to the store failed."""
     while error is not None:
-        names = {cls.__name__ for cls in type(error).__mro__}
-        if names & {"RendezvousConnectionError", "DistNetworkError", "DistStoreError", "ConnectionError"}:
+        if isinstance(error, (RendezvousConnectionError, DistNetworkError, DistStoreError, ConnectionError)):
             return True
         error = error.__cause__ or error.__context__
     return False
