@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,20 +221,14 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
         ConfigError: the folder or the file can't be written.
     """
     path = Path(os.path.realpath(path))
+    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(render_json(values) if path.suffix == ".json" else render(values))
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        part.write_text(render_json(values) if path.suffix == ".json" else render(values), encoding="utf-8")
+        part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink()
         raise ConfigError(f"{path}: can't be written: {error.strerror}") from None
 
 
