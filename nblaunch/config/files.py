@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,22 +47,15 @@ _EXTRA_KEYS = ("gradient_accumulation_steps",)
 def default_path() -> Path:
     """Return the path that is read when the user names no file.
 
-    It is ``NBLAUNCH_CONFIG_FILE`` if set, else ``nblaunch/default.yaml`` in the platform's folder for configuration.
+    It is ``NBLAUNCH_CONFIG_FILE`` if set, else ``nblaunch/default.yaml`` in the user's folder for configuration.
+    Source: XDG Base Directory Specification.
     """
     chosen = env.read("NBLAUNCH_CONFIG_FILE")
-    return Path(chosen).expanduser() if chosen else _platform_folder() / "nblaunch" / "default.yaml"
-
-
-def _platform_folder() -> Path:
-    """Return the folder for users' configuration.
-
-    Source: XDG Base Directory Specification; Apple's File System Programming Guide.
-    """
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support"
-    chosen = env.read("XDG_CONFIG_HOME")
-    # XDG: a relative path is invalid and must be ignored.
-    return Path(chosen) if chosen and Path(chosen).is_absolute() else Path.home() / ".config"
+    if chosen:
+        return Path(chosen).expanduser()
+    folder = Path(env.read("XDG_CONFIG_HOME") or "")
+    # A relative path is invalid and must be ignored.
+    return (folder if folder.is_absolute() else Path.home() / ".config") / "nblaunch" / "default.yaml"
 
 
 def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:

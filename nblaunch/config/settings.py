@@ -76,12 +76,7 @@ class Setting:
 
 _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
     "devices": (
-        (
-            "backend",
-            Choice(tuple(backends.names())),
-            "auto",
-            "device family; auto = the best one here",
-        ),
+        ("backend", Choice(tuple(backends.names())), "auto", "device family; auto = the best one here"),
         ("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, as 0,2"),
     ),
     "processes": (
@@ -102,12 +97,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("rdzv_backend", Choice(RDZV_BACKENDS), "static", "how machines find each other"),
         ("rdzv_endpoint", Text("HOST:PORT"), None, "address of the c10d rendezvous; default: machine 0"),
         ("rdzv_conf", Pairs(), None, "further settings of the rendezvous"),
-        (
-            "rdzv_timeout_s",
-            Number(0.001),
-            None,
-            "timeout of the rendezvous in seconds; default: 600",
-        ),
+        ("rdzv_timeout_s", Number(0.001), None, "timeout of the rendezvous in seconds; default: 600"),
         ("rdzv_id", Text("NAME"), "none", "name of the job among several at one rendezvous"),
         ("max_restarts", Whole(0), 0, "how often all processes are restarted after a failure"),
     ),
@@ -152,12 +142,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "2",
             "settings of version 1 are read, and version 2 (fully_shard) is used",
         ),
-        (
-            "fsdp_reshard_after_forward",
-            FlagOrName(),
-            None,
-            "free gathered weights after the forward pass",
-        ),
+        ("fsdp_reshard_after_forward", FlagOrName(), None, "free gathered weights after the forward pass"),
         ("fsdp_offload_params", Flag(), None, "keep parameters and gradients on the CPU"),
         ("fsdp_auto_wrap_policy", Choice(WRAP_POLICIES), None, "which submodules are sharded one by one"),
         ("fsdp_transformer_layer_cls_to_wrap", Text("CLASS,..."), None, "blocks, for TRANSFORMER_BASED_WRAP"),

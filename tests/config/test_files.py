@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -300,7 +299,6 @@ def test_json_is_read_too(tmp_path: Path) -> None:
     assert files.read(path).values["num_processes"] == 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other platforms have other folders")
 def test_the_default_file_is_in_the_platforms_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBLAUNCH_CONFIG_FILE", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
