@@ -251,7 +251,7 @@ UNUSED: dict[str, int | None] = {
     **dict.fromkeys(_OF_FSDP_1, 1),
     "zero3_init_flag": 1,
     # What Intel's extension brought is part of PyTorch; nblaunch runs on every machine.
-    **dict.fromkeys(("ipex_config", "deepspeed_multinode_launcher", "fsdp_backward_prefetch_policy"), None),
+    **dict.fromkeys(("ipex_config", "fsdp_backward_prefetch_policy", *_OF_HOSTS), None),
 }
 """Accelerate's names of settings without effect -> how many values the option takes; None: only in files."""
 

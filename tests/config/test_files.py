@@ -135,7 +135,6 @@ def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
         ("fp8_config:\n  backend: TE\n", ["fp8_backend", "TE", "AO"]),
         ("fp8_config:\n  backend: TE\n  margin: 0\n", ["fp8_margin", "Transformer Engine"]),
         ("tpu_name: pod\n", ["on every machine"]),
-        ("deepspeed_hostfile: hosts\n", ["on every machine"]),
         ("use_megatron_lm: 1\n", ["Megatron-LM is not available"]),
     ],
 )
@@ -323,10 +322,11 @@ def test_written_yaml_is_yaml(tmp_path: Path) -> None:
 
 
 def test_features_that_a_file_of_accelerate_does_not_use_are_no_reason_to_refuse_it(tmp_path: Path) -> None:
-    text = "tpu_env: []\ntpu_use_cluster: false\ncommands: null\nmegatron_lm_config: {}\ndeepspeed_hostfile:\nvm: [~]\n"
+    text = "tpu_env: []\ntpu_use_cluster: false\ncommands: null\nmegatron_lm_config: {}\nvm: [~]\n"
     assert not files.read(written(tmp_path, text)).values
 
 
 def test_what_has_no_effect_here_is_left_out(tmp_path: Path) -> None:
-    text = "same_network: true\nenable_cpu_affinity: true\nfsdp_config: {fsdp_use_orig_params: false}\n"
-    assert not files.read(written(tmp_path, text)).values
+    text = "same_network: true\nenable_cpu_affinity: true\ndeepspeed_hostfile: hosts\n"
+    of_fsdp_1 = "fsdp_config: {fsdp_use_orig_params: false}\n"
+    assert not files.read(written(tmp_path, text + of_fsdp_1)).values
