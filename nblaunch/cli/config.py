@@ -3,7 +3,6 @@
 nblaunch config            ask questions and write the file
 nblaunch config default    write the default answers
 nblaunch config update     write the settings of a file anew, as this version does
-nblaunch config show       show the file
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from nblaunch.cli.questions import Asker, Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
 
-_ACTIONS = ("default", "update", "show")
+_ACTIONS = ("default", "update")
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=_ACTIONS,
         help="default: write the defaults for this machine, without questions; update: write an existing file anew, "
-        "with its settings in the names of this version; show: show the file",
+        "with its settings in the names of this version",
     )
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="another file than the default one"
@@ -46,8 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     file = arguments.config_file
     path = files.default_path() if file is None else Path(file).expanduser()
     try:
-        if arguments.action == "show":
-            return _show(path)
         if arguments.action == "update":
             return _update(path)
         return _write_default(path) if arguments.action == "default" else _ask(path)
@@ -68,7 +65,7 @@ def write_basic_config(
         The path; False if the file exists already, which is then not changed.
 
     Raises:
-        ValueError: the precision is unknown, or not supported by the devices of this machine.
+        ValueError: the precision is unknown.
     """
     path = files.default_path() if save_location is None else Path(save_location).expanduser()
     if path.exists():
@@ -78,23 +75,9 @@ def write_basic_config(
     return path
 
 
-def _show(path: Path) -> int:
-    if not path.exists():
-        raise UsageError(f"{path}: there is no such file yet; `nblaunch config` writes one")
-    layer = files.read(path)
-    print(f"# {path}")
-    print(path.read_text(encoding="utf-8").rstrip())
-    for note in layer.notes:
-        print(f"# note: {note}")
-    return 0
-
-
 def _update(path: Path) -> int:
     """Write a file anew: its settings stay, names of older versions and of Accelerate become those of this one."""
-    layer = files.read(path)
-    for note in layer.notes:
-        print(f"left out: {note}")
-    return _write(path, layer.values)
+    return _write(path, files.read(path).values)
 
 
 def _write_default(path: Path) -> int:
@@ -106,10 +89,7 @@ def _write_default(path: Path) -> int:
 
 
 def _ask(path: Path) -> int:
-    known = files.read(path).values if path.exists() else {}
-    if known:
-        print(f"The defaults are those of {path}; settings without a question are kept.")
-    return _write(path, ask_all(Asker(), Machine.here(), known))
+    return _write(path, ask_all(Asker(), Machine.here()))
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> int:

@@ -14,12 +14,12 @@ import os
 import platform as system_platform
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any
 
 from nblaunch import backends, env, formatting
 from nblaunch.backends import cpu
+from nblaunch.backends.base import Backend
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
@@ -36,6 +36,9 @@ _PACKAGES = (
 _SMALL_SHM_BYTES = 512 << 20
 _FILES_PER_PROCESS = 64  # more descriptors than a launcher needs per worker
 
+Report = dict[str, dict[str, str]]
+"""Section -> name -> value, all as shown."""
+
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
@@ -49,143 +52,153 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
-    report = collect()
-    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    report, findings = collect()
+    if arguments.json:
+        print(json.dumps({**report, "findings": findings}, indent=2))
+    else:
+        print(_render(report, findings))
     return 0
 
 
-def collect() -> dict[str, Any]:
-    """Return the report: sections by name, each a mapping of JSON values, and ``"findings"``."""
-    refusal, plan = "", None
-    torch_error = _torch_error()
-    if torch_error is None:
+def collect() -> tuple[Report, list[str]]:
+    """Return the report, and what may be a problem."""
+    refusal, plan = _torch_error(), None
+    has_torch = not refusal
+    if has_torch:
         try:
             plan = plan_launch(LaunchSpec(function=_nothing))
         except (ValueError, RuntimeError) as error:
-            refusal = str(error)
-    platform = notebook_service.detect(env.snapshot())
-    config, config_error = _config()
-    devices = _devices() if torch_error is None else {}
-    return {
-        "versions": _versions(),
-        "notebook": _notebook(platform),
-        "devices": {"cpu": _cores(), **devices},
-        "gpus": gpus.descriptions(),
-        "tpu_chips": dict(tpu.chips()),
-        "memory": _memory(),
-        "launch_from": "this kernel" if kernel_shell() is not None else "a fresh kernel",
-        "launch": _launch(plan, refusal or torch_error or ""),
-        "config": config,
-        "variables": _variables(),
-        "findings": [
-            *([f"the settings of `nblaunch launch` can't be used: {config_error}"] if config_error else []),
-            *([torch_error] if torch_error else []),
-            *([f"a launch is not possible: {refusal}"] if refusal else []),
-            *(_launch_findings(plan) if plan else ()),
-            *_device_findings(devices),
-            *_host_findings(plan),
-            *platform.notes,
-        ],
+            refusal = f"a launch is not possible: {error}"
+    # Why the devices of a backend can't be used; None where they can.
+    refusals = {
+        name: _refusal(one) for name, one in backends.discover().items() if name != "cpu" and has_torch
     }
+    platform = notebook_service.detect(env.snapshot())
+    evidence = f" (recognised by {platform.evidence})" if platform.evidence else ""
+    config, config_findings = _config()
+    launched_from = "this kernel" if kernel_shell() is not None else "a fresh kernel"
+    report: Report = {
+        "versions": _versions(),
+        "notebook": {"platform": f"{platform.title}{evidence}"},
+        "devices": {"cpu": _cores(), **_devices(refusals), **_chips()},
+        "memory": _memory(),
+        "launch": {"from": launched_from, **(_launch(plan) if plan is not None else {"refusal": refusal})},
+        "settings of nblaunch launch": config,
+        "environment variables": _variables(),
+    }
+    findings = [
+        *config_findings,
+        *([refusal] if refusal else []),
+        *(_launch_findings(plan) if plan else ()),
+        *_device_findings(refusals),
+        *_host_findings(plan),
+        *platform.notes,
+    ]
+    return report, findings
+
+
+def _render(report: Report, findings: Sequence[str]) -> str:
+    lines: list[str] = []
+    for title, section in report.items():
+        lines += [title, *(f"  {name:<20} {value}" for name, value in section.items()), ""]
+    return "\n".join([*lines, "problems and notes", *([f"  - {text}" for text in findings] or ["  none"])])
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
 
 
-def _versions() -> dict[str, str | None]:
+def _versions() -> dict[str, str]:
+    found = {name: _version(name) for name in _PACKAGES}
     return {
         "nblaunch": sys.modules["nblaunch"].__version__,  # this file may not import the package above it
         "python": f"{system_platform.python_version()} ({sys.executable})",
         "system": system_platform.platform(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version for name, version in found.items() if version},
+        "not installed": ", ".join(name for name, version in found.items() if not version),
     }
 
 
-def _version(name: str) -> str | None:
+def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return None
+        return ""
 
 
-def _torch_error() -> str | None:
-    """Return why torch can't be imported; None if it can."""
+def _torch_error() -> str:
+    """Return why torch can't be imported; empty if it can."""
     try:
         importlib.import_module("torch")
     except Exception as error:  # a broken installation may raise anything
         return (
             f"torch can't be imported: {type(error).__name__}: {error}. Install it again: https://pytorch.org"
         )
-    return None
+    return ""
 
 
-def _notebook(platform: notebook_service.Platform) -> dict[str, Any]:
+def _cores() -> str:
+    bounds = [f"the machine has {os.cpu_count()}"]
+    if hasattr(os, "sched_getaffinity"):  # macOS binds no process to cores
+        bounds.append(f"this process may run on {len(os.sched_getaffinity(0))}")
+    if quota := cpu.cpu_quota(proc.cgroup_folders("cpu")):
+        bounds.append(f"a quota of {quota:g}")
+    return f"{formatting.count(cpu.usable_cores(), 'CPU core')} usable ({', '.join(bounds)})"
+
+
+def _refusal(backend: Backend) -> str | None:
+    return backend.launch_refusal() if backend.affinity() > 0 else backend.unavailable_reason()
+
+
+def _devices(refusals: Mapping[str, str | None]) -> dict[str, str]:
+    found = backends.discover()
     return {
-        "platform": platform.name,
-        "title": platform.title,
-        "evidence": platform.evidence or None,
+        name: f"can't be used: {refusal}"
+        if refusal
+        else formatting.count(found[name].device_count(), found[name].device_noun)
+        for name, refusal in refusals.items()
     }
 
 
-def _cores() -> dict[str, Any]:
+def _chips() -> dict[str, str]:
+    """Return GPUs and TPUs as their drivers name them, also where no backend can use them."""
     return {
-        "count": cpu.usable_cores(),
-        "noun": "CPU core",
-        "of_machine": os.cpu_count(),
-        "affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "quota": cpu.cpu_quota(proc.cgroup_folders("cpu")),
-        "unusable_because": None,
+        **{f"GPU {index}": text for index, text in enumerate(gpus.descriptions())},
+        **{f"TPU {kind}": formatting.count(count, "chip") for kind, count in tpu.chips().items()},
     }
 
 
-def _devices() -> dict[str, dict[str, Any]]:
-    """Return the devices of each backend except the CPU, or why they can't be used."""
-    found = {}
-    for name, backend in backends.discover().items():
-        if name == "cpu":
-            continue
-        is_usable = backend.affinity() > 0
-        found[name] = {
-            "count": backend.device_count() if is_usable else 0,
-            "noun": backend.device_noun,
-            "unusable_because": backend.launch_refusal() if is_usable else backend.unavailable_reason(),
-        }
-    return found
-
-
-def _memory() -> dict[str, int | None]:
+def _memory() -> dict[str, str]:
     facts = memory.read_facts()
+    shm = f"{formatting.size(facts.shm_used)} used of {formatting.size(facts.shm_size)}"
     return {
-        "limit_bytes": facts.limit,
-        "available_bytes": facts.available,
-        "dev_shm_bytes": facts.shm_size,
-        "dev_shm_used_bytes": facts.shm_used,
-        "oom_kills": facts.oom_kills,
+        "host": f"{_size(facts.available)} available of {_size(facts.limit)}",
+        "/dev/shm": shm if facts.shm_size else "there is none",
     }
 
 
-def _launch(plan: LaunchPlan | None, refusal: str) -> dict[str, Any]:
-    if plan is None:
-        return {"refusal": refusal}
+def _size(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else formatting.size(num_bytes)
+
+
+def _launch(plan: LaunchPlan) -> dict[str, str]:
     return {
         "backend": plan.backend.name,
-        "num_processes": plan.num_processes,
-        "process_group": plan.backend.dist_backend,
-        "start_method": plan.start_method,
-        "reason": plan.reason,
-        "threads_per_process": plan.num_threads,
+        "processes": str(plan.num_processes),
+        "process group": plan.backend.dist_backend,
+        "start method": f"{plan.start_method}: {plan.reason}",
+        "threads per process": str(plan.num_threads),
     }
 
 
-def _config() -> tuple[dict[str, Any], str]:
+def _config() -> tuple[dict[str, str], list[str]]:
     """Return the configuration file of `nblaunch launch` with its settings, and why it is invalid."""
     path = files.default_path()
     try:
         layers = files.find_layers(None)
     except ConfigError as error:
-        return {"file": str(path), "exists": True, "settings": {}}, str(error)
-    values = {name: value for layer in layers for name, value in layer.values.items()}
-    return {"file": str(path), "exists": bool(layers), "settings": values}, ""
+        return {"file": str(path)}, [f"the settings of `nblaunch launch` can't be used: {error}"]
+    settings = {name: str(value) for layer in layers for name, value in layer.values.items()}
+    return {"file": str(path) if layers else f"none ({path} would be read)", **settings}, []
 
 
 def _variables() -> dict[str, str]:
@@ -216,11 +229,11 @@ def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
         yield f"mixed_precision='fp16': {refusal}"
 
 
-def _device_findings(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _device_findings(refusals: Mapping[str, str | None]) -> Iterator[str]:
     """Yield a finding for each backend with devices that can't be used."""
-    for name, found in devices.items():
-        if found["unusable_because"] and backends.discover()[name].is_present():
-            yield f"backend={name!r} can't be used: {found['unusable_because']}"
+    for name, refusal in refusals.items():
+        if refusal and backends.discover()[name].is_present():
+            yield f"backend={name!r} can't be used: {refusal}"
 
 
 def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
@@ -244,65 +257,3 @@ def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
 
 def _nothing() -> None:
     """Do nothing: the function of the planned launch."""
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
-def render(report: Mapping[str, Any]) -> str:
-    """Return the report as text."""
-    notebook, launch, facts = report["notebook"], report["launch"], report["memory"]
-    lines = ["versions"]
-    lines += [_line(name, value) for name, value in report["versions"].items() if value]
-    absent = [name for name, value in report["versions"].items() if not value]
-    lines += [_line("not installed", ", ".join(absent))] if absent else []
-    lines += ["", "notebook", _line("platform", _platform_text(notebook))]
-    lines += ["", "devices"]
-    lines += [_line(name, _device_text(found)) for name, found in report["devices"].items()]
-    lines += [_line(f"GPU {index}", text) for index, text in enumerate(report["gpus"])]
-    lines += [
-        _line(f"TPU {kind}", formatting.count(count, "chip")) for kind, count in report["tpu_chips"].items()
-    ]
-    lines += ["", "memory"]
-    lines += [_line("host", f"{_size(facts['available_bytes'])} available of {_size(facts['limit_bytes'])}")]
-    shm_text = f"{_size(facts['dev_shm_used_bytes'])} used of {_size(facts['dev_shm_bytes'])}"
-    lines += [_line("/dev/shm", shm_text if facts["dev_shm_bytes"] else "there is none")]
-    lines += ["", f"a launch from {report['launch_from']}"]
-    lines += [_line(name.replace("_", " "), value) for name, value in launch.items()]
-    config = report["config"]
-    lines += ["", "settings of `nblaunch launch`"]
-    lines += [_line("file", config["file"] if config["exists"] else f"none ({config['file']} would be read)")]
-    lines += [_line(name, value) for name, value in config["settings"].items()]
-    if report["variables"]:
-        lines += ["", "environment variables"]
-        lines += [_line(name, value) for name, value in report["variables"].items()]
-    lines += ["", "problems and notes"]
-    lines += [f"  - {text}" for text in report["findings"]] or ["  none"]
-    return "\n".join(lines)
-
-
-def _line(name: str, value: Any) -> str:
-    return f"  {name:<20} {value}"
-
-
-def _platform_text(notebook: Mapping[str, Any]) -> str:
-    evidence = f" (recognised by {notebook['evidence']})" if notebook["evidence"] else ""
-    return f"{notebook['title']}{evidence}"
-
-
-def _device_text(found: Mapping[str, Any]) -> str:
-    if found["unusable_because"]:
-        return f"can't be used: {found['unusable_because']}"
-    text = formatting.count(found["count"], found["noun"])
-    if "of_machine" not in found:
-        return text
-    bounds = [f"the machine has {found['of_machine']}"]
-    if found["affinity"] is not None:  # macOS binds no process to cores
-        bounds.append(f"this process may run on {found['affinity']}")
-    if found["quota"]:
-        bounds.append(f"a quota of {found['quota']:g}")
-    return f"{text} usable ({', '.join(bounds)})"
-
-
-def _size(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else formatting.size(num_bytes)

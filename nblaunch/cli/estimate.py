@@ -1,4 +1,4 @@
-"""``nblaunch estimate-memory``: memory of a model on each device and host, by strategy, without launching it.
+"""``nblaunch estimate-memory``: memory of a model on each device, by strategy, without launching it.
 
 The size of the model is a given number of parameters, or measured on the meta device, which allocates no weights. The
 arithmetic and its sources are in ``memory_needs.py``.
@@ -153,7 +153,7 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Estimate the memory for training and inference of a model, by device, host, strategy and "
+        "Estimate the memory for training and inference of a model, by device, strategy and "
         "precision, without allocating weights. Not counted: activations, the processes themselves."
     )
     parser.set_defaults(run=run)
@@ -170,7 +170,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_devices", "--num-devices", type=int, default=8, help="of the whole job; default: 8"
     )
-    parser.add_argument("--devices_per_host", "--devices-per-host", type=int, help="default: up to 8")
     parser.add_argument(
         "--device",
         choices=("gpu", "cpu", "tpu"),
@@ -192,22 +191,24 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", choices=list(needs.OPTIMIZER_STATES), default="adam", help="default: adam"
     )
-    parser.add_argument(
-        "--fits", metavar="SIZE", help="show what fits into a device of this size: 80GB, 16GiB"
-    )
     parser.add_argument("--json", action="store_true", help="as JSON, in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate and return the exit code."""
     model = model_size(arguments)
-    settings = _settings(arguments)
-    capacity = None if arguments.fits is None else _capacity(arguments.fits)
+    if arguments.num_devices < 1:
+        raise UsageError(f"--num_devices {arguments.num_devices} must be at least 1")
+    settings = needs.JobSettings(
+        num_devices=arguments.num_devices,
+        optimizer_states=needs.OPTIMIZER_STATES[arguments.optimizer],
+        device=arguments.device,
+    )
     rows = [*_training_rows(arguments, model, settings), *_inference_rows(arguments, model, settings)]
     if arguments.json:
         print(json.dumps({"model": dataclasses.asdict(model), "rows": rows}, indent=2))
     else:
-        print(_render(model, settings, arguments.optimizer, rows, capacity))
+        print(_render(model, settings, arguments.optimizer, rows))
     return 0
 
 
@@ -245,80 +246,42 @@ def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[
     }  # fmt: skip
 
 
-# --- devices and hosts -----------------------------------------------------------------------------------------------
-
-
-def _settings(arguments: argparse.Namespace) -> needs.JobSettings:
-    per_host = arguments.devices_per_host or min(arguments.num_devices, 8)
-    for option, count in (("--num_devices", arguments.num_devices), ("--devices_per_host", per_host)):
-        if count < 1:
-            raise UsageError(f"{option} {count} must be at least 1")
-    if arguments.num_devices % per_host:
-        raise UsageError(
-            f"--num_devices {arguments.num_devices} is not a multiple of --devices_per_host {per_host}"
-        )
-    return needs.JobSettings(
-        num_devices=arguments.num_devices,
-        devices_per_host=per_host,
-        optimizer_states=needs.OPTIMIZER_STATES[arguments.optimizer],
-        device=arguments.device,
-    )
-
-
-def _capacity(text: str) -> int:
-    try:
-        return formatting.parse_size(int(text) if text.isdecimal() else text)
-    except ValueError as error:
-        raise UsageError(f"--fits: {error}") from None
-
-
 # --- the table -------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "device", "host")
 _MEANINGS = {
     "parameters": "weights that a device holds all the time, and the model's own buffers, such as running means",
     "gradients": "of the trained parameters",
     "optimizer": "states such as Adam's two moments; with ZeRO (zero1 to zero3) also the weights in fp32",
     "buffers": "temporary: what a collective sends, weights gathered for a while, the optimizer's working copy on GPUs",
     "device": "the sum of these four: needed on each device, before activations",
-    "host": "the kernel's model and the trained weights that return to it; with --device cpu also what the ranks hold",
-    "fits": "whether the column device is within --fits",
 }
 """Column -> what it counts, as shown below the table."""
 
 
 def _render(
-    model: needs.ModelSize,
-    settings: needs.JobSettings,
-    optimizer: str,
-    rows: Sequence[dict[str, Any]],
-    capacity: int | None,
+    model: needs.ModelSize, settings: needs.JobSettings, optimizer: str, rows: Sequence[dict[str, Any]]
 ) -> str:
     trained = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
     largest = f", largest block {model.block:,}" if model.block else ""
     lines = [
         f"{model.parameters:,} parameters ({trained} trained{largest}); {settings.num_devices} devices "
-        f"({settings.device}), {settings.devices_per_host} on a host; {optimizer}",
-        "per device, and in the last column per host; without activations and the processes themselves",
+        f"({settings.device}); {optimizer}",
+        "per device; without activations and the processes themselves",
     ]
     if not model.block:
         lines.append("unknown without a model: the largest block, which fsdp2 and sharded inference gather")
     for purpose, label in (("training", "mixed precision"), ("inference", "weights")):
         chosen = [row for row in rows if row["purpose"] == purpose]
         if chosen:
-            lines += ["", *_table(purpose, label, chosen, capacity)]
-    shown = [name for name in _MEANINGS if name != "fits" or capacity is not None]
-    lines += ["", *(f"{name:<10}  {_MEANINGS[name]}" for name in shown)]
+            lines += ["", *_table(purpose, label, chosen)]
+    lines += ["", *(f"{name:<10}  {meaning}" for name, meaning in _MEANINGS.items())]
     return "\n".join(lines)
 
 
-def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]], capacity: int | None) -> list[str]:
-    grid = [[purpose, label, *_COLUMNS, *(["fits"] if capacity is not None else [])]]
+def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    grid = [[purpose, label, *_MEANINGS]]
     for row in rows:
-        cells = [row["strategy"], row["precision"], *(_cell(row[f"{name}_bytes"]) for name in _COLUMNS)]
-        if capacity is not None:
-            cells.append("yes" if row["device_bytes"] <= capacity else "no")
-        grid.append(cells)
+        grid.append([row["strategy"], row["precision"], *(_cell(row[f"{name}_bytes"]) for name in _MEANINGS)])
     return formatting.columns(grid, num_left=2)
 
 

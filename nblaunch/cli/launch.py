@@ -38,8 +38,7 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
 }
 """Option -> the setting, its value, and the help."""
 
-_UNUSED_OPTIONS = {name: count for name, (_, count) in UNUSED.items() if count is not None}
-"""Options without effect -> the number of their values."""
+_UNUSED_OPTIONS = {name: count for name, count in UNUSED.items() if count is not None}
 
 _LETTERS = {"quiet": ["-q"], "tee": ["-t"]}
 
@@ -76,7 +75,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     for name, num_values in _UNUSED_OPTIONS.items():
         options: dict[str, Any] = {"action": "store_true"} if num_values == 0 else {}
         flags = [*_LETTERS.get(name, ()), *spellings(name)]
-        parser.add_argument(*flags, dest=f"unused_{name}", help=argparse.SUPPRESS, **options)
+        parser.add_argument(*flags, help=argparse.SUPPRESS, **options)
 
 
 def _add_setting(group: Any, setting: Setting) -> None:
@@ -113,12 +112,7 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
         if setting in values and values[setting] != value:
             raise UsageError(f"{sources[setting]} and --{name} contradict each other; give one of them")
         values[setting], sources[setting] = value, f"--{name}"
-    notes = tuple(
-        f"--{name} changes nothing: {UNUSED[name][0]}"
-        for name in _UNUSED_OPTIONS
-        if getattr(arguments, f"unused_{name}")
-    )
-    return Layer(COMMAND_LINE, values, notes)
+    return Layer(COMMAND_LINE, values)
 
 
 def explain_unknown(options: Iterable[str]) -> str:
@@ -164,6 +158,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show every setting with its source; start nothing",
     )
+    parser.epilog = (
+        f"Options of accelerate launch that are taken, and change nothing: --{', --'.join(_UNUSED_OPTIONS)}."
+    )
     add_settings(parser)
     parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -179,8 +176,6 @@ def run(arguments: argparse.Namespace) -> int:
         return print_plan(resolved, arguments.script)
     _check_script(arguments.script, arguments.module)
     _check_libraries(resolved)
-    for note in resolved.notes:
-        print(f"nblaunch: {note}", file=sys.stderr)
     from nblaunch.cli.script_job import launch_script
 
     return launch_script(resolved, arguments.script, arguments.arguments, is_module=arguments.module)

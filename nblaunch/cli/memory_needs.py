@@ -61,13 +61,12 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one device, by purpose, and on one host."""
+    """Bytes on one device, by purpose."""
 
     parameters: int
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
-    host: int = 0
 
     @property
     def device(self) -> int:
@@ -81,14 +80,12 @@ class JobSettings:
 
     Args:
         num_devices: of the whole job.
-        devices_per_host: on each machine.
         precision: ``mixed_precision`` of training.
         optimizer_states: values per parameter that the optimizer keeps.
-        device: ``"gpu"``, ``"cpu"`` (devices are cores, which use the memory of the host) or ``"tpu"``.
+        device: ``"gpu"``, ``"cpu"`` (devices are cores) or ``"tpu"``.
     """
 
     num_devices: int = 1
-    devices_per_host: int = 1
     precision: str = "no"
     optimizer_states: int = 2
     device: str = "gpu"
@@ -161,14 +158,8 @@ SHARDED = ("fsdp2", "zero3")
 
 
 def training_need(strategy: str, model: ModelSize, settings: JobSettings) -> Need:
-    """Return the memory of training on each device and each host.
-
-    The host holds the model of the kernel once for all workers, and the trained weights that rank 0 sends back. If
-    devices are cores, it holds the memory of these as well.
-    """
-    need = TRAINING[strategy](model, _one_device(settings) if strategy == "single" else settings)
-    kernel = 2 * _FP32 * (model.parameters + model.buffers)
-    return _with_host(need, kernel, strategy, settings)
+    """Return the memory of training on each device."""
+    return TRAINING[strategy](model, settings)
 
 
 def inference_need(strategy: str, model: ModelSize, settings: JobSettings, dtype: str) -> Need:
@@ -177,20 +168,8 @@ def inference_need(strategy: str, model: ModelSize, settings: JobSettings, dtype
     weights = int(width * (model.parameters + model.buffers))
     if strategy in SHARDED and settings.num_devices > 1:
         whole = int(width * (model.root + 2 * model.block))
-        need = Need(parameters=_share(weights, settings.num_devices), buffers=whole)
-    else:
-        need = Need(parameters=weights)
-    return _with_host(need, weights, strategy, settings)
-
-
-def _with_host(need: Need, kernel: int, strategy: str, settings: JobSettings) -> Need:
-    workers = 1 if strategy == "single" else settings.devices_per_host
-    host = kernel + (workers * need.device if settings.device == "cpu" else 0)
-    return Need(need.parameters, need.gradients, need.optimizer, need.buffers, host)
-
-
-def _one_device(settings: JobSettings) -> JobSettings:
-    return JobSettings(1, 1, settings.precision, settings.optimizer_states, settings.device)
+        return Need(parameters=_share(weights, settings.num_devices), buffers=whole)
+    return Need(parameters=weights)
 
 
 def _foreach(model: ModelSize, settings: JobSettings) -> int:

@@ -24,7 +24,6 @@ from typing import Any, TextIO
 
 from jupyter_core.utils import ensure_async
 from nbclient import NotebookClient
-from nbclient.exceptions import CellTimeoutError
 from traitlets.config import Config
 
 from nblaunch import env
@@ -33,9 +32,9 @@ from nblaunch.dashboard.terminal import write
 _TABLE_PREFIX = "nblaunch-"
 """Prefix of the display ids of dashboards."""
 
-_FIRST_INTERVAL_S = 2.0
-_LAST_INTERVAL_S = 60.0
-_SLOWDOWN = 1.5
+_INTERVAL_S = 30.0
+"""Between two tables of a cell in a file."""
+
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
@@ -64,7 +63,6 @@ class Screen:
         self._started_line = ""  # incomplete line, held back while tables are below
         self._is_mid_line = False
         self._written: dict[str, str] = {}
-        self._interval_s = _FIRST_INTERVAL_S
         self._next_s = 0.0
 
     def heading(self, text: str) -> None:
@@ -72,7 +70,7 @@ class Screen:
         self.end_cell()
         self._end_line()
         self._put(f"{text}\n")
-        self._interval_s, self._next_s = _FIRST_INTERVAL_S, self._clock()
+        self._next_s = self._clock()
 
     def text(self, text: str) -> None:
         """Show printed text, which may end within a line."""
@@ -98,8 +96,7 @@ class Screen:
             self._draw()
         elif self._clock() >= self._next_s:
             self._write_tables()
-            self._interval_s = min(self._interval_s * _SLOWDOWN, _LAST_INTERVAL_S)
-            self._next_s = self._clock() + self._interval_s
+            self._next_s = self._clock() + _INTERVAL_S
 
     def end_cell(self) -> None:
         """Write the final tables of the cell."""
@@ -170,7 +167,6 @@ class ShowingClient(NotebookClient):
         super().__init__(notebook, **options)
         self._screen = screen
         self._signals: list[int] = []
-        self.is_late = False
         self._num_code_cells = sum(_is_executed(cell) for cell in notebook.cells)
         self.on_cell_start = self._begin_cell
 
@@ -180,14 +176,6 @@ class ShowingClient(NotebookClient):
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
         await super().async_start_new_kernel(**options)
-
-    async def _async_handle_timeout(self, timeout: int, cell: Any = None) -> Any:
-        # nbclient would kill the kernel at once; interrupt it first, so that a launch in the cell stops its workers.
-        if self.is_late or self.km is None:
-            return await super()._async_handle_timeout(timeout, cell)
-        self.is_late = True
-        await ensure_async(self.km.interrupt_kernel())
-        return None
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         """Show an output of the cell, then pass it to nbclient."""
@@ -239,19 +227,17 @@ def _is_executed(cell: Any) -> bool:
     return bool(cell.cell_type == "code" and cell.source.strip())
 
 
-def execute(notebook: Any, folder: Path, screen: Screen, timeout_s: int | None, kernel_name: str) -> None:
+def execute(notebook: Any, folder: Path, screen: Screen, kernel_name: str) -> None:
     """Run all cells in a fresh kernel and store the outputs in the notebook, also if a cell raises.
 
     Args:
         notebook: from nbformat; changed in place.
         folder: working folder of the kernel.
         screen: receives output.
-        timeout_s: for each cell; None = no timeout.
         kernel_name: empty = the kernel named in the notebook.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
-        nbclient.exceptions.CellTimeoutError: a cell timed out; it was interrupted.
         NotebookStopped: a signal stopped the notebook.
     """
     with tempfile.TemporaryDirectory(prefix="nb-") as sockets:
@@ -261,7 +247,6 @@ def execute(notebook: Any, folder: Path, screen: Screen, timeout_s: int | None, 
         client = ShowingClient(
             notebook,
             screen,
-            timeout=timeout_s,
             resources={"metadata": {"path": str(folder)}},
             config=Config({"AsyncKernelManager": connection}),
             **options,
@@ -273,8 +258,6 @@ def execute(notebook: Any, folder: Path, screen: Screen, timeout_s: int | None, 
         except Exception as error:
             if not isinstance(error, NotebookStopped):
                 client.raise_if_stopped()
-            if client.is_late:
-                raise CellTimeoutError(f"a cell took more than {timeout_s} s") from error
             raise
         finally:
             screen.end_cell()

@@ -95,17 +95,18 @@ class Machine:
 
     def count(self, backend: str) -> int:
         """Return the number of devices of a backend; 1 if this machine has none, as the file may be for another one."""
-        return max(1, self.num_devices.get(self.best if backend == "auto" else backend, 1))
+        return max(1, self.num_devices.get(backend, 1))
 
     def precision(self, backend: str) -> str:
         """Return the default mixed precision of a backend: bf16 if its devices are known to have it."""
-        family = backends.discover()[self.best if backend == "auto" else backend]
+        family = backends.discover()[backend]
         if family.name not in self.num_devices or family.device_type == "cpu":
             return "no"
         return "bf16" if family.has_bf16() else "no"
 
 
 Answers = dict[str, Any]
+Choices = Sequence[tuple[Any, str]]
 
 
 @dataclass(frozen=True)
@@ -116,57 +117,29 @@ class Question:
         setting: that the answer sets.
         text: of the question.
         is_asked: whether to ask it, by the answers so far.
-        default: the default answer.
-        choices: returns (value, label) pairs; None = the answer is typed and converted by the setting.
+        default: the default answer, or a function of the answers so far and the machine.
+        choices: (value, label) pairs, or such a function; None = the answer is typed and converted by the setting.
     """
 
     setting: str
     text: str
     is_asked: Callable[[Answers], bool]
-    default: Callable[[Answers, Machine], Any]
-    choices: Callable[[Answers, Machine], list[tuple[Any, str]]] | None = None
+    default: Any
+    choices: Choices | Callable[[Answers, Machine], Choices] | None = None
 
 
-def ask_all(asker: Asker, machine: Machine, known: Mapping[str, Any]) -> Answers:
+def ask_all(asker: Asker, machine: Machine) -> Answers:
     """Ask all questions that apply and return the settings.
 
     Args:
         asker: asks one question.
         machine: for default answers.
-        known: settings of an earlier file, which replace the default answers.
     """
     answers: Answers = {}
-    known = _implied(known) | dict(known)
     for question in QUESTIONS:
         if question.is_asked(answers):
-            answers[question.setting] = _ask(question, asker, machine, answers, known)
-    settings = {name: value for name, value in answers.items() if name in SETTINGS and value is not None}
-    return settings | {name: value for name, value in known.items() if _is_kept(name, settings)}
-
-
-def _implied(known: Mapping[str, Any]) -> Answers:
-    """Return default answers by an earlier file for questions that have no setting."""
-    return {
-        "where": "several" if _num_machines(known) > 1 else "one",
-        "has_classes": "fsdp_transformer_layer_cls_to_wrap" in known,
-        "has_file": "deepspeed_config_file" in known,
-    }
-
-
-def _is_kept(name: str, answers: Answers) -> bool:
-    """Return whether to keep a setting of an earlier file: it was not asked for, and applies with the answers."""
-    if name in {question.setting for question in QUESTIONS}:
-        return name in _OF_ONE_MACHINE_TOO and _num_machines(answers) == 1
-    is_used = {
-        "fsdp_config": answers.get("strategy") == "fsdp",
-        "deepspeed_config": answers.get("strategy") == "deepspeed" and "deepspeed_config_file" not in answers,
-        "dynamo_config": answers.get("dynamo_backend", "no") != "no",
-    }
-    return is_used.get(SETTINGS[name].group, True)
-
-
-_OF_ONE_MACHINE_TOO = ("max_restarts", "main_process_port")
-"""Settings that are asked for with several machines alone, but apply to one, too."""
+            answers[question.setting] = _ask(question, asker, machine, answers)
+    return {name: value for name, value in answers.items() if name in SETTINGS and value is not None}
 
 
 def detected(machine: Machine) -> Answers:
@@ -179,19 +152,13 @@ def detected(machine: Machine) -> Answers:
     }
 
 
-def _ask(
-    question: Question, asker: Asker, machine: Machine, answers: Answers, known: Mapping[str, Any]
-) -> Any:
-    default = known.get(question.setting)
-    if default is None:
-        default = question.default(answers, machine)
-    if question.choices is not None:
-        choices = question.choices(answers, machine)
+def _ask(question: Question, asker: Asker, machine: Machine, answers: Answers) -> Any:
+    default = question.default(answers, machine) if callable(question.default) else question.default
+    choices = question.choices(answers, machine) if callable(question.choices) else question.choices
+    if choices is not None:
         values = [value for value, _ in choices]
         if len(values) == 1:
             return values[0]
-        if default not in values:
-            default = question.default(answers, machine)  # the file's does not fit here
         index = values.index(default) if default in values else 0
         return values[asker.choose(question.text, [label for _, label in choices], index)]
 
@@ -256,15 +223,7 @@ def _from_stage(stage: int) -> Callable[[Answers], bool]:
     )
 
 
-def _fixed(value: Any) -> Callable[[Answers, Machine], Any]:
-    return lambda answers, machine: value
-
-
-def _listed(*choices: tuple[Any, str]) -> Callable[[Answers, Machine], list[tuple[Any, str]]]:
-    return lambda answers, machine: list(choices)
-
-
-def _devices(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+def _devices(answers: Answers, machine: Machine) -> Choices:
     found = {
         name: f"{family.title} ({machine.num_devices[name]} here)"
         if name in machine.num_devices
@@ -274,7 +233,7 @@ def _devices(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     return list(found.items())
 
 
-def _precisions(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+def _precisions(answers: Answers, machine: Machine) -> Choices:
     titles = {
         "bf16": "bf16 (bfloat16)",
         "fp16": "fp16 (half precision with scaled losses)",
@@ -284,7 +243,7 @@ def _precisions(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     return [("no", "no (full precision)"), *supported]
 
 
-def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+def _strategies(answers: Answers, machine: Machine) -> Choices:
     choices = [("ddp", "ddp (a copy of the model per process)")]
     family = _family(answers)
     if family.spmd_env() is not None:
@@ -295,7 +254,7 @@ def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     return choices
 
 
-def _compilers(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+def _compilers(answers: Answers, machine: Machine) -> Choices:
     titles = {"inductor": "inductor (torch's own compiler)"}
     return [("no", "no"), *((name, titles.get(name, name)) for name in _family(answers).compilers)]
 
@@ -304,74 +263,74 @@ def _total(answers: Answers, machine: Machine) -> int:
     return machine.count(answers["backend"]) * _num_machines(answers)
 
 
-def _rendezvous_backends(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+def _rendezvous_backends(answers: Answers, machine: Machine) -> Choices:
     """Return the choices of a rendezvous; a range of machines needs c10d."""
     fixed = [("static", "static (a fixed set of machines, at machine 0)")]
     return [*(fixed if ":" not in str(answers["num_machines"]) else []),
             ("c10d", "c10d (machines may join late or again)")]  # fmt: skip
 
 
-_YES_NO = _listed((False, "no"), (True, "yes"))
+_YES_NO = ((False, "no"), (True, "yes"))
 
 QUESTIONS = (
-    Question("where", "Where will the script run?", lambda a: True, _fixed("one"),
-             _listed(("one", "here (this machine)"), ("several", "several machines together"))),
-    Question("num_machines", "How many machines? (or min:max, as 1:4)", _has_several, _fixed(2)),
-    Question("machine_rank", "Which of them is this one? (0 is the first)", _has_several, _fixed(0)),
-    Question("rdzv_backend", "How do the machines find each other?", _has_several, _fixed("static"),
+    Question("where", "Where will the script run?", lambda a: True, "one",
+             (("one", "here (this machine)"), ("several", "several machines together"))),
+    Question("num_machines", "How many machines? (or min:max, as 1:4)", _has_several, 2),
+    Question("machine_rank", "Which of them is this one? (0 is the first)", _has_several, 0),
+    Question("rdzv_backend", "How do the machines find each other?", _has_several, "static",
              _rendezvous_backends),
     Question("main_process_ip", "Address of machine 0, as the others reach it?",
-             lambda a: _has_several(a) and a["rdzv_backend"] == "static", _fixed(None)),
+             lambda a: _has_several(a) and a["rdzv_backend"] == "static", None),
     Question("main_process_port", "Port of the rendezvous at machine 0?",
-             lambda a: _has_several(a) and a["rdzv_backend"] == "static", _fixed(DEFAULT_PORTS["static"])),
+             lambda a: _has_several(a) and a["rdzv_backend"] == "static", DEFAULT_PORTS["static"]),
     Question("rdzv_endpoint", "Address of the rendezvous, as host:port?",
-             lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", _fixed(None)),
-    Question("max_restarts", "How often may all processes be restarted after a failure?", _has_several, _fixed(0)),
+             lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", None),
+    Question("max_restarts", "How often may all processes be restarted after a failure?", _has_several, 0),
     Question("backend", "What should compute?", lambda a: True, lambda a, m: m.best, _devices),
-    Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] in GPU_VARIABLES, _fixed("all")),
+    Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] in GPU_VARIABLES, "all"),
     Question("num_processes", "How many processes on all machines together?", lambda a: True, _total),
     Question("mixed_precision", "Mixed precision?", lambda a: True, lambda a, m: m.precision(a["backend"]),
              _precisions),
     Question("downcast_bf16", "Hold float as bfloat16 on the TPU (and double as float32)?",
-             lambda a: a["backend"] == "xla" and a["mixed_precision"] == "bf16", _fixed(False), _YES_NO),
-    Question("strategy", "By which strategy is the model trained?", _is_parallel, _fixed("ddp"), _strategies),
+             lambda a: a["backend"] == "xla" and a["mixed_precision"] == "bf16", False, _YES_NO),
+    Question("strategy", "By which strategy is the model trained?", _is_parallel, "ddp", _strategies),
     Question("fsdp_reshard_after_forward", "Free gathered weights after the forward pass? (less memory, more traffic)",
-             _is_fsdp, _fixed(True), _listed((True, "yes"), (False, "no"))),
+             _is_fsdp, True, ((True, "yes"), (False, "no"))),
     Question("fsdp_auto_wrap_policy", "Which parts of the model are sharded one by one?", _is_fsdp,
-             _fixed("TRANSFORMER_BASED_WRAP"),
-             _listed(("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts above a size"),
-                     ("NO_WRAP", "none: the model as a whole"))),
-    Question("has_classes", "Which classes are the blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), _fixed(False),
-             _listed((False, "automatic (as a model of transformers defines them)"), (True, "named by me"))),
+             "TRANSFORMER_BASED_WRAP",
+             (("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts above a size"),
+              ("NO_WRAP", "none: the model as a whole"))),
+    Question("has_classes", "Which classes are the blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), False,
+             ((False, "automatic (as a model of transformers defines them)"), (True, "named by me"))),
     Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, with commas?",
-             lambda a: a.get("has_classes") is True, _fixed(None)),
-    Question("fsdp_min_num_params", "From how many parameters on?", _wraps_by("SIZE_BASED_WRAP"), _fixed(100_000_000)),
+             lambda a: a.get("has_classes") is True, None),
+    Question("fsdp_min_num_params", "From how many parameters on?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
     Question("fsdp_offload_params", "Keep parameters and gradients on the CPU? (slow, for models that do not fit)",
-             lambda a: _is_fsdp(a) and _has_own_memory(a), _fixed(False), _YES_NO),
+             lambda a: _is_fsdp(a) and _has_own_memory(a), False, _YES_NO),
     Question("fsdp_activation_checkpointing", "Recompute activations in the backward pass?", _is_fsdp,
-             _fixed(False), _YES_NO),
-    Question("fsdp_state_dict_type", "How do checkpoints keep weights?", _is_fsdp, _fixed("SHARDED_STATE_DICT"),
-             _listed(("SHARDED_STATE_DICT", "sharded (a shard per process: quick)"),
-                     ("FULL_STATE_DICT", "full (whole, in one file)"))),
-    Question("has_file", "Settings of DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", _fixed(False),
-             _listed((False, "asked here"), (True, "file: I have a JSON file of DeepSpeed's"))),
-    Question("deepspeed_config_file", "Path of that file?", lambda a: a.get("has_file") is True, _fixed(None)),
-    Question("zero_stage", "What is sharded (ZeRO stage)?", _has_own_deepspeed, _fixed(2),
-             _listed((0, "0 (nothing)"), (1, "1 (optimizer states)"), (2, "2 (gradients too)"),
-                     (3, "3 (parameters too)"))),
-    Question("offload_optimizer_device", "Where are optimizer states kept?", _from_stage(1), _fixed("none"),
-             _listed(("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
+             False, _YES_NO),
+    Question("fsdp_state_dict_type", "How do checkpoints keep weights?", _is_fsdp, "SHARDED_STATE_DICT",
+             (("SHARDED_STATE_DICT", "sharded (a shard per process: quick)"),
+              ("FULL_STATE_DICT", "full (whole, in one file)"))),
+    Question("has_file", "Settings of DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", False,
+             ((False, "asked here"), (True, "file: I have a JSON file of DeepSpeed's"))),
+    Question("deepspeed_config_file", "Path of that file?", lambda a: a.get("has_file") is True, None),
+    Question("zero_stage", "What is sharded (ZeRO stage)?", _has_own_deepspeed, 2,
+             ((0, "0 (nothing)"), (1, "1 (optimizer states)"), (2, "2 (gradients too)"),
+              (3, "3 (parameters too)"))),
+    Question("offload_optimizer_device", "Where are optimizer states kept?", _from_stage(1), "none",
+             (("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_optimizer_nvme_path", "Folder on that disk?",
-             lambda a: a.get("offload_optimizer_device") == "nvme", _fixed("/nvme")),
-    Question("offload_param_device", "Where are parameters kept?", _from_stage(3), _fixed("none"),
-             _listed(("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
+             lambda a: a.get("offload_optimizer_device") == "nvme", "/nvme"),
+    Question("offload_param_device", "Where are parameters kept?", _from_stage(3), "none",
+             (("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_param_nvme_path", "Folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
-             _fixed("/nvme")),
-    Question("gradient_clipping", "Maximum gradient norm? (0: no clipping)", _has_own_deepspeed, _fixed(1.0)),
-    Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, _fixed(1)),
-    Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, _fixed("no"), _compilers),
-    Question("dynamo_mode", "Optimise for what?", lambda a: a["dynamo_backend"] == "inductor", _fixed("default"),
-             _listed(("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
-                     ("max-autotune", "max-autotune (slow to compile, quick to run)"))),
+             "/nvme"),
+    Question("gradient_clipping", "Maximum gradient norm? (0: no clipping)", _has_own_deepspeed, 1.0),
+    Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, 1),
+    Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, "no", _compilers),
+    Question("dynamo_mode", "Optimise for what?", lambda a: a["dynamo_backend"] == "inductor", "default",
+             (("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
+              ("max-autotune", "max-autotune (slow to compile, quick to run)"))),
 )  # fmt: skip
 """In the order of asking. ``where``, ``has_classes`` and ``has_file`` only decide about other questions."""

@@ -27,8 +27,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
         "Execute a notebook from top to bottom in a fresh kernel and show what its cells print, with the "
-        "progress of every process. Exit code 1 if a cell fails, with its error. Ctrl-C interrupts the running cell, a "
-        "second one kills the kernel."
+        "progress of every process. Exit code 1 if a cell fails, with its error. Ctrl-C, or "
+        "SIGTERM as of `timeout 1h nblaunch run-notebook ...`, interrupts the running cell; a second one "
+        "kills the kernel."
     )
     parser.set_defaults(run=run)
     parser.add_argument("notebook", type=Path, help="an .ipynb file")
@@ -39,9 +40,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--parameters", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
         help="values for names that the cell tagged `parameters` assigns",
     )  # fmt: skip
-    parser.add_argument("--timeout", type=int, metavar="SECONDS", help="for each cell; default: none")
     parser.add_argument("--kernel", default="", metavar="NAME", help="default: the notebook's own")
-    parser.add_argument("--cwd", type=Path, metavar="FOLDER", help="default: the notebook's")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,13 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_packages()
     notebook = _read(arguments.notebook)
     set_parameters(notebook, dict(named_value("--parameters", text, _WORDS) for text in arguments.parameters))
-    folder = arguments.cwd or arguments.notebook.absolute().parent
-    for option, path in (
-        ("--cwd", folder),
-        ("--output", arguments.output and arguments.output.absolute().parent),
-    ):
-        if path is not None and not path.is_dir():
-            raise UsageError(f"{option}: there is no folder {path}")
+    folder = arguments.notebook.absolute().parent
     if arguments.output is not None:
         _check_output(arguments.output)
     began_s = time.monotonic()
@@ -76,12 +69,10 @@ def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tupl
     exceptions: Any = importlib.import_module("nbclient.exceptions")
     kernelspec: Any = importlib.import_module("jupyter_client.kernelspec")
     try:
-        client.execute(notebook, folder, client.Screen(sys.stdout), arguments.timeout, arguments.kernel)
+        client.execute(notebook, folder, client.Screen(sys.stdout), arguments.kernel)
     except client.NotebookStopped as error:
         signum = signal.Signals(error.signum)
         return 128 + signum, f"stopped by {signum.name}"  # as shells report it
-    except exceptions.CellTimeoutError as error:
-        return 1, str(error)
     except exceptions.CellExecutionError as error:
         text = _error_text(notebook, error)
         print(text if sys.stderr.isatty() else client.without_colours(text), file=sys.stderr, flush=True)
@@ -131,8 +122,11 @@ def _check_output(path: Path) -> None:
     """Raise UsageError where the executed notebook could not be written there after all cells have run."""
     if path.is_dir():
         raise UsageError(f"--output: {path} is a folder; name the file, as {path / 'executed.ipynb'}")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UsageError(f"--output: the folder {path.absolute().parent} can't be written to")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"--output: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--output: the folder {folder} can't be written to")
 
 
 def _write(notebook: Any, path: Path) -> None:

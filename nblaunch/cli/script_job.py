@@ -68,8 +68,6 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
         )
         for text in filter(None, (plan.fallback, *plan.warnings)):
             print(f"note: {text}")
-    for note in resolved.notes:
-        print(f"note: {note}")
     return 0
 
 
@@ -87,7 +85,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     """
     spec = spec_of_script(resolved, script, arguments, is_module=is_module)
     plan = _plan_of(spec, checks_port=True)
-    store = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
+    preloader = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
     # All lines of all ranks: programs may read them.
     if resolved["dashboard"] == "none":
@@ -95,7 +93,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     else:
         shown = text_dashboards(shortens=False)
     try:
-        runner = make_runner(spec, plan, [*shown, failures, *([store] if store else [])])
+        runner = make_runner(spec, plan, [*shown, failures, *([preloader] if preloader else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
     # An interrupt that came when all was done, or that the script has handled on every rank, changes nothing.
@@ -108,7 +106,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     code = exit_code(error, received)
     if error is not None:
         failures.report(error)
-    if store is not None and store.is_loading:
+    if preloader is not None and preloader.is_loading:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # without waiting for an import that is still running in a thread

@@ -10,6 +10,7 @@ import importlib
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nblaunch import backends, formatting
@@ -46,7 +47,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print a line for each; return 1 if any failed."""
     backend = "cpu" if arguments.cpu else arguments.backend
-    plan = _plan(backend, arguments.num_processes, arguments.start_method)
+    spec, plan = _plan(backend, arguments.num_processes, arguments.start_method)
     jobs = importlib.import_module(_CHECKS)
     chosen = arguments.only or jobs.supported(plan.backend)
     unknown = [name for name in chosen if name not in jobs.CHECKS]
@@ -60,10 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nblaunch-test-") as log_dir:
         setup = jobs.Setup(
-            backend=plan.backend.name,
-            num_processes=plan.num_processes,
-            start_method=arguments.start_method,
-            log_dir=log_dir,
+            replace(spec, num_processes=plan.num_processes, log_dir=log_dir),
             # TPUs multiply fp32 in passes of bf16; elsewhere only the order of summation differs.
             tolerance=2e-2 if plan.backend.is_lazy else 1e-4,
         )
@@ -74,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _plan(backend: str, num_processes: int | None, start_method: str) -> LaunchPlan:
-    """Return the plan of a launch on this machine.
+def _plan(backend: str, num_processes: int | None, start_method: str) -> tuple[LaunchSpec, LaunchPlan]:
+    """Return a launch on this machine that does nothing, and its plan.
 
     Raises:
         UsageError: the launch is not possible on this machine.
@@ -87,7 +85,7 @@ def _plan(backend: str, num_processes: int | None, start_method: str) -> LaunchP
         spec = LaunchSpec(
             function=_nothing, num_processes=num_processes, backend=backend, start_method=start_method
         )
-        return plan_launch(spec)
+        return spec, plan_launch(spec)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,26 +43,23 @@ class Setup:
     """Settings of the checks' jobs.
 
     Args:
-        backend: name of the device family.
-        num_processes: number of workers.
-        start_method: of the workers.
-        log_dir: folder for logs.
+        spec: of a job that does nothing.
         tolerance: largest relative difference of weights, for other orders of summation.
     """
 
-    backend: str
-    num_processes: int
-    start_method: str
-    log_dir: str
+    spec: LaunchSpec
     tolerance: float
 
     def run(self, function: Callable[..., Any], *args: Any) -> Job:
         """Run a job of ``function``; its value is what each rank has returned."""
-        spec = LaunchSpec(
-            function=function, args=args, num_processes=self.num_processes, backend=self.backend,
-            start_method=self.start_method, return_all=True, log_dir=self.log_dir,
-            hang_timeout_s=_HANG_TIMEOUT_S, on_hang="stop", interrupt_grace_s=5.0,
-        )  # fmt: skip
+        spec = replace(
+            self.spec,
+            function=function,
+            args=args,
+            return_all=True,
+            hang_timeout_s=_HANG_TIMEOUT_S,
+            on_hang="stop",
+        )
         job = JobRunner(spec, plan_launch(spec))
         job.run()
         return job
@@ -216,9 +213,7 @@ def check_errors(setup: Setup) -> str:
     """Check that an exception of a rank is raised here and ends the job."""
     error = setup.run(_raise_in_last_rank).exception()
     if not isinstance(error, ZeroDivisionError) or "on purpose" not in str(error):
-        raise CheckFailed(
-            f"rank {setup.num_processes - 1} raised ZeroDivisionError, but the job raised {error!r}"
-        )
+        raise CheckFailed(f"the last rank raised ZeroDivisionError, but the job raised {error!r}")
     return "an exception of one rank is raised here, and ends the other ranks"
 
 

@@ -10,7 +10,6 @@ On systems that can run no job ``import nblaunch`` works, and importing any name
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -22,23 +21,14 @@ from typing import Any
 from nblaunch.compat.names import DELEGATED, HOMES, PUBLIC, explanation
 from nblaunch.errors import LaunchError
 
-_log = logging.getLogger(__name__)
-_has_named_accelerate = False
-
 
 def install() -> None:
-    """Add the finder to ``sys.meta_path``. A second call does nothing.
+    """Add the finder to ``sys.meta_path``.
 
     It is the first finder: a folder of an older version (``nblaunch/utils`` with only compiled files) would otherwise
     be imported as an empty package.
     """
-    if not any(_name_of(type(finder)) == _name_of(_Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def _name_of(kind: type) -> str:
-    # By name, since a module that is imported anew has a new class; in full, since others call theirs _Finder, too.
-    return f"{kind.__module__}.{kind.__qualname__}"
+    sys.meta_path.insert(0, _Finder())
 
 
 def submodules_of(package: str) -> list[str]:
@@ -136,21 +126,7 @@ def from_accelerate(name: str) -> Any:
     if not str(getattr(value, "__module__", "accelerate.")).startswith("accelerate."):  # constants have none
         # Another package is imported under the name of Accelerate: nblaunch itself, maybe.
         return _without_accelerate(name, None)
-    _name_accelerate_once(name)
     return value
-
-
-def _name_accelerate_once(name: str) -> None:
-    global _has_named_accelerate
-    if not _has_named_accelerate:
-        from importlib import metadata  # imports much, and most programs need none of these names
-
-        _has_named_accelerate = True
-        _log.warning(
-            "nblaunch: %s comes from the installed Accelerate %s, as all names that nblaunch does not have itself",
-            name,
-            metadata.version("accelerate"),
-        )
 
 
 def _without_accelerate(name: str, cause: Exception | None) -> Any:
@@ -170,15 +146,12 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
 
 # --- systems that can run no job -------------------------------------------------------------------------------------
 
-_REMEDIES = {
-    "win32": "Windows: install WSL (`wsl --install` in a terminal), and run Jupyter and nblaunch inside it",
-    "emscripten": "a browser (Pyodide, JupyterLite): use a kernel on Linux, as Colab's or Kaggle's",
-}
-
 
 def system_refusal() -> str | None:
     """Return why no job can run on this system, and what to do; None where jobs can."""
-    remedy = _REMEDIES.get(sys.platform)
-    if remedy is None and not hasattr(os, "fork"):
-        remedy = f"{sys.platform}, where no process can be forked: use Linux"
-    return remedy and f"nblaunch starts and watches its workers as Linux and macOS can, and this is {remedy}"
+    if hasattr(os, "fork") and sys.platform != "emscripten":
+        return None
+    return (
+        f"nblaunch starts and watches its workers as Linux and macOS can, and this is {sys.platform}: use a kernel on "
+        "Linux. On Windows that is WSL: `wsl --install` in a terminal, and Jupyter and nblaunch inside it"
+    )

@@ -1,8 +1,10 @@
-"""Converters of the values of settings: each converts and checks a value of a command line, a file or a Python call."""
+"""Converters of the values of settings: each converts and checks a value of a command line, a file or a Python call.
+
+Files are read as texts (``files.py``), so that values have one form there and on the command line.
+"""
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,13 +15,6 @@ from typing import Any
 from nblaunch.env import as_flag
 from nblaunch.spec import parse_num_nodes
 
-COMPILERS = (
-    "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
-    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend",
-    "neuron", "tpu",
-)  # fmt: skip
-"""Compilers that Accelerate lists, and TorchTPU's. Some register with torch when the script imports their library."""
-
 
 class Converter(ABC):
     """Conversion of a value to the type of a setting."""
@@ -28,7 +23,7 @@ class Converter(ABC):
 
     @abstractmethod
     def convert(self, value: Any) -> Any:
-        """Convert ``value``, a text or a value parsed by YAML, to the type of the setting.
+        """Convert ``value``, a text or what a Python call has passed, to the type of the setting.
 
         Raises:
             ValueError: ``value`` is invalid. The message ends a sentence, as in ``must be a whole number``.
@@ -61,7 +56,7 @@ class Machines(Converter):
 
     def convert(self, value: Any) -> int | str:
         try:
-            return parse_num_nodes(int(value) if isinstance(value, float) and value == int(value) else value)
+            return parse_num_nodes(value)
         except (TypeError, ValueError):
             raise ValueError("must be a whole number of at least 1, or min:max as in 1:4") from None
 
@@ -107,20 +102,23 @@ class Switch(Flag):
 
 @dataclass(frozen=True)
 class Choice(Converter):
-    """One of ``choices``, case ignored."""
+    """One of ``choices``, case ignored.
+
+    Args:
+        word: for the help, where the choices are too many.
+    """
 
     choices: tuple[str, ...] = ()
+    word: str = ""
 
     @property
     def metavar(self) -> str:  # type: ignore[override]
         """Return the choices."""
-        return "|".join(self.choices)
+        return self.word or "|".join(self.choices)
 
     def convert(self, value: Any) -> str:
-        # YAML reads unquoted no and yes as booleans.
-        text = {False: "no", True: "yes"}.get(value, value) if isinstance(value, bool) else value
         by_lower = {choice.lower(): choice for choice in self.choices}
-        found = by_lower.get(str(text).strip().lower())
+        found = by_lower.get(str(value).strip().lower())
         if found is None:
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         return found
@@ -136,23 +134,6 @@ class Text(Converter):
         if isinstance(value, (bool, Mapping, list)) or not str(value).strip() or "\0" in str(value):
             raise ValueError("must be a text")
         return str(value)
-
-
-@dataclass(frozen=True)
-class Compiler(Converter):
-    """The name of a ``torch.compile`` backend in lower case, or ``no`` for none."""
-
-    metavar = "NAME"
-
-    def convert(self, value: Any) -> str:
-        # YAML reads an unquoted no as false.
-        name = "no" if value is False else str(value).strip().lower()
-        if value is True or not name.replace("_", "").replace("-", "").isalnum():
-            raise ValueError("must be a name")
-        reason = compiler_refusal(name)
-        if reason:
-            raise ValueError(reason)
-        return name
 
 
 @dataclass(frozen=True)
@@ -178,31 +159,23 @@ class Pairs(Converter):
 
     def convert(self, value: Any) -> dict[str, Any]:
         if isinstance(value, Mapping):
-            return {str(key): _as_number(content) for key, content in value.items()}
+            return {str(key): _as_value(content) for key, content in value.items()}
         pairs = [part.partition("=") for part in str(value).split(",") if part.strip()]
         if not pairs or any(not (key.strip() and equals) for key, equals, _ in pairs):
             raise ValueError("must be pairs such as timeout=900,join_timeout=600")
-        return {key.strip(): _as_number(content.strip()) for key, _, content in pairs}
+        return {key.strip(): _as_value(content.strip()) for key, _, content in pairs}
 
 
-def compiler_refusal(name: str) -> str:
-    """Return why ``name`` is not a compiler, as ``must be no, or one of ...``; empty if it is one.
-
-    Imports torch only if ``name`` is not well known.
-    """
-    if name in COMPILERS:
-        return ""
-    torch_compiler = importlib.import_module("torch.compiler")
-    if name in torch_compiler.list_backends(exclude_tags=()):
-        return ""
-    usual = sorted({"eager", "aot_eager", *torch_compiler.list_backends()})
-    return f"must be no, or one of torch's compilers: {', '.join(usual)}"
-
-
-def _as_number(value: Any) -> Any:
-    """Return the number that a text holds; any other value as it is."""
-    number = _number(value) if isinstance(value, str) else None
-    return value if number is None else int(number) if number == int(number) else number
+def _as_value(value: Any) -> Any:
+    """Return the number or flag that a text holds; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    number = _number(value)
+    if number is not None:
+        return int(number) if number == int(number) else number
+    with suppress(ValueError):
+        return as_flag(value)
+    return value
 
 
 def _number(value: Any) -> float | None:

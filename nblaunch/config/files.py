@@ -4,17 +4,17 @@
     num_processes: 4
 
 Keys are the names in :data:`SETTINGS`; those of a strategy may be in a mapping of their own (``fsdp_config:``). Files
-written by ``accelerate config`` have the same format and are read as they are.
+written by ``accelerate config`` have the same format and are read as they are. Values are read as the texts that they
+are: what YAML 1.1 makes of ``no`` (a flag) and of ``1:4`` (a number to the base 60) is not meant here.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-import tempfile
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,8 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "DEEPSPEED": {"strategy": "deepspeed"},
 }
 
-_OLD_NAMES = {
-    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
-}
+_NOT_SET = (("num_processes", "-1"), ("deepspeed_config_file", "none"))
+"""What ``accelerate config`` writes where a setting was not chosen."""
 
 _MAX_UNKNOWN = 5
 """Number of unknown keys that a message lists."""
@@ -48,22 +47,15 @@ _EXTRA_KEYS = ("gradient_accumulation_steps",)
 def default_path() -> Path:
     """Return the path that is read when the user names no file.
 
-    It is ``NBLAUNCH_CONFIG_FILE`` if set, else ``nblaunch/default.yaml`` in the platform's folder for configuration.
+    It is ``NBLAUNCH_CONFIG_FILE`` if set, else ``nblaunch/default.yaml`` in the user's folder for configuration.
+    Source: XDG Base Directory Specification.
     """
     chosen = env.read("NBLAUNCH_CONFIG_FILE")
-    return Path(chosen).expanduser() if chosen else _platform_folder() / "nblaunch" / "default.yaml"
-
-
-def _platform_folder() -> Path:
-    """Return the folder for users' configuration.
-
-    Source: XDG Base Directory Specification; Apple's File System Programming Guide.
-    """
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support"
-    chosen = env.read("XDG_CONFIG_HOME")
-    # XDG: a relative path is invalid and must be ignored.
-    return Path(chosen) if chosen and Path(chosen).is_absolute() else Path.home() / ".config"
+    if chosen:
+        return Path(chosen).expanduser()
+    folder = Path(env.read("XDG_CONFIG_HOME") or "")
+    # A relative path is invalid and must be ignored.
+    return (folder if folder.is_absolute() else Path.home() / ".config") / "nblaunch" / "default.yaml"
 
 
 def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
@@ -86,26 +78,26 @@ def read(path: Path) -> Layer:
     """
     raw = _flattened(path, _load(path))
     try:
-        settings, notes = _translated(raw)
+        settings = _translated(raw)
         unknown_keys = [key for key in settings if key not in SETTINGS]
         if unknown_keys:
             raise ConfigError("; ".join(unknown(named(key), SETTINGS) for key in unknown_keys[:_MAX_UNKNOWN]))
-        values = {name: convert(name, value) for name, value in settings.items() if value is not None}
+        values = {name: convert(name, value) for name, value in settings.items() if not _is_null(value)}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return Layer(f"file {path}", values, tuple(notes))
+    return Layer(f"file {path}", values)
 
 
 def _load(path: Path) -> dict[str, Any]:
     import yaml  # takes 15 ms; commands without a file do not need it
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _loader())
+        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; `nblaunch config` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    except Exception as error:  # PyYAML converts without checks: AttributeError for "!!timestamp x"
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: is not YAML: {_describe_yaml_error(error)}") from None
     if content is None:
         return {}
@@ -121,20 +113,8 @@ def _describe_yaml_error(error: Exception) -> str:
     return place + textwrap.shorten(problem or f"{type(error).__name__}: {error}", 200)
 
 
-def _loader() -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_number(self, node: Any) -> Any:
-            """Leave 1:4 the text that it is; in YAML 1.1 it is a number to the base 60."""
-            if ":" in node.value:
-                return self.construct_scalar(node)
-            is_int = node.tag == "tag:yaml.org,2002:int"
-            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
-
-    for kind in ("int", "float"):
-        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", Loader.construct_number)
-    return Loader
+def _is_null(value: Any) -> bool:
+    return value in ("", "~", "null")  # but "none" is a value of some settings
 
 
 def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,20 +124,20 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if key not in SECTIONS:
             flat[key] = value
             continue
-        if value is None:
+        if _is_null(value):
             continue
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {key}: must hold keys and values, but is {shown(value)}")
         for name, inner_value in value.items():
             # The questionnaire of Accelerate leaves the prefix out there.
-            inner = f"fp8_{name}" if key == "fp8_config" and not str(name).startswith("fp8_") else name
+            inner = f"fp8_{name}" if key == "fp8_config" and not name.startswith("fp8_") else name
             if inner in SETTINGS and SETTINGS[inner].group != key and inner not in _EXTRA_KEYS:
                 raise ConfigError(f"{path}: {key}: {inner} does not belong there, but in the file itself")
             flat[inner] = inner_value
     return flat
 
 
-def _translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _translated(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Translate keys of ``accelerate config`` into settings; unknown keys are returned as they are.
 
     Source: accelerate 0.20, 1.0 and 1.15, ``commands/config/config_args.py`` (``ClusterConfig``) and the keys of its
@@ -166,39 +146,27 @@ def _translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Args:
         raw: keys and values of the file, nested mappings flattened.
 
-    Returns:
-        Settings and unknown keys, and a note for each key that has no effect.
-
     Raises:
         ConfigError: the file asks for a feature that nblaunch does not have.
     """
     settings: dict[str, Any] = {}
-    notes = []
     for key, value in raw.items():
-        if key == "num_processes" and value == -1:
-            continue  # Accelerate's value for "not set"
-        if key == "deepspeed_config_file" and value == "none":
-            continue  # likewise: the default answer of its questionnaire
-        if key in UNUSED:
-            if _has_effect_in_accelerate(key, value):
-                notes.append(f"{key} changes nothing: {UNUSED[key][0]}")
-        elif (reason := refusal(str(key))) is not None:
-            if not _is_empty(value):
+        if key in UNUSED or (key, value) in _NOT_SET:
+            continue
+        if reason := refusal(key):
+            if not _is_off(value):
                 raise ConfigError(f"{key}: {reason}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
-            settings[_OLD_NAMES.get(key, key)] = value
+            settings[key] = value
     _check_environment(raw)
-    return _translated_device(raw) | settings, notes
+    return _translated_device(raw) | settings
 
 
-def _has_effect_in_accelerate(key: str, value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(value.values())
-    return value not in (None, False, "main", True) or (key == "zero3_init_flag" and value is True)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or value is False or value in ("", "no", [], [""], {})
+def _is_off(value: Any) -> bool:
+    """Return whether a value says that a feature is not used; of a section or a list, whether all of its values do."""
+    if isinstance(value, (dict, list)):
+        return all(map(_is_off, value.values() if isinstance(value, dict) else value))
+    return _is_null(value) or str(value).lower() in ("no", "none", "false")
 
 
 def _check_environment(raw: Mapping[str, Any]) -> None:
@@ -210,26 +178,24 @@ def _check_environment(raw: Mapping[str, Any]) -> None:
 
 
 def _flag(raw: Mapping[str, Any], key: str) -> bool:
-    value = raw.get(key)
+    value = raw.get(key, "")
     try:
-        return value is not None and Flag().convert(value)
+        return not _is_null(value) and Flag().convert(value)
     except ValueError as error:
         raise ConfigError(f"{key}: {shown(value)} {error}") from None
 
 
 def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    kind = raw.get("distributed_type")
-    if kind is not None:
-        # YAML reads an unquoted NO as false.
-        name = "NO" if kind is False else str(kind)
-        if name not in _DISTRIBUTED_TYPES:
+    kind = raw.get("distributed_type", "")
+    if not _is_null(kind):
+        if kind not in list(_DISTRIBUTED_TYPES):  # a list: the value may be one, too
             valid = ", ".join(_DISTRIBUTED_TYPES)
             raise ConfigError(
                 f"distributed_type: {named(kind)} is not available in nblaunch; valid are {valid}"
             )
-        found |= _DISTRIBUTED_TYPES[name]
-        if name == "NO":
+        found |= _DISTRIBUTED_TYPES[kind]
+        if kind == "NO":
             found["num_processes"] = 1
     if _flag(raw, "use_cpu"):
         found["backend"] = "cpu"
@@ -247,20 +213,14 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
         ConfigError: the folder or the file can't be written.
     """
     path = Path(os.path.realpath(path))
+    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(render_json(values) if path.suffix == ".json" else render(values))
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        part.write_text(render_json(values) if path.suffix == ".json" else render(values), encoding="utf-8")
+        part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink()
         raise ConfigError(f"{path}: can't be written: {error.strerror}") from None
 
 

@@ -26,10 +26,13 @@ from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
 
 _SAME_NAMES = (
     "backend",
+    "start_method",
     "mixed_precision",
     "rdzv_backend",
+    "rdzv_endpoint",
     "rdzv_conf",
     "rdzv_id",
+    "rdzv_timeout_s",
     "max_restarts",
     "log_dir",
     "log_line_prefix_template",
@@ -37,19 +40,15 @@ _SAME_NAMES = (
     "on_hang",
     "interrupt_grace_s",
 )
-"""Settings that are fields of ``LaunchSpec`` under the same name."""
-
 _RENAMED = {
     "num_machines": "num_nodes",
     "machine_rank": "node_rank",
     "main_process_ip": "master_addr",
     "main_process_port": "master_port",
     "num_cpu_threads_per_process": "threads_per_process",
-    "start_method": "start_method",
-    "rdzv_endpoint": "rdzv_endpoint",
-    "rdzv_timeout_s": "rdzv_timeout_s",
 }
-"""Setting -> field of ``LaunchSpec``; passed only if it is not None."""
+_FIELDS = {**{name: name for name in _SAME_NAMES}, **_RENAMED}
+"""Setting -> field of ``LaunchSpec``, which has the same default."""
 
 _OTHER_NAMES = {
     "dynamo_use_fullgraph": "fullgraph",
@@ -61,16 +60,8 @@ _OTHER_NAMES = {
 }
 """Setting -> argument of a plugin, where it is not the name of the setting without that of its group."""
 
-_WITHOUT_ARGUMENT = {
-    "fp8_backend",
-    "fsdp_version",
-    "fsdp_backward_prefetch",
-    "fsdp_forward_prefetch",
-    "fsdp_use_orig_params",
-    "fsdp_sync_module_states",
-    "zero3_init_flag",
-}
-"""Settings of plugins that have no effect, or only one value."""
+_WITHOUT_ARGUMENT = ("fp8_backend", "fsdp_version")
+"""Settings of plugins that have only one effect."""
 
 
 def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Resolved:
@@ -98,8 +89,7 @@ def spec_of(
     Raises:
         ConfigError: the settings contradict each other.
     """
-    values = {name: resolved[name] for name in _SAME_NAMES}
-    values |= {field: resolved[name] for name, field in _RENAMED.items() if resolved[name] is not None}
+    values = {field: resolved[name] for name, field in _FIELDS.items() if resolved.is_set(name)}
     if (
         resolved["rdzv_backend"] == "c10d"
         and resolved["rdzv_endpoint"] is None

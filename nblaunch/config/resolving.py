@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,18 @@ DEFAULT = "default"
 GPU_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 """Backend -> the environment variable that selects its GPUs by number."""
 
-_REQUIRED = {
-    "fsdp_config": ("strategy", ("fsdp",), "use_fsdp"),
-    "deepspeed_config": ("strategy", ("deepspeed",), "use_deepspeed"),
+_NEEDS: dict[str, tuple[str, Callable[[str], bool], str]] = {
+    "fsdp_config": ("strategy", lambda chosen: chosen == "fsdp", "--use_fsdp"),
+    "deepspeed_config": ("strategy", lambda chosen: chosen == "deepspeed", "--use_deepspeed"),
+    "dynamo_config": (
+        "dynamo_backend",
+        lambda chosen: chosen != "no",
+        "compiling, as by --dynamo_backend inductor",
+    ),
+    "downcast_bf16": ("backend", lambda chosen: chosen in ("auto", "xla"), "TPUs"),
+    "gpu_ids": ("backend", lambda chosen: chosen in ("auto", *GPU_VARIABLES), "GPUs"),
 }
-"""Group -> the setting it depends on, the values that setting must have, and the option that sets one."""
+"""Setting or group -> another setting, whether a value of that uses it, and what it is for."""
 
 
 class ConfigError(ValueError):
@@ -33,12 +40,10 @@ class Layer:
     Args:
         source: as ``command line``, or the path of a file.
         values: setting -> converted value. None is a value too, for settings that accept none.
-        notes: a sentence for each key that has no effect.
     """
 
     source: str
     values: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,10 @@ class Resolved:
     Args:
         values: setting -> value.
         sources: setting -> source of the value.
-        notes: of all layers.
     """
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
-    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -117,36 +120,30 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
         layer = next((layer for layer in layers if name in layer.values), None)
         values[name] = layer.values[name] if layer is not None else setting.default
         sources[name] = layer.source if layer is not None else DEFAULT
-    resolved = Resolved(values, sources, tuple(note for layer in layers for note in layer.notes))
+    resolved = Resolved(values, sources)
     order = {layer.source: i for i, layer in enumerate(layers)} | {DEFAULT: len(layers)}
-    _check_groups(resolved, order)
+    _check_needs(resolved, order)
     _check_machines(resolved)
-    _check_training(resolved, order)
+    _check_training(resolved)
     return resolved
 
 
-def _check_groups(resolved: Resolved, order: Mapping[str, int]) -> None:
-    """Refuse settings of a strategy that is not used, unless a layer above them chose another strategy."""
-    for name in resolved.values:
-        required = _REQUIRED.get(SETTINGS[name].group)
-        if required is None or not resolved.is_set(name):
+def _check_needs(resolved: Resolved, order: Mapping[str, int]) -> None:
+    """Refuse settings without an effect because of another, unless a layer above them set that one.
+
+    A file may be written for another strategy or device than that of the command line.
+    """
+    for name, setting in SETTINGS.items():
+        needs = _NEEDS.get(name) or _NEEDS.get(setting.group)
+        if needs is None or resolved[name] in (False, setting.default):
             continue
-        setting, valid, option = required
-        overrides = order[resolved.sources[setting]] < order[resolved.sources[name]]
-        if resolved[setting] not in valid and not overrides:
+        other, is_used, purpose = needs
+        overrides = order[resolved.sources[other]] < order[resolved.sources[name]]
+        if not is_used(resolved[other]) and not overrides:
             raise ConfigError(
-                f"{name} ({resolved.sources[name]}) is for --{option}, but {setting} is {resolved[setting]} "
-                f"({resolved.sources[setting]})"
+                f"{name} ({resolved.sources[name]}) is for {purpose}, but {other} is {resolved[other]} "
+                f"({resolved.sources[other]})"
             )
-    for name in (
-        "dynamo_mode",
-        "dynamo_use_fullgraph",
-        "dynamo_use_dynamic",
-        "dynamo_use_regional_compilation",
-    ):
-        overrides = order[resolved.sources["dynamo_backend"]] < order[resolved.sources[name]]
-        if resolved[name] and resolved["dynamo_backend"] == "no" and not overrides:
-            raise ConfigError(f"{name} ({resolved.sources[name]}) needs a dynamo_backend, such as inductor")
 
 
 def most_machines(resolved: Resolved) -> int:
@@ -175,19 +172,8 @@ def _check_machines(resolved: Resolved) -> None:
         )
 
 
-def _check_training(resolved: Resolved, order: Mapping[str, int]) -> None:
+def _check_training(resolved: Resolved) -> None:
     backend = resolved["backend"]
-    for name, is_used, families, noun in (
-        ("downcast_bf16", resolved["downcast_bf16"], ("xla",), "TPUs"),
-        ("gpu_ids", resolved["gpu_ids"] != "all", tuple(GPU_VARIABLES), "GPUs"),
-    ):
-        # A file may be written for another device than the one on the command line, which overrides it.
-        overrides = order[resolved.sources["backend"]] < order[resolved.sources[name]]
-        if is_used and backend not in ("auto", *families) and not overrides:
-            raise ConfigError(
-                f"{name} ({resolved.sources[name]}) is for {noun}, but backend is {backend} "
-                f"({resolved.sources['backend']})"
-            )
     if resolved["strategy"] == "spmd" and backend not in ("auto", "xla"):
         raise ConfigError(
             f"strategy=spmd is for TPUs, but backend is {backend} ({resolved.sources['backend']})"

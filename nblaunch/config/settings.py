@@ -12,7 +12,6 @@ from typing import Any
 from nblaunch import backends
 from nblaunch.config.converters import (
     Choice,
-    Compiler,
     Converter,
     Flag,
     FlagOrName,
@@ -44,6 +43,16 @@ DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+COMPILERS = (
+    "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
+    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend", "neuron",
+)  # fmt: skip
+"""Compilers that Accelerate lists; device families have others."""
+
+
+def _compilers() -> tuple[str, ...]:
+    own = [name for family in backends.discover().values() for name in family.compilers]
+    return tuple(dict.fromkeys([*COMPILERS, *own]))
 
 
 @dataclass(frozen=True)
@@ -67,12 +76,7 @@ class Setting:
 
 _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
     "devices": (
-        (
-            "backend",
-            Choice(tuple(backends.names())),
-            "auto",
-            "device family; auto = the best one here",
-        ),
+        ("backend", Choice(tuple(backends.names())), "auto", "device family; auto = the best one here"),
         ("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, as 0,2"),
     ),
     "processes": (
@@ -93,15 +97,9 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("rdzv_backend", Choice(RDZV_BACKENDS), "static", "how machines find each other"),
         ("rdzv_endpoint", Text("HOST:PORT"), None, "address of the c10d rendezvous; default: machine 0"),
         ("rdzv_conf", Pairs(), None, "further settings of the rendezvous"),
-        (
-            "rdzv_timeout_s",
-            Number(0.001),
-            None,
-            "timeout of the rendezvous in seconds; default: 600",
-        ),
+        ("rdzv_timeout_s", Number(0.001), None, "timeout of the rendezvous in seconds; default: 600"),
         ("rdzv_id", Text("NAME"), "none", "name of the job among several at one rendezvous"),
         ("max_restarts", Whole(0), 0, "how often all processes are restarted after a failure"),
-        ("monitor_interval", Number(0.001), 0.1, "no effect: the launcher waits for events"),
     ),
     "training": (
         ("mixed_precision", Choice(MIXED_PRECISIONS), "no", "precision of forward passes"),
@@ -118,7 +116,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
     "dynamo_config": (
         (
             "dynamo_backend",
-            Compiler(),
+            Choice(_compilers(), "NAME"),
             "no",
             "compile models with this backend of torch.compile, as inductor",
         ),
@@ -144,12 +142,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "2",
             "settings of version 1 are read, and version 2 (fully_shard) is used",
         ),
-        (
-            "fsdp_reshard_after_forward",
-            FlagOrName(),
-            None,
-            "free gathered weights after the forward pass",
-        ),
+        ("fsdp_reshard_after_forward", FlagOrName(), None, "free gathered weights after the forward pass"),
         ("fsdp_offload_params", Flag(), None, "keep parameters and gradients on the CPU"),
         ("fsdp_auto_wrap_policy", Choice(WRAP_POLICIES), None, "which submodules are sharded one by one"),
         ("fsdp_transformer_layer_cls_to_wrap", Text("CLASS,..."), None, "blocks, for TRANSFORMER_BASED_WRAP"),
@@ -164,15 +157,6 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("fsdp_activation_checkpointing", Flag(), None, "compute activations again rather than keep them"),
         ("fsdp_activation_checkpointing_offload", Flag(), None, "keep their inputs in host memory meanwhile"),
         ("fsdp_sharding_strategy", Text("NAME"), None, "version 1: FULL_SHARD, SHARD_GRAD_OP, ..."),
-        (
-            "fsdp_backward_prefetch",
-            Text("NAME"),
-            None,
-            "version 1; no effect, version 2 always prefetches",
-        ),
-        ("fsdp_forward_prefetch", Flag(), None, "version 1; no effect, version 2 always prefetches"),
-        ("fsdp_use_orig_params", Flag(), None, "version 1; no effect, version 2 keeps them"),
-        ("fsdp_sync_module_states", Flag(), None, "version 1; no effect, ranks compare their weights"),
     ),
     "deepspeed_config": (
         (
@@ -187,7 +171,6 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("offload_optimizer_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
         ("offload_param_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
         ("gradient_clipping", Number(0.0), None, "greatest norm of the gradients"),
-        ("zero3_init_flag", Flag(), None, "no effect: build the model in deepspeed.zero.Init()"),
         ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16 bit weights in one piece"),
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
     ),
@@ -252,25 +235,25 @@ _ON_EVERY_MACHINE = "run `nblaunch launch` on every machine instead, with --num_
 _OF_HOSTS = tuple(
     f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
 )
+_OF_FSDP_1 = (
+    "fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states",
+)  # fmt: skip
 _OF_SEQUENCES = tuple(
     f"parallelism_config_sp_{name}"
     for name in ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
 )
 
-UNUSED: dict[str, tuple[str, int | None]] = {
-    "same_network": ("rdzv_backend selects how machines find each other", 0),
-    "enable_cpu_affinity": ("processes are not bound to cores", 0),
-    "no_tpu_cluster": ("machines are never started from one of them", 0),
-    "quiet": ("errors are shown without the launcher's own frames", 0),
-    "tee": ("output is in the terminal and in the logs", 1),
-    "role": ("it names workers in the logs of torchrun", 1),
-    "main_training_function": ("the whole script runs in every process", 1),
-    **dict.fromkeys(_OF_SEQUENCES, ("it is for parallelism_config_sp_size", 1)),
-    "ipex_config": ("what Intel's extension brought is part of PyTorch", None),
-    "zero3_init_flag": ("build the model in `with deepspeed.zero.Init():` instead", None),
-    **dict.fromkeys(_OF_HOSTS, (_ON_EVERY_MACHINE, None)),
+UNUSED: dict[str, int | None] = {
+    **dict.fromkeys(("same_network", "no_tpu_cluster", "quiet", "enable_cpu_affinity"), 0),
+    **dict.fromkeys(("tee", "role", "main_training_function", "monitor_interval"), 1),
+    **dict.fromkeys(_OF_SEQUENCES, 1),
+    # FSDP2 always prefetches and keeps the original parameters, and ranks compare their weights.
+    **dict.fromkeys(_OF_FSDP_1, 1),
+    "zero3_init_flag": 1,
+    # What Intel's extension brought is part of PyTorch; nblaunch runs on every machine.
+    **dict.fromkeys(("ipex_config", "fsdp_backward_prefetch_policy", *_OF_HOSTS), None),
 }
-"""Accelerate's names of settings without effect -> why, and how many values the option takes; None: only in files."""
+"""Accelerate's names of settings without effect -> how many values the option takes; None: only in files."""
 
 _REFUSED = {
     "no_python": "only Python scripts and modules can be launched",

@@ -18,9 +18,9 @@ the agent of node 0, so that no value of an earlier start is read by mistake. An
 
 In the launcher:
 
-    link.py              the runner of a job, and the connection to the other nodes: summaries sent, heartbeats handled
+    link.py              the runner of a job, and the connection to the other nodes: the wait for them, heartbeats
       peer_states.py     state of the other nodes; the agreement with them on a last step
-      agent_client.py    process of this node's agent, messages from and to it; the wait until all nodes have joined
+      agent_client.py    process of this node's agent, messages from and to it
       network.py         addresses and interfaces of this machine
 
 In the agent:

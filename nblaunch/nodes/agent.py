@@ -36,7 +36,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages
-from nblaunch.nodes.heartbeats import HeartbeatExchange, RankTakenError
+from nblaunch.nodes.heartbeats import HeartbeatExchange
 from nblaunch.nodes.messages import (
     AgentConfig,
     AgentEnded,
@@ -290,7 +290,7 @@ def _topology(worker_group: WorkerGroup, nodes: Sequence[Node]) -> Topology:
 
 def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: HeartbeatExchange) -> str:
     """Return a message about a failed rendezvous: the cause, the missing nodes, and what to do."""
-    if isinstance(error, (RankTakenError, LaunchError)):
+    if isinstance(error, LaunchError):
         return str(error)
     if isinstance(error, RendezvousTimeoutError):
         return _describe_timeout(str(error), rendezvous, heartbeats.joining_nodes())

@@ -1,24 +1,20 @@
-"""The launcher's side of the agent of its node, and the wait until all nodes of a job have joined."""
+"""The launcher's side of the agent of its node: its process, messages to and from it."""
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from multiprocessing.connection import wait
 
 from nblaunch import env
-from nblaunch.errors import JobCancelled, LaunchError
+from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.host import descriptors
 from nblaunch.host.descriptors import is_writable
-from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
-from nblaunch.nodes import messages, network
+from nblaunch.nodes import network
 from nblaunch.nodes.messages import (
     LINGER_S,
     AgentConfig,
@@ -35,14 +31,7 @@ from nblaunch.start_methods.interpreter import start_program
 from nblaunch.start_methods.worker_group import kill_and_reap
 from nblaunch.wire.channel import EventReceiver, EventSender
 
-_TICK_S = 0.1
-_FIRST_NOTE_S = 3.0
-"""Seconds of waiting before the user is notified."""
-
-_FINAL_WAIT_S = 2.0
 _EXIT_S = LINGER_S + 2.0
-_AGENT_SLACK_S = 15.0
-"""Extra seconds for the start of the agent, and for torch to detect its timeout."""
 
 
 class AgentClient:
@@ -107,7 +96,11 @@ class AgentClient:
         wanted = (self._spec.rdzv_conf or {}).get("is_host")
         if self._spec.rdzv_backend == "static":
             wanted = self._spec.node_rank == 0
-        return None if wanted is False else network.listen(host, port, is_optional=wanted is None)
+        return (
+            None
+            if wanted is not None and not wanted
+            else network.listen(host, port, is_optional=wanted is None)
+        )
 
     def _start_process(self, max_restarts: int) -> None:
         agent_reads, self._writing = os.pipe()
@@ -206,10 +199,9 @@ class AgentClient:
         self.send(Leave(-1, time.time(), reason=reason))
         self.ended = AgentEnded(-1, time.time())
 
-    def end(self, error: str, can_retry: bool = False) -> AgentEnded:
+    def end(self, error: str, can_retry: bool = False) -> None:
         """Set :attr:`ended` to a failure of the agent."""
         self.ended = AgentEnded(-1, time.time(), error=error, can_retry=can_retry)
-        return self.ended
 
 
 def _start(config: AgentConfig) -> subprocess.Popen[bytes]:
@@ -232,137 +224,3 @@ def _start(config: AgentConfig) -> subprocess.Popen[bytes]:
         raise LaunchError(
             f"the agent of this node, which joins the rendezvous, could not be started ({sys.executable}): {error}"
         ) from error
-
-
-class RendezvousWait:
-    """The wait until all nodes have joined, before each start of the workers.
-
-    Args:
-        note: emits a text for the user, with the kind of the note.
-    """
-
-    def __init__(
-        self, spec: LaunchSpec, agent: AgentClient, requests: JobRequests, note: Callable[[str, str], None]
-    ) -> None:
-        self._spec = spec
-        self._agent = agent
-        self._requests = requests
-        self._note = note
-        self._restarts_left = spec.max_restarts
-        self._first_counts: dict[str, int] = {}
-        self._has_met = False
-        self._is_finished = False
-
-    def wait(self, receive: Callable[[], bool], is_finished: bool) -> WorldFormed | None:
-        """Wait until all nodes have joined; return None when no further start follows.
-
-        Args:
-            receive: handles new messages; returns whether another node may still have to restart.
-            is_finished: the workers of this node have succeeded.
-
-        Raises:
-            KeyboardInterrupt: the job was interrupted meanwhile.
-            JobCancelled: the job was cancelled meanwhile.
-            LaunchError: the first rendezvous failed.
-        """
-        self._is_finished = is_finished
-        began_s = time.monotonic()
-        last_note = ""
-        while True:
-            wait([self._agent.fileno(), self._requests.fileno()], _TICK_S)
-            is_any_expected = receive()
-            world = self._agent.take_world()
-            if world is not None:
-                self._has_met = True
-                return world
-            is_needed = self._has_met and not is_finished
-            if self._agent.ended is None and is_needed and self._agent.is_cut_off():
-                where = self._agent.rendezvous.endpoint
-                self._agent.end(f"the rendezvous at {where} no longer responds", can_retry=True)
-            ended = self._agent.ended
-            if ended is not None and not self._try_again(ended):
-                self._report_end(ended)
-                return None
-            self._check_settings()
-            self._handle_requests()
-            if is_finished and not is_any_expected:
-                self._agent.leave(messages.FINISHED)
-                return None
-            if time.monotonic() - began_s > self._patience_for_agent():
-                self._give_up()
-                return None
-            if not is_finished and time.monotonic() - began_s > _FIRST_NOTE_S:
-                last_note = self._note_joining(last_note)
-
-    def _patience_for_agent(self) -> float:
-        """Return the timeout in seconds for the agent, which may hang when it has lost the connection to the store."""
-        if self._is_finished:
-            return math.inf  # other nodes may continue to train as long as their heartbeats arrive
-        return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S if self._may_meet else _FINAL_WAIT_S
-
-    @property
-    def _may_meet(self) -> bool:
-        """Return whether nodes may still meet: for the first time, after a failure, or because others have joined."""
-        return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
-
-    def _give_up(self) -> None:
-        self._agent.leave("timed out in the rendezvous")
-        if self._may_meet:
-            timeout_s = self._spec.rendezvous_timeout_s
-            where = self._agent.rendezvous.endpoint
-            self._report_end(
-                self._agent.end(f"not all nodes joined the rendezvous at {where} within {timeout_s:g} s")
-            )
-
-    def _report_end(self, ended: AgentEnded) -> None:
-        if not self._has_met:
-            raise LaunchError(ended.error or "the rendezvous ended before all nodes had joined")
-        if ended.error and not self._is_finished:
-            self._note(ended.error, "warning")
-
-    def _try_again(self, ended: AgentEnded) -> bool:
-        """Start another agent if the connection to the store was lost and restarts are left; return whether."""
-        if not (ended.can_retry and self._has_met and self._restarts_left > 0) or self._is_finished:
-            return False
-        self._note(f"{ended.error}; waiting for it to come back", "warning")
-        self._restarts_left -= 1
-        self._agent.restart(self._restarts_left)
-        return True
-
-    def _handle_requests(self) -> None:
-        self._requests.acknowledge()
-        if self._requests.is_cancelled:
-            self._agent.leave("was cancelled")
-            raise JobCancelled(f"{self._spec.function_name} was cancelled while it waited for other nodes")
-        if (self._requests.interrupts or self._requests.terminations) and not self._is_finished:
-            self._agent.leave("was interrupted")
-            raise KeyboardInterrupt
-
-    def _check_settings(self) -> None:
-        """Raise LaunchError if nodes have different settings: they would wait for each other until the timeout."""
-        if self._has_met:
-            return
-        own = self._agent.rendezvous.shared_settings
-        for heartbeat in self._agent.heartbeats:
-            # Heartbeats of earlier launches stay on the store, but their count does not rise.
-            is_alive = heartbeat.count > self._first_counts.setdefault(heartbeat.id, heartbeat.count)
-            if is_alive and heartbeat.settings != own:
-                self._agent.leave("was launched with other settings")
-                raise LaunchError(
-                    f"{heartbeat} was launched with {heartbeat.settings}, but this one (node {self._spec.node_rank}) "
-                    f"with {own}: launch all nodes with the same"
-                )
-
-    def _note_joining(self, last_note: str) -> str:
-        """Emit a note with the nodes that have joined, if it differs from the last one; return its text."""
-        joining = [
-            str(heartbeat) for heartbeat in self._agent.heartbeats if heartbeat.state == messages.JOINING
-        ]
-        spec = self._spec
-        if len(joining) + 1 >= spec.max_nodes:
-            return last_note  # torch's rendezvous takes a second or two to complete
-        nodes = ", ".join(sorted([f"node {spec.node_rank} (this one)", *joining]))
-        text = f"waiting at {self._agent.rendezvous.endpoint} for {spec.num_nodes} nodes; joined: {nodes}"
-        if text != last_note:
-            self._note(text, "note")
-        return text

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Note
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import LINGER_S, AgentConfig, Heartbeat, Node, PeerHeartbeats, Summary
@@ -34,10 +35,6 @@ _GATHER_S = 1.0
 _FINAL = (messages.DONE, messages.FAILED, messages.LEFT)
 _GONE_S = 2.5
 """Seconds without a heartbeat after which a node is no longer waited for."""
-
-
-class RankTakenError(Exception):
-    """Another node has the rank of this node."""
 
 
 class HeartbeatStore:
@@ -175,7 +172,7 @@ class HeartbeatExchange:
         The heartbeat of a dead node may have the same rank, but its count does not rise.
 
         Raises:
-            RankTakenError: another node has the rank.
+            LaunchError: another node has the rank.
         """
         self.refresh(_RECONNECT_S)
         with self._changed:
@@ -183,7 +180,7 @@ class HeartbeatExchange:
             self._changed.wait_for(lambda: not first or self._rivals(first), 3 * _HEARTBEAT_S)
             rivals = self._rivals(first)
         if rivals:
-            raise RankTakenError(
+            raise LaunchError(
                 f"node_rank={self._own.node_rank} is already used by a node on host {rivals[0].host}; give each "
                 "machine another rank"
             )

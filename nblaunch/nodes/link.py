@@ -1,11 +1,11 @@
-"""The connection of a launcher to the other nodes: it sends summaries of its workers and handles heartbeats.
+"""The connection of a launcher to the other nodes: it waits for them, sends summaries and handles heartbeats.
 
     next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
                         │ receive, exchange
                       agent
 
-``agent_client.py`` is the client to the agent and waits for other nodes, ``peer_states.py`` holds their state. Nothing
-here starts or signals workers.
+``agent_client.py`` is the client to the agent, ``peer_states.py`` holds the state of the other nodes. Nothing here
+starts or signals workers.
 
 :class:`NodeRunner` runs a job through them: the agent decides on restarts, together with those of the others.
 """
@@ -20,13 +20,14 @@ from multiprocessing.connection import wait
 from nblaunch import env
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import own_failures
+from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event, Note, ValueLocation
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.plan import replan_start_method
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.nodes import network
-from nblaunch.nodes.agent_client import AgentClient, RendezvousWait
+from nblaunch.nodes import messages, network
+from nblaunch.nodes.agent_client import AgentClient
 from nblaunch.nodes.messages import (
     Node,
     PeerHeartbeats,
@@ -47,6 +48,12 @@ _SUMMARY_S = 0.4
 """Seconds between summaries for the other nodes."""
 
 _CAUSE_SLACK_S = 1.5
+_FIRST_NOTE_S = 3.0
+"""Seconds of waiting before the user is notified."""
+
+_FINAL_WAIT_S = 2.0
+_AGENT_SLACK_S = 15.0
+"""Extra seconds for the start of the agent, and for torch to detect its timeout."""
 
 _NUM_CURVES = 8
 """Ranks whose losses the other nodes get: no dashboard draws those of more ranks."""
@@ -71,16 +78,19 @@ class NodeLink:
         emit: Callable[[Event], None],
         emit_readings: Callable[[Sequence[SlotReading]], None],
     ) -> None:
+        self._spec = spec
         self._requests = requests
         self._emit = emit
         self._emit_readings = emit_readings
         self._agent = AgentClient(spec, num_workers, log_path)
-        self._wait = RendezvousWait(spec, self._agent, requests, self._note)
         self._readings: list[SlotReading] = []
         self._last_summary_s = 0.0
         self._stop = StopState()
         self._leads = False
         self._first_rank = 0
+        self._restarts_left = spec.max_restarts
+        self._first_counts: dict[str, int] = {}
+        self._has_met = False
         self._is_finished = False
         self._peers = self._states_of(())
 
@@ -102,15 +112,31 @@ class NodeLink:
             JobCancelled: the job was cancelled meanwhile.
             LaunchError: the first rendezvous failed.
         """
-        world = self._wait.wait(self._receive_and_show, self._is_finished)
-        if world is not None:
-            self._enter(world)
-        return world
-
-    def _receive_and_show(self) -> bool:
-        self.receive()
-        self._emit_readings(self._peers.merged(self._readings))
-        return self._peers.is_any_expected
+        began_s = time.monotonic()
+        last_note = ""
+        while True:
+            wait([self._agent.fileno(), self._requests.fileno()], _TICK_S)
+            self.receive()
+            self._emit_readings(self._peers.merged(self._readings))
+            world = self._agent.take_world()
+            if world is not None:
+                self._enter(world)
+                return world
+            if not self._keep_agent():
+                return None
+            self._check_settings()
+            self._handle_requests()
+            if self._is_finished:  # other nodes may continue to train as long as their heartbeats arrive
+                if not self._peers.is_any_expected:
+                    self._agent.leave(messages.FINISHED)
+                    return None
+                continue
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._patience_for_agent():
+                self._give_up()
+                return None
+            if waited_s > _FIRST_NOTE_S:
+                last_note = self._note_joining(last_note)
 
     def _enter(self, world: WorldFormed) -> None:
         own = world.topology.node_rank
@@ -121,7 +147,83 @@ class NodeLink:
         self._stop = StopState()
         self._leads = own == 0
         self._first_rank = world.topology.rank
+        self._has_met = True
         self._is_finished = False
+
+    def _keep_agent(self) -> bool:
+        """Return whether there is an agent; start another one where the connection to the store was lost."""
+        agent = self._agent
+        if agent.ended is None and self._has_met and not self._is_finished and agent.is_cut_off():
+            agent.end(f"the rendezvous at {agent.rendezvous.endpoint} no longer responds", can_retry=True)
+        ended = agent.ended
+        if ended is None:
+            return True
+        if ended.can_retry and self._has_met and self._restarts_left > 0 and not self._is_finished:
+            self._note(f"{ended.error}; waiting for it to come back")
+            self._restarts_left -= 1
+            agent.restart(self._restarts_left)
+            return True
+        self._report_end(ended.error)
+        return False
+
+    def _patience_for_agent(self) -> float:
+        """Return the timeout in seconds for the agent, which may hang when it has lost the connection to the store."""
+        return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S if self._may_meet else _FINAL_WAIT_S
+
+    @property
+    def _may_meet(self) -> bool:
+        """Return whether nodes may still meet: for the first time, after a failure, or because others have joined."""
+        return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
+
+    def _give_up(self) -> None:
+        self._agent.leave("timed out in the rendezvous")
+        if self._may_meet:
+            where, timeout_s = self._agent.rendezvous.endpoint, self._spec.rendezvous_timeout_s
+            error = f"not all nodes joined the rendezvous at {where} within {timeout_s:g} s"
+            self._agent.end(error)
+            self._report_end(error)
+
+    def _report_end(self, error: str) -> None:
+        if not self._has_met:
+            raise LaunchError(error or "the rendezvous ended before all nodes had joined")
+        if error and not self._is_finished:
+            self._note(error)
+
+    def _handle_requests(self) -> None:
+        self._requests.acknowledge()
+        if self._requests.is_cancelled:
+            self._agent.leave("was cancelled")
+            raise JobCancelled(f"{self._spec.function_name} was cancelled while it waited for other nodes")
+        if (self._requests.interrupts or self._requests.terminations) and not self._is_finished:
+            self._agent.leave("was interrupted")
+            raise KeyboardInterrupt
+
+    def _check_settings(self) -> None:
+        """Raise LaunchError if nodes have different settings: they would wait for each other until the timeout."""
+        if self._has_met:
+            return
+        own = self._agent.rendezvous.shared_settings
+        for heartbeat in self._agent.heartbeats:
+            # Heartbeats of earlier launches stay on the store, but their count does not rise.
+            is_alive = heartbeat.count > self._first_counts.setdefault(heartbeat.id, heartbeat.count)
+            if is_alive and heartbeat.settings != own:
+                self._agent.leave("was launched with other settings")
+                raise LaunchError(
+                    f"{heartbeat} was launched with {heartbeat.settings}, but this one (node {self._spec.node_rank}) "
+                    f"with {own}: launch all nodes with the same"
+                )
+
+    def _note_joining(self, last_note: str) -> str:
+        """Emit a note with the nodes that have joined, if it differs from the last one; return its text."""
+        spec, agent = self._spec, self._agent
+        joining = [str(heartbeat) for heartbeat in agent.heartbeats if heartbeat.state == messages.JOINING]
+        if len(joining) + 1 >= spec.max_nodes:
+            return last_note  # torch's rendezvous takes a second or two to complete
+        nodes = ", ".join(sorted([f"node {spec.node_rank} (this one)", *joining]))
+        text = f"waiting at {agent.rendezvous.endpoint} for {spec.num_nodes} nodes; joined: {nodes}"
+        if text != last_note:
+            self._note(text, "note")
+        return text
 
     @property
     def last_error(self) -> str:

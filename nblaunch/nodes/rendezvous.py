@@ -11,12 +11,15 @@ import json
 import math
 import pickle
 import time
+from contextlib import suppress
 from dataclasses import astuple
 from datetime import datetime, timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -180,6 +183,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._config = config
         self._store: TCPStore = store
         self._id = id
+        self._closed = f"{config.run_id}/closed"
         self._round = 0
         self._polled_s = 0.0
         self._num_waiting = 0
@@ -189,6 +193,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._round = self._arrive()
         deadline = time.monotonic() + self._config.timeout_s
         while missing := self._missing(self._round):
+            if self._store.check([self._closed]):
+                raise RendezvousClosedError
             if self._num_arrived(self._round + 1):  # another node has restarted meanwhile
                 self._round = self._arrive()
             if time.monotonic() > deadline:
@@ -207,6 +213,12 @@ class StaticRendezvous(StaticTCPRendezvous):
             self._polled_s = time.monotonic()
             self._num_waiting = self._num_arrived(self._round + 1)
         return self._num_waiting
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous: this node will not come back, so that others need not wait for it."""
+        with suppress(RuntimeError):  # the node that hosts the store may have gone
+            self._store.set(self._closed, "1")
+        return True
 
     def _arrive(self) -> int:
         last = f"{self.run_id}/last_round"
@@ -235,8 +247,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 def is_connection_error(error: BaseException | None) -> bool:
     """Return whether the error means that the connection to the store failed."""
     while error is not None:
-        names = {cls.__name__ for cls in type(error).__mro__}
-        if names & {"RendezvousConnectionError", "DistNetworkError", "DistStoreError", "ConnectionError"}:
+        if isinstance(error, (RendezvousConnectionError, DistNetworkError, DistStoreError, ConnectionError)):
             return True
         error = error.__cause__ or error.__context__
     return False

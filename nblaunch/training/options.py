@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import env
-from nblaunch.config.converters import compiler_refusal
 from nblaunch.packages import is_installed
 
 RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
@@ -293,9 +292,16 @@ class TorchDynamoPlugin(KwargsHandler):
         return {name: value for name, value in fields.items() if value != plain.get(name)}
 
     def check(self) -> None:
-        reason = compiler_refusal(self._name)
-        if reason:
-            raise ValueError(f"dynamo backend {str(self.backend)!r} {reason}")
+        # Some register with torch when the program imports their library; TorchTPU's is "tpu".
+        if self._name.upper() in DynamoBackend.__members__ or self._name == "tpu":
+            return
+        from torch import compiler
+
+        if self._name not in compiler.list_backends(exclude_tags=()):
+            usual = ", ".join(sorted({"eager", "aot_eager", *compiler.list_backends()}))
+            raise ValueError(
+                f"dynamo backend {str(self.backend)!r} must be no, or one of torch's compilers: {usual}"
+            )
 
     @property
     def is_on(self) -> bool:

@@ -51,16 +51,6 @@ class Walker(Asker):
         return convert(TYPED.get(setting, default))
 
 
-class Enter(Asker):
-    """Takes every default."""
-
-    def choose(self, question: str, labels: Sequence[str], default: int) -> int:
-        return default
-
-    def enter(self, question: str, default: str, convert: Convert) -> object:
-        return convert(default)
-
-
 @pytest.mark.parametrize(
     "machine",
     [
@@ -80,11 +70,10 @@ def test_every_path_gives_a_file_that_launches(
     monkeypatch.chdir(tmp_path)
     Path(TYPED["deepspeed_config_file"]).touch()
     for seed in itertools.count():
-        values = ask_all(Walker(seed, taken, offered), machine, {})
+        values = ask_all(Walker(seed, taken, offered), machine)
         files.write(path, values)
         layer = files.read(path)
         assert dict(layer.values) == values
-        assert ask_all(Enter(), machine, values) == values
         spec = spec_of(resolve([layer]), print)
         assert spec.backend == values["backend"]
         if seed >= 60 and offered == taken:
@@ -105,7 +94,7 @@ def test_only_questions_that_matter_are_asked() -> None:
             asked.append(question)
             return convert(default)
 
-    values = ask_all(Listener(0, set(), set()), Machine({"cpu": 1}, "cpu"), {})
+    values = ask_all(Listener(0, set(), set()), Machine({"cpu": 1}, "cpu"))
     assert len(asked) == 6, asked
     assert values == {
         "backend": "cpu",
@@ -116,50 +105,11 @@ def test_only_questions_that_matter_are_asked() -> None:
     }
 
 
-def test_answers_of_an_earlier_file_are_the_defaults(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files.write(
-        Path("mine.yaml"),
-        {"backend": "cpu", "num_processes": 7, "mixed_precision": "bf16", "strategy": "fsdp"},
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * 40))
-    ended = command("config", "--config_file", "mine.yaml")
-    assert ended.code == 0, ended.err
-    values = files.read(Path("mine.yaml")).values
-    assert [values[name] for name in ("num_processes", "mixed_precision", "strategy")] == [7, "bf16", "fsdp"]
-
-
-def test_settings_that_are_not_asked_for_stay(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those of a strategy that is not the chosen one any more."""
-    path = Path("mine.yaml")
-    own = {"hang_timeout_s": None, "num_cpu_threads_per_process": 3, "log_dir": "logs"}
-    sharded = {"strategy": "fsdp", "fsdp_activation_checkpointing_offload": True, "fsdp_offload_params": True}
-    own |= {"max_restarts": 3, "main_process_port": 29511}  # asked for with several machines alone
-    files.write(path, {"backend": "cpu", "num_processes": 2, **own, **sharded})
-    monkeypatch.setattr(sys, "stdin", io.StringIO("here\ncpu\n2\nno\nddp\n1\nno\n"))
-    ended = command("config", "--config_file", "mine.yaml")
-    assert ended.code == 0, ended.err
-    values = files.read(path).values
-    assert {name: values[name] for name in own} == own
-    assert values["strategy"] == "ddp"
-    assert not any(name.startswith("fsdp_") for name in values)
-
-
-def test_a_setting_that_does_not_fit_here_is_asked_for_as_if_it_were_new() -> None:
-    machine = Machine({"cpu": 2, "cuda": 4}, "cuda")
-    values = ask_all(Enter(), machine, {"backend": "auto", "mixed_precision": "bf16"})
-    assert (values["backend"], values["num_processes"], values["mixed_precision"]) == ("cuda", 4, "bf16")
-
-
 def test_an_open_number_of_machines_meets_by_c10d(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not asked how; the file is also read back as defaults of the next time."""
+    """And is not asked how."""
     answers = "several\n1:3\n2\n127.0.0.1:29400\n1\ncpu\n6\nno\nddp\n1\nno\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
     assert command("config").code == 0
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * 11))
-    ended = command("config")
-    assert ended.code == 0, ended.err
     values = files.read(files.default_path()).values
     assert [values[name] for name in ("num_machines", "machine_rank", "rdzv_backend")] == ["1:3", 2, "c10d"]
     assert spec_of(resolve([files.read(files.default_path())]), print).num_processes == 2
@@ -174,9 +124,6 @@ def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch:
     plan = command("launch", "--print_plan")
     assert f"file {path}" in plan.out
     assert "2 cpu processes" in plan.out
-    shown = command("config", "show")
-    assert shown.code == 0
-    assert "gradient_accumulation_steps: 3" in shown.out
 
 
 @pytest.mark.parametrize(
@@ -216,7 +163,6 @@ def test_a_question_is_asked_again_after_a_wrong_answer(
 
 
 def test_the_default_file_is_written_once(command: Command) -> None:
-    assert command("config", "show").code == 2
     ended = command("config", "default")
     assert ended.code == 0, ended.err
     values = files.read(files.default_path()).values
@@ -250,7 +196,7 @@ def test_update_keeps_the_settings_of_a_file_of_accelerate(
     old = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
-        "enable_cpu_affinity": [1],
+        "enable_cpu_affinity": True,
         "fsdp_config": {"fsdp_version": 2, "fsdp_backward_prefetch_policy": "BACKWARD_PRE"},
         "mixed_precision": "bf16",
         "num_processes": 2,
@@ -259,7 +205,6 @@ def test_update_keeps_the_settings_of_a_file_of_accelerate(
     before = files.read(path).values
     ended = command("config", "update", "--config_file", str(path))
     assert ended.code == 0, ended.err
-    assert "left out: enable_cpu_affinity" in ended.out
     assert files.read(path) == files.Layer(f"file {path}", before)
     assert before["strategy"] == "fsdp"
     assert "distributed_type" not in path.read_text()

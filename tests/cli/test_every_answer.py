@@ -109,7 +109,7 @@ def walk(where: str, num_cpus: int, **typed: str) -> Iterator[Answers]:
     prefix: list[int] = []
     while True:
         path = OnePath(prefix, allowed, TYPED | typed)
-        answers = ask_all(path, Machine({"cpu": num_cpus}, "cpu"), {})
+        answers = ask_all(path, Machine({"cpu": num_cpus}, "cpu"))
         if str(answers) not in seen:
             seen.add(str(answers))
             yield answers

@@ -178,16 +178,6 @@ def test_a_kernel_that_dies_is_reported(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_cell_that_takes_too_long_is_interrupted_and_ends_it(tmp_path: Path) -> None:
-    wait = "import time\ntry:\n    time.sleep(50)\nfinally:\n    print('finally')"
-    ended = run(write(tmp_path / "slow.ipynb", wait, "print('never')"), "--timeout", 1)
-    assert ended.returncode == 1
-    assert "finally" in ended.stdout
-    assert "a cell took more than 1 s" in ended.stdout
-    assert "never" not in ended.stdout
-    assert "Traceback" not in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -201,7 +191,6 @@ def test_a_cell_that_takes_too_long_is_interrupted_and_ends_it(tmp_path: Path) -
         (["tagged.ipynb", "--parameters", "epochs"], "not of the form name=value"),
         (["plain.ipynb", "--output", "no/such/out.ipynb"], "--output: there is no folder"),
         (["plain.ipynb", "--output", "."], "--output: . is a folder"),
-        (["plain.ipynb", "--cwd", "nowhere"], "--cwd: there is no folder"),
         (["plain.ipynb", "--kernel", "fortran"], "there is no kernel 'fortran' here; installed: "),
     ],
 )

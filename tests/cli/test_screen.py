@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 
 import pytest
 
@@ -92,25 +91,22 @@ def test_two_tables_stand_below_each_other(terminal: Terminal) -> None:
     assert terminal.shown == ["one again", "two", ""]
 
 
-def test_a_file_gets_tables_ever_more_rarely_and_the_last_one() -> None:
+def test_a_file_gets_a_table_now_and_then_and_the_last_one() -> None:
     stream, now_s = io.StringIO(), 0.0
     screen = Screen(stream, clock=lambda: now_s)
     screen.heading("cell")
     screen.text("\x1b[31mred\x1b[0m\n")
-    times = []
-    for step in range(1000):
-        before = stream.getvalue()
+    for step in range(200):
         screen.table("nblaunch-1", f"step {step}")
-        if stream.getvalue() != before:
-            times.append(now_s)
         now_s += 0.5
     screen.end_cell()
     screen.end_cell()
-    lines = stream.getvalue().splitlines()
-    assert lines[:3] == ["cell", "red", "step 0"]
-    assert lines[-2:] == [f"step {int(times[-1] * 2)}", "step 999"]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert gaps[0] < 5
-    assert gaps == sorted(gaps)
-    assert gaps[-1] == 60
-    assert len(lines) < 25
+    assert stream.getvalue().splitlines() == [
+        "cell",
+        "red",
+        "step 0",
+        "step 60",
+        "step 120",
+        "step 180",
+        "step 199",
+    ]

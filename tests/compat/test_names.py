@@ -13,7 +13,6 @@ import pytest
 
 import nblaunch
 import nblaunch.utils
-from nblaunch.compat.finder import _Finder, install
 from nblaunch.compat.names import DELEGATED, HOMES, INSTEAD
 from tests.hf_surface.surface import snapshot
 from tests.tools import stubs
@@ -123,14 +122,6 @@ def test_names_of_device_maps_are_those_of_an_installed_accelerate() -> None:
         assert getattr(module, name) is value
 
 
-def test_who_serves_device_maps_is_reported_once() -> None:
-    code = "from nblaunch import dispatch_model, cpu_offload; from nblaunch.hooks import ModelHook"
-    lines = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert lines.stderr.count("comes from the installed Accelerate") == 1
-
-
 _WITHOUT_ACCELERATE = """
 import sys
 sys.modules["accelerate"] = {accelerate}
@@ -182,11 +173,6 @@ def test_what_is_explained_exists_there_and_not_here() -> None:
     modules = {path.rpartition(".")[2] for path in snapshot()} | {"commands"}
     assert set(INSTEAD) <= theirs | modules
     assert [name for name in INSTEAD if hasattr(nblaunch, name) or hasattr(nblaunch.utils, name)] == []
-
-
-def test_there_is_one_finder() -> None:
-    install()
-    assert [type(finder) for finder in sys.meta_path].count(_Finder) == 1
 
 
 def _run(code: str) -> str:

@@ -53,11 +53,9 @@ def test_windows_gets_one_sentence_and_no_missing_module() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("platform", "remedy"), [("emscripten", "a kernel on Linux"), ("aix", "use Linux")], ids=str
-)
-def test_other_systems_get_what_does_work_there(platform: str, remedy: str) -> None:
+@pytest.mark.parametrize("platform", ["emscripten", "aix"])
+def test_other_systems_get_what_does_work_there(platform: str) -> None:
     program = f"import os, sys\ndel os.fork\nsys.platform = {platform!r}\n{USES}"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count(remedy) == 4
+    assert ended.stdout.count("use a kernel on Linux") == 4

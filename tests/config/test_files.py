@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ def test_what_is_written_reads_the_same_with_a_comment_for_each(tmp_path: Path) 
         lines[place - 1].strip().startswith("#") for place in keys if not lines[place].endswith("_config:")
     )
     assert os.listdir(path.parent) == ["config.yaml"], "the file that it was written as is gone"
-    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(
@@ -58,7 +56,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(
     def refuse(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(ConfigError, match="No space left"):
         files.write(path, {"num_processes": 2})
     assert path.read_text() == "num_processes: 1\n"
@@ -68,13 +66,10 @@ def test_a_write_that_fails_leaves_the_old_file_whole(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("main_process_ip: 2024-13-45\n", "is not YAML: ValueError: month must be in 1..12"),
-        ("a: !!timestamp q\n", "is not YAML: AttributeError: "),
-        ("a: !!map [1]\n", "is not YAML: line 1, column 4: expected a mapping node"),
         ("a: 1\nb: " + "[" * 600, "is not YAML: RecursionError: "),
-        ("num_processes: " + "9" * 400, "num_processes: 9999"),
+        ("num_processes: " + "9" * 400, "num_processes: '9999"),
         ('deepspeed_config_file: "a\\0"\n', "must be a text"),
-        ("fsdp_config: [" + "1, " * 5000 + "1]\n", "must hold keys and values, but is [1, 1, "),
+        ("fsdp_config: [" + "1, " * 5000 + "1]\n", "must hold keys and values, but is ['1', '1', "),
         ("? [a, b]\n: 1\n", "found unhashable key"),
         ("? |\n  a\n  b\n: 1\n", "'a\\nb\\n' is unknown"),
     ],
@@ -128,7 +123,8 @@ def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
         ("num_proceses: 2\n", ["num_proceses is unknown", "did you mean num_processes"]),
         ("bogus: 2\nother: 3\n", ["bogus is unknown", "other is unknown"]),
         ("num_processes: two\n", ["num_processes: 'two' must be a whole number"]),
-        ("num_processes: [1]\n", ["num_processes: [1] must be a whole number"]),
+        ("num_processes: [1]\n", ["num_processes: ['1'] must be a whole number"]),
+        ('a: 1\nb: "\\UFFFFFFFF"\n', ["is not YAML: "]),
         ("num_processes: {\n", ["is not YAML: line 2, column 1: expected"]),
         ("use_cpu: maybe\n", ["use_cpu: 'maybe' must be true or false"]),
         ("- 1\n", ["must hold keys and values, but is a list"]),
@@ -139,6 +135,7 @@ def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
         ("fp8_config:\n  backend: TE\n", ["fp8_backend", "TE", "AO"]),
         ("fp8_config:\n  backend: TE\n  margin: 0\n", ["fp8_margin", "Transformer Engine"]),
         ("tpu_name: pod\n", ["on every machine"]),
+        ("use_megatron_lm: 1\n", ["Megatron-LM is not available"]),
     ],
 )
 def test_mistakes_are_reported_in_one_line_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -200,7 +197,6 @@ def test_a_file_of_accelerate_for_gpus_is_read_as_it_is(tmp_path: Path) -> None:
         "backend": "inductor",
         "mode": "reduce-overhead",
     }
-    assert [note.partition(" ")[0] for note in layer.notes] == ["main_training_function"]
 
 
 def test_a_file_of_accelerate_for_fsdp_is_read_as_it_is(tmp_path: Path) -> None:
@@ -272,15 +268,12 @@ def test_an_old_file_of_accelerate_is_read(tmp_path: Path) -> None:
     assert (resolved["mixed_precision"], resolved["dynamo_backend"]) == ("fp16", "no")
 
 
-@pytest.mark.parametrize(
-    ("ipex", "num_notes"), [("{}", 0), ("{ipex: false, use_xpu: false}", 0), ("{ipex: true}", 1)]
-)
-def test_what_older_questionnaires_wrote_for_cpus_is_read(tmp_path: Path, ipex: str, num_notes: int) -> None:
+@pytest.mark.parametrize("ipex", ["{}", "{ipex: false, use_xpu: false}", "{ipex: true}"])
+def test_what_older_questionnaires_wrote_for_cpus_is_read(tmp_path: Path, ipex: str) -> None:
     layer = files.read(
         written(tmp_path, f"distributed_type: MULTI_CPU\nnum_processes: 2\nipex_config: {ipex}\n")
     )
     assert layer.values == {"backend": "cpu", "num_processes": 2}
-    assert len(layer.notes) == num_notes
 
 
 def test_no_file_of_deepspeeds_is_none(tmp_path: Path) -> None:
@@ -305,7 +298,6 @@ def test_json_is_read_too(tmp_path: Path) -> None:
     assert files.read(path).values["num_processes"] == 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other platforms have other folders")
 def test_the_default_file_is_in_the_platforms_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBLAUNCH_CONFIG_FILE", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -327,3 +319,14 @@ def test_written_yaml_is_yaml(tmp_path: Path) -> None:
         "mixed_precision": "no",
         "fsdp_config": {"fsdp_offload_params": True},
     }
+
+
+def test_features_that_a_file_of_accelerate_does_not_use_are_no_reason_to_refuse_it(tmp_path: Path) -> None:
+    text = "tpu_env: []\ntpu_use_cluster: false\ncommands: null\nmegatron_lm_config: {}\nvm: [~]\n"
+    assert not files.read(written(tmp_path, text)).values
+
+
+def test_what_has_no_effect_here_is_left_out(tmp_path: Path) -> None:
+    text = "same_network: true\nenable_cpu_affinity: true\ndeepspeed_hostfile: hosts\n"
+    of_fsdp_1 = "fsdp_config: {fsdp_use_orig_params: false}\n"
+    assert not files.read(written(tmp_path, text + of_fsdp_1)).values

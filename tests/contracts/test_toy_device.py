@@ -118,11 +118,11 @@ from nblaunch.cli import environment, questions
 from nblaunch.config.settings import SETTINGS
 machine = questions.Machine.here()
 answers = {{"backend": "toy"}}
-assert machine.best == "toy" and machine.count("auto") == 3 and machine.precision("toy") == "no"
+assert machine.best == "toy" and machine.count("toy") == 3 and machine.precision("toy") == "no"
 assert ("toy", "toy chips (3 here)") in questions._devices(answers, machine)
 assert [value for value, _ in questions._precisions(answers, machine)] == ["no"]
 assert [value for value, _ in questions._compilers(answers, machine)] == ["no", "inductor"]
-assert environment._devices()["toy"] == {{"count": 3, "noun": "toy chip", "unusable_because": None}}
+assert environment.collect()[0]["devices"]["toy"] == "3 toy chips"
 assert SETTINGS["backend"].converter.convert("toy") == "toy"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from nblaunch import formatting
 from nblaunch.backends import discover
 
 
@@ -22,7 +23,7 @@ def test_all_is_well_on_every_device(backend: str) -> None:
     report = json.loads(
         subprocess.check_output([sys.executable, "-m", "nblaunch", "env", "--json"], text=True, timeout=120)
     )
-    assert report["devices"][backend]["count"] == found.device_count()
+    assert report["devices"][backend] == formatting.count(found.device_count(), found.device_noun)
     assert report["launch"]["backend"] == backend
     ended = subprocess.run(
         [sys.executable, "-m", "nblaunch", "test", "--backend", backend],

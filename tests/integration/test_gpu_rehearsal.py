@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from nblaunch import formatting
 from tests.benchmarks import gpu, gpu_launches
 from tests.benchmarks.__main__ import TITLES
 from tests.hardware import report, test_cuda, test_cuda_kernel
@@ -259,11 +260,11 @@ def test_machines_with_so_many_gpus(tmp_path: Path) -> None:
     answers = _answers(tmp_path, [(["env", "--json"], env) for env, _ in machines])
     for (_, expected), answer in zip(machines, answers, strict=True):
         report = json.loads(answer)
-        assert report["devices"]["cuda"] == {"count": expected, "noun": "GPU", "unusable_because": None}
+        assert report["devices"]["cuda"] == formatting.count(expected, "GPU")
         assert report["launch"]["backend"] == "cuda"
-        assert report["launch"]["num_processes"] == expected
-        assert report["launch"]["process_group"] == "nccl"
-        assert report["launch"]["start_method"] == "fork"
+        assert report["launch"]["processes"] == str(expected)
+        assert report["launch"]["process group"] == "nccl"
+        assert report["launch"]["start method"].startswith("fork: ")
 
 
 def test_a_script_runs_on_so_many_gpus(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from nblaunch.config.resolving import convert
 from nblaunch.errors import LaunchError
 from nblaunch.nodes import network
 from nblaunch.nodes.agent_client import AgentClient
 from nblaunch.spec import LaunchSpec
+from tests.benchmarks.bench import free_port
 
 
 def test_after_a_restart_that_fails_no_descriptor_of_others_is_closed(
@@ -31,3 +33,13 @@ def test_after_a_restart_that_fails_no_descriptor_of_others_is_closed(
     client.close()
     for fd in opened:
         os.close(fd)
+
+
+def test_a_node_that_is_told_not_to_host_the_rendezvous_does_not(tmp_path: Path) -> None:
+    spec = LaunchSpec(
+        function=print, num_nodes=2, rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{free_port()}",
+        rdzv_conf=convert("rdzv_conf", "is_host=false"),
+    )  # fmt: skip
+    client = AgentClient(spec, 1, str(tmp_path / "agent.log"))
+    client.close()
+    assert client.rendezvous.listen_fd == -1

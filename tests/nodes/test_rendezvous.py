@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousStateError,
     RendezvousTimeoutError,
@@ -80,6 +81,15 @@ def test_missing_nodes_are_named() -> None:
     lone = handler(store, 1, num_nodes=4, timeout_s=0.3)
     with pytest.raises(RendezvousTimeoutError, match="node 0, node 2, node 3"):
         lone.next_rendezvous()
+
+
+def test_a_node_that_has_ended_for_good_is_not_waited_for() -> None:
+    store = HashStore()
+    pair = handler(store, 0), handler(store, 1)
+    meet(*pair)
+    pair[1].shutdown()
+    with pytest.raises(RendezvousClosedError):
+        pair[0].next_rendezvous()
 
 
 def test_a_node_that_started_again_waits_for_the_others_in_the_next_round() -> None:

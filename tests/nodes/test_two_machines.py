@@ -89,6 +89,15 @@ def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None
     assert "attempt 0: rank 1 raised LookupError: for the first time\n" in launches[1].output
 
 
+def test_a_machine_that_has_failed_for_good_is_not_waited_for(pair: Pair, static: Settings) -> None:
+    """The other one has restarts left: those for a change of machines are not counted."""
+    launches = [
+        pair[rank].start("fail_on_node_1", "raise", max_restarts=2 - 2 * rank, **static) for rank in range(2)
+    ]
+    for launch in launches:
+        assert error_of(launch.result(SOON_S)).startswith("LookupError: no such sample")
+
+
 @pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), ("1:3", 5)], ids=["full", "open"])
 def test_a_machine_may_join_later(pair: Pair, c10d: Settings, num_nodes: str, last_call_s: int) -> None:
     """Where more may join, all wait for these until the last call is over."""

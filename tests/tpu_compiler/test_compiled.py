@@ -84,5 +84,5 @@ def test_the_estimate_of_memory_is_the_compilers(tmp_path: Path, topology: str, 
     # Weights and state are updated in place: what lives afterwards, and what lives only meanwhile.
     needed = found["output_bytes"] + found["temporary_bytes"]
     size = ModelSize(found["num_parameters"], found["num_parameters"])
-    estimate = training_need("xla", size, JobSettings(1, 1, precision, 2, "tpu")).device
+    estimate = training_need("xla", size, JobSettings(1, precision, 2, "tpu")).device
     assert estimate == pytest.approx(needed, rel=0.1)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, GradientState, context
-from nblaunch.config.converters import COMPILERS
+from nblaunch.config.settings import COMPILERS
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -506,7 +506,7 @@ def test_where_compilation_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Accelerator().prepare(module) is module
     with pytest.raises(ValueError, match=r"'nosuch' .*aot_eager"):
         Accelerator(dynamo_backend="nosuch")
-    assert {name.lower() for name in DynamoBackend.__members__} | {"tpu"} == set(COMPILERS)
+    assert {name.lower() for name in DynamoBackend.__members__} == set(COMPILERS)
     with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")

@@ -15,6 +15,6 @@ def test_it_agrees_with_what_training_takes(start_xla: StartKernel) -> None:
     measured = kernel.run("from tests.xla.measured_training import measure\nmeasure()", timeout_s=220).value
     size = ModelSize(NUM_PARAMETERS, NUM_PARAMETERS)
     for precision, ranks in measured.items():
-        need = training_need("xla", size, JobSettings(2, 2, precision, 2, "tpu"))
+        need = training_need("xla", size, JobSettings(2, precision, 2, "tpu"))
         # The runtime keeps a few buffers more; autocast would take twice what bf16 on the device does.
         assert ranks == [pytest.approx(need.device / NUM_PARAMETERS, rel=0.25)] * 2, precision

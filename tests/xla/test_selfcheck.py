@@ -25,7 +25,7 @@ def test_the_report_has_torch_xla() -> None:
     report = json.loads(run("env", "--json"))
     assert report["launch"]["backend"] == "xla"
     assert report["versions"]["torch_xla"]
-    assert report["variables"]["PJRT_DEVICE"] == "CPU"
+    assert report["environment variables"]["PJRT_DEVICE"] == "CPU"
     assert any("fp16" in text for text in report["findings"])
 
 
