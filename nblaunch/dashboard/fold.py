@@ -72,7 +72,6 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     last = rank.reading or SlotReading(rank.rank)
     is_new_loop = _is_new_loop(last, reading)
     has_new_state = rank.state_s == 0.0 or reading.state != last.state
-    has_waited = has_new_state and last.state is WorkerState.WAITING
     measured = _measured_before(rank, reading) if is_new_loop else rank
     moved = is_new_loop or reading.step != last.step
     points = _with_point(measured.rate_points, reading)
@@ -92,8 +91,6 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         changed_s=now_s,
         stall=None if replace(reading, interrupts=last.interrupts) != last else rank.stall,
         state_s=now_s if has_new_state else rank.state_s,
-        waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
-        num_waits=rank.num_waits + (has_new_state and reading.state is WorkerState.WAITING),
         phase=rank.phase if reading.state is WorkerState.WAITING else reading.state,
         **_epoch_times(rank, reading, now_s),
         device_bytes=reading.device_bytes or rank.device_bytes,

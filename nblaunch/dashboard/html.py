@@ -135,7 +135,7 @@ def _labelled(label: str, text: str, shape: str, colour: str) -> str:
 
 
 def _notice(notice: Notice) -> str:
-    shape, colour = ("▲", CAUTION) if notice.kind in ("slow", "memory") else ("✗", BAD)
+    shape, colour = ("▲", CAUTION) if notice.kind == "slow" else ("✗", BAD)
     lines = "".join(f'<div style="{MONO};padding-left:2em">{escape(line)}</div>' for line in notice.lines)
     return f'<div style="margin:2px 0">{_glyph(shape, colour)} {escape(notice.text)}{lines}</div>'
 

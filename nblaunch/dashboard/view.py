@@ -204,8 +204,6 @@ class RankView:
         changed_s: time of the last change of the reading, whatever of it, or of the last output; 0.0 before.
         stall: what the launcher knows of a rank without progress; None where it moves.
         state_s: ``now_s`` of the first reading with the current state.
-        waited_s: seconds of completed waits for other ranks.
-        num_waits: number of readings that found the worker waiting after another state.
         phase: the last state other than waiting.
         first_epoch: the first epoch that was seen; 0 before.
         first_epoch_s: ``now_s`` of the first reading with it.
@@ -247,8 +245,6 @@ class RankView:
     changed_s: float = 0.0
     stall: Stalled | None = None
     state_s: float = 0.0
-    waited_s: float = 0.0
-    num_waits: int = 0
     phase: WorkerState = WorkerState.STARTING
     first_epoch: int = 0
     first_epoch_s: float = 0.0

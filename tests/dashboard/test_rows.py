@@ -217,7 +217,7 @@ def test_of_many_ranks_the_odd_ones_have_rows_and_the_others_a_line() -> None:
     table = tabulate(many())
     assert labels(table) == ["all", "17", "300"]
     assert table.collapsed == "ranks 0-16, 18-299, 301-511 training, 10.0 steps/s each"
-    assert "rank 300 is 2.5 times slower than the others" in render_text(many())
+    assert "rank 300: 2.5 times slower than the others" in render_text(many())
     for view in (many(), view_of(ended(512), many())):
         collapsed = tabulate(view).collapsed
         assert collapsed in render_text(view).splitlines()

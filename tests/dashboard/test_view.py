@@ -188,14 +188,6 @@ def test_device_memory_comes_from_the_board() -> None:
     assert view_of(started(1)).ranks[0].device_bytes is None
 
 
-def test_waiting_is_timed_by_looks() -> None:
-    view = view_of(started(1))
-    states = [WorkerState.TRAINING, WorkerState.WAITING, WorkerState.WAITING, WorkerState.TRAINING]
-    for second, state in enumerate(states):
-        view = fold_readings(view, [sample(0, 5, state=state)], START_S + second)
-    assert (view.ranks[0].waited_s, view.ranks[0].state_s) == (2.0, START_S + 3)
-
-
 def test_the_time_left_is_that_of_the_slowest() -> None:
     view = trained(3, steps=100, total=1000)
     view = fold_readings(view, [sample(1, 101, 2000, step_time_s=16.0)], START_S + 11)
