@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nblaunch import formatting
 from nblaunch.dashboard.notices import Notice, as_of_now, notices
-from nblaunch.dashboard.rows import Rows, rows_of
+from nblaunch.dashboard.rows import Row, rows_of
 from nblaunch.dashboard.view import EpochView, JobView, RankView
 from nblaunch.formatting import duration, loss, single_line, whole_duration
 
@@ -47,11 +47,14 @@ class EpochTable:
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table(Rows):
-    """All text that is shown of a job: its rows and what stands around them.
+@dataclass(frozen=True)
+class Table:
+    """All text that is shown of a job.
 
     Args:
+        columns: names of the columns between state and detail.
+        rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
+        collapsed: ranks in lockstep, in words; empty if all ranks have a row.
         name: of the function that runs.
         headline: state of the job: ``running for 12 s``.
         setting: number of processes, backend, start method.
@@ -66,6 +69,9 @@ class Table(Rows):
         log_dir: folder of complete logs; may be empty.
     """
 
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    collapsed: str
     name: str
     headline: str
     setting: str
@@ -84,8 +90,11 @@ def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
     found = notices(view)
     view = as_of_now(view)
+    columns, rows, collapsed = rows_of(view, found)
     return Table(
-        **vars(rows_of(view, found)),
+        columns=columns,
+        rows=rows,
+        collapsed=collapsed,
         name=single_line(view.start.function_name) or "job",
         headline=headline(view),
         setting=_setting(view),

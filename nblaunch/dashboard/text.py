@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
-from nblaunch.dashboard.rows import Row, full_length, furthest_behind
+from nblaunch.dashboard.rows import full_length, furthest_behind
 from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState
@@ -125,15 +125,7 @@ def _table_lines(table: Table, paint: Paint, width: int | None, *, state: str, h
             # Text is aligned to the left, numbers to the right.
             padded.append(f"{paint(cell, shade)}{space}" if name in _TEXT_COLUMNS else f"{space}{cell}")
         lines.append((" " * _GAP).join(padded).rstrip())
-    if width is not None and "output" not in columns:
-        lines += [_where_stalled(row, width) for row in table.rows if row.is_stalled]
     return lines
-
-
-def _where_stalled(row: Row, width: int) -> str:
-    """Return where a stalled rank is, in a line below a table without a column for that."""
-    about = f"rank {row.label}: "
-    return about + row.detail_within(width - len(about))
 
 
 class _Column(NamedTuple):
@@ -169,8 +161,12 @@ def _fitting_columns(table: Table, width: int | None, *, state: str, has_blocks:
             widths.pop(name, None)
     if "output" in widths:
         widths["output"] += 0 if width is None else width - _total(widths)  # it takes what is left
-        cells["output"] = [row.detail_within(widths["output"]) for row in table.rows]
+        cells["output"] = [_cut(row.detail, widths["output"]) for row in table.rows]
     return {name: _Column(number, cells[name]) for name, number in widths.items()}
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _total(widths: dict[str, int]) -> int:

@@ -218,7 +218,7 @@ def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None
     view = fold_readings(view, [], START_S + 22)
     rows = tabulate(view).rows
     assert [row.state_text for row in rows] == [
-        "1 no progress", "waiting", "no progress", "training"
+        "1 no progress, 2 other", "waiting", "no progress", "training"
     ]  # fmt: skip
     assert [row.detail for row in rows[1:]] == [
         "waiting in all_reduce (cell 5, line 14)", "no progress for 12 s (cell 5, line 9)", ""
