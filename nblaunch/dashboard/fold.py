@@ -93,8 +93,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         state_s=now_s if has_new_state else rank.state_s,
         phase=rank.phase if reading.state is WorkerState.WAITING else reading.state,
         **_epoch_times(rank, reading, now_s),
-        device_bytes=reading.device_bytes or rank.device_bytes,
-        device_peak_bytes=reading.device_peak_bytes or rank.device_peak_bytes,
+        device_peak_bytes=max(reading.device_bytes, reading.device_peak_bytes) or rank.device_peak_bytes,
         device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
         reading=reading,
         rate_points=points,
@@ -225,7 +224,6 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
         now_s=event.time_s,
         hang=(),
         facts={},
-        host_bytes=None,
         ranks=tuple(RankView(rank) for rank in range(event.num_processes)),
     )
 
@@ -368,14 +366,11 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     rank = view.ranks[event.rank]
     peak = max(event.num_bytes, rank.host_peak_bytes or 0)
     view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
+    if not event.is_proportional:  # a sum would count shared pages once for each rank
+        return view
     # Ranks that have exited hold no memory.
     total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
-    return replace(
-        view,
-        host_bytes=total,
-        host_peak_bytes=max(total, view.host_peak_bytes or 0),
-        is_host_proportional=event.is_proportional,
-    )
+    return replace(view, host_peak_bytes=max(total, view.host_peak_bytes or 0))
 
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:

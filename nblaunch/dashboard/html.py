@@ -103,7 +103,7 @@ def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None 
     if tail is not None:
         parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(tail, is_live=not view.is_over)] if tail else []
-    parts += [line(table.memory), line(f"logs: {table.log_dir}" if table.log_dir else "")]
+    parts.append(line(f"logs: {table.log_dir}" if table.log_dir else ""))
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
         f'font-variant-numeric:tabular-nums;color:inherit;padding:2px 0">{"".join(parts)}</div>'

@@ -92,9 +92,7 @@ def _used_columns(view: JobView) -> tuple[str, ...]:
     """Return the names of the columns: all of training at once, since a column that comes later moves the others."""
     trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
     has_memory = any(rank.host_peak_bytes for rank in view.ranks)
-    has_device = any(
-        rank.device_peak_bytes or rank.device_bytes or rank.device_use is not None for rank in view.ranks
-    )
+    has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)
     shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
     shows_device = has_device or (trains and view.start.backend not in ("", "cpu"))
     return (
@@ -188,7 +186,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _device(rank: RankView) -> str:
-    taken = _size(rank.device_peak_bytes or rank.device_bytes)
+    taken = _size(rank.device_peak_bytes)
     if taken and rank.device_limit_bytes:
         taken = f"{taken} of {formatting.size(rank.device_limit_bytes)}"
     is_shown = rank.device_use is not None and not rank.state.is_final

@@ -1,4 +1,4 @@
-"""All text that is shown of a job, without layout: rows, headline, failures, notices, epochs, memory.
+"""All text that is shown of a job, without layout: rows, headline, failures, notices, epochs.
 
 Text, HTML and widgets draw the same table, so that they show the same numbers.
 """
@@ -63,7 +63,6 @@ class Table:
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
-        memory: memory of the job in one line; may be empty.
         warnings: of the launcher and the workers.
         notes: of the launcher and the workers, without the warnings.
         log_dir: folder of complete logs; may be empty.
@@ -80,7 +79,6 @@ class Table:
     notices: tuple[Notice, ...]
     epochs: EpochTable
     metrics: str
-    memory: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     log_dir: str
@@ -103,7 +101,6 @@ def tabulate(view: JobView) -> Table:
         notices=found,
         epochs=tabulate_epochs(view),
         metrics=_metrics(view),
-        memory=_memory(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),
         notes=tuple(_note(rank, text) for rank, text in view.notes[-_NUM_NOTES:]),
         log_dir=view.start.log_dir,
@@ -183,24 +180,6 @@ def _metrics(view: JobView) -> str:
 
 def _metric(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else single_line(str(value)[:20])
-
-
-def _memory(view: JobView) -> str:
-    """Return host memory of all ranks, and device memory of the rank with most of it."""
-    parts = []
-    taken = view.host_peak_bytes if view.is_over else view.host_bytes
-    if taken:
-        # Where shared pages are counted for each process, the sum is too large.
-        together = " together" if len(view.ranks) > 1 else ""
-        shared = "" if view.is_host_proportional or not together else ", shared pages counted for each"
-        parts.append(f"host {formatting.size(taken)}{together}{shared}")
-    device = [(rank.device_peak_bytes if view.is_over else rank.device_bytes) or 0 for rank in view.ranks]
-    if any(device):
-        parts.append(
-            f"device {formatting.size(max(device))}"
-            + (f" (rank {device.index(max(device))})" if device[1:] else "")
-        )
-    return f"{'peak memory' if view.is_over else 'memory'}: {', '.join(parts)}" if parts else ""
 
 
 # --- epochs --------------------------------------------------------------------------------------------------------

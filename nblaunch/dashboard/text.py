@@ -66,7 +66,7 @@ def render_text(
     """Return the table as text, without a final line end.
 
     The rows, the ranks in lockstep (see ``rows.py``), then the headline, failures, notices, warnings, the table of
-    epochs or the last metrics, memory and the folder of logs.
+    epochs or the last metrics, and the folder of logs.
 
     Args:
         view: the job.
@@ -75,7 +75,7 @@ def render_text(
         table: of this view, where it is at hand.
         width: columns of the terminal, where it has fewer columns of the table if it is narrow.
         has_blocks: draw bars with line characters; else with ``#``.
-        is_live: it is redrawn in place: the headline comes first, epochs, metrics and memory are left out.
+        is_live: it is redrawn in place: the headline comes first, epochs and metrics are left out.
     """
     table = table or tabulate(view)
     state = "starting" if is_live and _is_starting(view) else ""
@@ -93,7 +93,6 @@ def render_text(
         return "\n".join(lines)
     lines += _epoch_lines(table.epochs)
     lines += [table.metrics] if table.metrics else []
-    lines += [table.memory] if table.memory else []
     if tail is not None:
         lines += [f"note: {text}" for text in table.notes]
         lines += _tail(tail, is_over=view.is_over)

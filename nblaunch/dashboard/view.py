@@ -210,8 +210,7 @@ class RankView:
         epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first evaluation.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
-        device_bytes: device memory in use; None if unknown.
-        device_peak_bytes: largest value so far.
+        device_peak_bytes: largest device memory in use so far; None if unknown.
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
         trained: the rank in its last training loop, whose rates an ended job shows; None before the first.
@@ -251,7 +250,6 @@ class RankView:
     epoch_length_s: float | None = None
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
-    device_bytes: int | None = None
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
     device_use: float | None = None
@@ -329,9 +327,7 @@ class JobView:
         hang: the last report about ranks without progress, a line each; empty when they have gone on.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by number.
-        host_bytes: host memory of all workers; None if unknown.
-        host_peak_bytes: largest value so far.
-        is_host_proportional: pages shared by workers count once.
+        host_peak_bytes: largest host memory of all workers together; None where pages that they share count for each.
         ranks: one view per worker, by rank; empty before the start.
     """
 
@@ -345,9 +341,7 @@ class JobView:
     hang: tuple[str, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
     epochs: Mapping[int, EpochView] = field(default_factory=dict)
-    host_bytes: int | None = None
     host_peak_bytes: int | None = None
-    is_host_proportional: bool = True
     ranks: tuple[RankView, ...] = ()
 
     @property

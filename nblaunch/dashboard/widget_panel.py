@@ -2,7 +2,7 @@
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
     rank  state       progress      epoch  step  ...                         (widget_rows.py, with the charts)
-    failures, notices, charts, epochs, metrics, memory
+    failures, notices, charts, epochs, metrics
     [All ranks] [rank 0] [rank 1] ...                                        (widget_logs.py)
 
 The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
@@ -362,10 +362,5 @@ def _with_parts(widget: Any) -> Iterator[Any]:
 
 
 def _footer(table: Table) -> str:
-    # The line of the memory has its place before the first measurement.
-    lines = [
-        table.metrics,
-        table.memory or "\N{NO-BREAK SPACE}",
-        f"logs: {table.log_dir}" if table.log_dir else "",
-    ]
-    return "".join(map(html.line, lines))
+    logs = f"logs: {table.log_dir}" if table.log_dir else ""
+    return html.line(table.metrics) + html.line(logs)
