@@ -255,7 +255,7 @@ class LinesPrinter(Dashboard):
 
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         lines = event.lines[:num_shown]
-        shown = [_encodable(_shorten(line) if self._shortens else line) for line in lines]
+        shown = [_shorten(line) for line in lines] if self._shortens else lines
         if not self._merges_equal:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
@@ -302,7 +302,7 @@ class LinesPrinter(Dashboard):
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
             text = f"{label}... {formatting.count(num_hidden, 'line')} not shown{log}\n"
-        self._pending.append(text + "".join(f"{label}{_encodable(_shorten(line))}\n" for line in tail))
+        self._pending.append(text + "".join(f"{label}{_shorten(line)}\n" for line in tail))
 
     def _add_display(self, event: Displayed) -> None:
         event = self._with_own_display_id(event)
@@ -399,13 +399,8 @@ def _shorten(line: str) -> str:
     return f"{line[:_LINE_LENGTH]} ... ({formatting.count(len(line) - _LINE_LENGTH, 'character')} more)"
 
 
-def _encodable(line: str) -> str:
-    """Return a line without lone surrogates, which can't be sent to a front end."""
-    return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
-
-
 def _as_text(data: Mapping[str, Any]) -> str:
-    return _encodable(_shorten(str(data.get("text/plain", "displayed: " + ", ".join(data)))))
+    return _shorten(str(data.get("text/plain", "displayed: " + ", ".join(data))))
 
 
 def _is_same(one: Displayed, other: Displayed) -> bool:

@@ -10,19 +10,6 @@ from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
 from nblaunch.dashboard.rows import full_length, furthest_behind
 from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
-from nblaunch.events import WorkerState
-
-_START_S = 20.0  # after which ranks that show nothing are called running
-
-
-def _is_starting(view: JobView) -> bool:
-    """Return whether the ranks have not begun to do what can be seen; one that is silent for long just runs."""
-    is_quiet = all(
-        rank.state in (WorkerState.STARTING, WorkerState.RUNNING)
-        and not (rank.has_progress or rank.status_line or rank.num_lines)
-        for rank in view.ranks
-    )
-    return is_quiet and view.elapsed_s < _START_S
 
 
 def progress_line(view: JobView) -> str:
@@ -44,7 +31,6 @@ _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", 
 
 _MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # where there is no terminal
-_NUM_LIVE_LINES = 8
 
 Tail = Sequence[tuple[int, str]]
 """``(rank, line)`` of the last lines of output."""
@@ -60,7 +46,6 @@ def render_text(
     paint: Paint = unpainted,
     table: Table | None = None,
     width: int | None = None,
-    has_blocks: bool = True,
     is_live: bool = False,
 ) -> str:
     """Return the table as text, without a final line end.
@@ -74,12 +59,10 @@ def render_text(
         paint: colours states, failures and warnings.
         table: of this view, where it is at hand.
         width: columns of the terminal, where it has fewer columns of the table if it is narrow.
-        has_blocks: draw bars with line characters; else with ``#``.
         is_live: it is redrawn in place: the headline comes first, epochs and metrics are left out.
     """
     table = table or tabulate(view)
-    state = "starting" if is_live and _is_starting(view) else ""
-    lines = _table_lines(table, paint, width, state=state, has_blocks=has_blocks) if table.rows else []
+    lines = _table_lines(table, paint, width) if table.rows else []
     lines += [table.collapsed] if table.collapsed else []
     headline = paint(table.headline, outcome_look(view.outcome).style)
     headline = f"{table.name}: {headline} on {table.setting}" if view.is_started else headline
@@ -95,24 +78,14 @@ def render_text(
     lines += [table.metrics] if table.metrics else []
     if tail is not None:
         lines += [f"note: {text}" for text in table.notes]
-        lines += _tail(tail, is_over=view.is_over)
+        lines += ["last output:", *(f"[{rank}] {line}" for rank, line in tail)] if tail else []
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)
 
 
-def _tail(tail: Tail, *, is_over: bool) -> list[str]:
-    """Return the last lines of output; while the job runs always as many, so that what is below stays in place."""
-    if not tail:
-        return []
-    if is_over:
-        return ["last output:", *(f"[{rank}] {line}" for rank, line in tail)]
-    shown = [f"[{rank}] {line}" for rank, line in tail[-_NUM_LIVE_LINES:]]
-    return ["last output:", *shown, *[""] * (_NUM_LIVE_LINES - len(shown))]
-
-
-def _table_lines(table: Table, paint: Paint, width: int | None, *, state: str, has_blocks: bool) -> list[str]:
-    columns = _fitting_columns(table, width, state=state, has_blocks=has_blocks)
+def _table_lines(table: Table, paint: Paint, width: int | None) -> list[str]:
+    columns = _fitting_columns(table, width)
     rows = zip(*([name, *column.cells] for name, column in columns.items()), strict=True)
     styles = ["", *(STATE_LOOKS[row.state].style for row in table.rows)]
     lines = []
@@ -134,21 +107,14 @@ class _Column(NamedTuple):
     cells: list[str]
 
 
-def _fitting_columns(table: Table, width: int | None, *, state: str, has_blocks: bool) -> dict[str, _Column]:
-    """Return the columns that fit side by side: a number that is cut would be worse than none.
-
-    Args:
-        table: of which the rows are drawn.
-        width: columns of the terminal; None = all fit.
-        state: shown instead of the state of each rank; empty = that state.
-        has_blocks: draw bars with line characters; else with ``#``.
-    """
+def _fitting_columns(table: Table, width: int | None) -> dict[str, _Column]:
+    """Return the columns that fit side by side: a number that is cut would be worse than none."""
     cells = {
         "rank": [row.label for row in table.rows],
-        "state": [state or row.state_text for row in table.rows],
+        "state": [row.state_text for row in table.rows],
     }
     if any(row.fraction is not None for row in table.rows):
-        cells["progress"] = [_track(row.fraction or 0.0, has_blocks=has_blocks) for row in table.rows]
+        cells["progress"] = [_track(row.fraction or 0.0) for row in table.rows]
     cells |= {name: [row.cells[index] for row in table.rows] for index, name in enumerate(table.columns)}
     widths = {name: _width_of(name, texts) for name, texts in cells.items()}
     if any(row.detail for row in table.rows):
@@ -179,11 +145,11 @@ def _width_of(name: str, cells: Sequence[str]) -> int:
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))
 
 
-def _track(fraction: float, *, has_blocks: bool) -> str:
+def _track(fraction: float) -> str:
     halves = int(fraction * 2 * _BAR_WIDTH)
-    return "━" * (halves // 2) + "╸" * (halves % 2) if has_blocks else "#" * (halves // 2)
+    return "━" * (halves // 2) + "╸" * (halves % 2)
 
 
 def _epoch_lines(table: EpochTable) -> list[str]:
     lines = formatting.columns([table.columns, *table.rows], num_left=0) if table.columns else []
-    return [*lines, *[""] * table.num_free, *[table.note] * bool(table.note)]
+    return [*lines, *[table.note] * bool(table.note)]
