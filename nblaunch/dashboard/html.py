@@ -140,13 +140,6 @@ def _notice(notice: Notice) -> str:
     return f'<div style="margin:2px 0">{_glyph(shape, colour)} {escape(notice.text)}{lines}</div>'
 
 
-_FREE_ROW = (
-    '<tr style="background:none;border:0;border-bottom:1px solid transparent">'
-    '<td style="border:0;padding:3px 0">&nbsp;</td></tr>'
-)
-"""As high as any other row; with the fewest bytes, since it is sent with each update."""
-
-
 def epochs(table: EpochTable) -> str:
     """Return the table of epochs; empty without any."""
     if not table.columns:
@@ -157,7 +150,6 @@ def epochs(table: EpochTable) -> str:
         f"<tr {INLINE.of('row')}>{''.join(f'<td {right}>{escape(text)}</td>' for text in row)}</tr>"
         for row in table.rows
     )
-    rows += _FREE_ROW * table.num_free
     return (
         f'<table aria-label="epochs" {INLINE.of("table")}>'
         f"<tr {INLINE.of('row')}>{heads}</tr>{rows}</table>{line(table.note)}"

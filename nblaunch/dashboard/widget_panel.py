@@ -229,8 +229,8 @@ class Panel:
         )
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
-        self.root = Root([*self._above, self._footer], layout=widgets.Layout(width="100%", overflow="hidden"))
-        self._has_figures = False
+        self._below = [self._epochs, self._footer]
+        self.root = Root([*self._above, *self._below], layout=widgets.Layout(width="100%", overflow="hidden"))
         self._num_state_requests = self.root.num_state_requests
 
     def bundle(self, view: JobView) -> Bundle:
@@ -253,20 +253,17 @@ class Panel:
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_rows(table)
         self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
-        has_points = any(curve.num_seen > 1 for curve in view.curves.values())
-        self._has_figures = self._has_figures or bool(table.epochs.columns) or has_points
-        if self._has_figures:
-            self._charts.show(view)
-            self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
+        self._charts.show(view)
+        self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
         self._show_block(self._footer, _footer(table) if view.is_started else "", every_s=1.0)
         if self._logs is None and view.is_started and not self._last_lines.is_empty:
             self._logs = LogPane(self._last_lines, len(view.ranks), self._throttle)
         if self._logs is not None:
             self._logs.show()
         self._throttle.flush()
-        figures = [self._charts.widget, self._epochs] if self._has_figures else []
+        figures = [self._charts.widget] if self._charts.widget.children else []
         logs = [self._logs.widget] if self._logs is not None else []
-        parts = (*self._above, *figures, self._footer, *logs)
+        parts = (*self._above, *figures, *self._below, *logs)
         if parts != self.root.children:
             self.root.children = parts
 
@@ -317,7 +314,7 @@ class Panel:
     def _all(self) -> Iterator[Any]:
         """Yield every widget of the panel, outermost first."""
         loose = [self._shown, self._hidden, *self._charts.unused, *self._buttons.unused]
-        for part in [self.root, self._charts.widget, self._epochs, *loose]:
+        for part in [self.root, self._charts.widget, *loose]:
             yield from _with_parts(part)
 
 

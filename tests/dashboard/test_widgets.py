@@ -283,7 +283,7 @@ def test_charts_epochs_and_lines_appear_once_there_are_some_with_room_for_all_ch
     charts = panel._charts.widget
     num_charts, layout = len(charts.children), (charts.layout.flex_flow, charts.layout.min_height)
     panel.close("")
-    assert [len(shown) for shown in children] == [5, 7, 8]
+    assert [len(shown) for shown in children] == [6, 7, 8]
     assert (num_charts, layout) == (2, ("row nowrap", "164px"))
 
 
