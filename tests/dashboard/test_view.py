@@ -140,14 +140,13 @@ def test_the_last_line_of_the_output_is_kept() -> None:
     assert view.ranks[1].num_lines == 100
     view = fold(view, LogLines(0, START_S, lines=("100%|##",)))
     assert view.ranks[0].status_line == "10%|#"  # the launcher reports each change of it
-    assert fold(view, StatusLine(0, START_S)).ranks[0].status_line == ""
 
 
 BAR = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
 
 
-@pytest.mark.parametrize("lines", [[BAR], ["10/100 [=>....]", "20/100 [==>...]"]])
-def test_a_line_that_is_redrawn_stays_for_the_moment_after_another_was_printed(lines: list[str]) -> None:
+@pytest.mark.parametrize("lines", [[BAR], ["10/100 [=>....]", "20/100 [==>...]"], ["loading"]])
+def test_a_line_without_an_end_stays_for_the_moment_after_another_was_printed(lines: list[str]) -> None:
     view = view_of([*started(2), *(StatusLine(0, START_S, text=line) for line in lines)])
     view = fold_readings(view_of([StatusLine(0, START_S + 3)], view), [], START_S + 4)
     assert (view.ranks[0].status_line, view.ranks[0].bar) == (lines[-1], read_bar(lines[-1]))
@@ -408,7 +407,7 @@ def test_ranks_in_lockstep_have_equal_rates_although_one_was_seen_between_two_ep
     ]
     for number, reading in enumerate(later):
         view = fold_readings(view, [reading], START_S + 35 + number)
-    assert [point.time_s for point in view.ranks[1].rate_points] == [40.1]
+    assert [point.time_s for point in view.ranks[1].rate_points] == [40.0, 40.1]
 
 
 def test_steps_of_epochs_that_no_look_has_met_count_in_the_rate() -> None:
