@@ -334,22 +334,21 @@ def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
         assert f"... {total - per_rank[rank]:,} lines not shown" in shown
 
 
-def test_the_output_of_hundreds_of_ranks_is_bounded_and_its_folder_is_named() -> None:
+def test_the_output_of_hundreds_of_ranks_is_bounded_and_its_logs_are_named() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, clock=Clock())
     feed(printer, started(512))
     feed(printer, [lines_of(rank, first, first + 50) for first in range(0, 500, 50) for rank in range(512)])
     printer.close()
     lines = stream.getvalue().splitlines()
-    assert len(lines) < 2_000
+    assert len(lines) < 2_200
     assert any(line.startswith("[511]") for line in lines)  # something of every rank
-    assert sum("prints a lot" in line for line in lines) == sum("rank_" in line for line in lines) == 16
+    assert sum("prints a lot" in line for line in lines) == sum("rank_" in line for line in lines) == 512
     hidden = [
         int(found[1].replace(",", "")) for line in lines if (found := re.search(r"([\d,]+) lines not", line))
     ]
     num_shown = sum("] line " in line for line in lines)
     assert sum(hidden) + num_shown == 512 * 500
-    assert lines[-1].endswith("complete logs: /logs/train-1")
 
 
 def test_writes_are_paced() -> None:
@@ -473,7 +472,7 @@ def test_endless_displays_are_left_out() -> None:
     printer = LinesPrinter(stream=stream, publish=shown.append)
     feed(printer, [*started(2), *(figure(0) for _ in range(300))])
     printer.close()
-    assert len(shown) == 100
+    assert len(shown) == 120
     assert stream.getvalue() == "[0] ... displays a lot; no more of it is shown\n"
 
 
