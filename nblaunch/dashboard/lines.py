@@ -131,8 +131,8 @@ class MergedLines:
 
 _HEAD_LINES_OF_ALL = 2 * HEAD_LINES  # about so many of all ranks together
 _LINE_LENGTH = 4000  # characters
-# Such as figures, of all ranks. VS Code shows the first 500 outputs of a cell (microsoft/vscode#325786): a display takes
-# two of them, and the last one may be an error.
+# Such as figures, of all ranks. VS Code shows the first 500 outputs of a cell (microsoft/vscode#325786): a display
+# takes two of them, and the last one may be an error.
 _NUM_DISPLAYS = 120
 _TAIL_LINES_OF_ALL = 320  # about so many last lines; of each rank at least one
 
