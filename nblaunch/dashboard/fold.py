@@ -262,24 +262,15 @@ def _fact(view: JobView, event: events.Fact) -> JobView:
     return replace(view, facts={**view.facts, single_line(event.name): single_line(event.text)})
 
 
-def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView:
-    """Return the view after several events with lines; with many ranks that is far cheaper than one by one."""
-    printed = [event for event in printed if event.lines and 0 <= event.rank < len(view.ranks)]
-    if not printed:
-        return view
-    ranks = list(view.ranks)
-    num_lines: dict[int, int] = {}
-    for event in printed:
-        num_lines[event.rank] = num_lines.get(event.rank, 0) + len(event.lines)
-    for event in {event.rank: event for event in printed}.values():
-        rank = ranks[event.rank]
-        ranks[event.rank] = replace(
-            rank,
-            last_line=single_line(event.lines[-1]),
-            num_lines=rank.num_lines + num_lines[event.rank],
-            changed_s=max(rank.changed_s, event.time_s),
-        )
-    return replace(view, ranks=tuple(ranks))
+def _log_lines(view: JobView, rank: RankView, event: events.LogLines) -> RankView:
+    if not event.lines:
+        return rank
+    return replace(
+        rank,
+        last_line=single_line(event.lines[-1]),
+        num_lines=rank.num_lines + len(event.lines),
+        changed_s=max(rank.changed_s, event.time_s),
+    )
 
 
 def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
@@ -408,7 +399,6 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.JobEnded: _job_ended,
     events.Note: _note,
     events.Fact: _fact,
-    events.LogLines: lambda view, event: fold_log_lines(view, [event]),
     events.Metric: _metric,
     events.EpochEnded: _epoch_ended,
     events.HostMemory: _host_memory,
@@ -416,6 +406,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
 
 _RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
     events.Started: _started,
+    events.LogLines: _log_lines,
     events.StatusLine: _status_line,
     events.DeviceUse: _device_use,
     events.Stalled: _stalled,
