@@ -84,7 +84,6 @@ def collect() -> dict[str, Any]:
             *(_launch_findings(plan) if plan else ()),
             *_device_findings(devices),
             *_host_findings(plan),
-            *platform.notes,
         ],
     }
 
