@@ -11,12 +11,12 @@ from nblaunch.events import ExitStatus, Failed
 
 # Signal -> what it means, and what to do next.
 _MEANINGS = {
-    "SIGKILL": "It was killed from outside, most often by the kernel's OOM killer, which dmesg shows. Use less memory per "
-    "rank (a smaller batch, fewer processes, the model passed as an argument), or a host with more.",
+    "SIGKILL": "It was killed from outside, most often by the kernel's OOM killer, which dmesg shows. Use less memory "
+    "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host with more.",
     "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
     "stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
-    "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full. Give the container more of "
-    "it (docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
+    "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full. Give the container more "
+    "of it (docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
     "SIGABRT": "Native code aborted, and printed why. The message is among its last lines or in its complete log; with "
     "NCCL_DEBUG=INFO in the environment, NCCL prints more.",
     "SIGTERM": "Another process ended it: kill in a shell, or a batch system or container at its limit of time or "
