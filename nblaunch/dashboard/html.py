@@ -98,7 +98,7 @@ def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None 
     parts += [rows_html(table)] if table.rows else []
     parts.append(remarks(table))
     parts.append(line(table.metrics))
-    parts += [f"<div>{''.join(charts(view, has_values=True))}</div>"] if view.is_over else []
+    parts += [f"<div>{''.join(charts(view))}</div>"] if view.is_over else []
     parts.append(epochs(table.epochs))
     if tail is not None:
         parts += [line(f"note: {text}") for text in table.notes]
