@@ -33,9 +33,6 @@ WIDGETS_S = 0.2
 Publish = Callable[[Bundle, str, bool], None]
 """``publish(bundle, display_id, is_update)``."""
 
-NUM_LIVE_CELLS = 3
-"""Number of cells in which an output is updated while a job runs: those that showed it last. Its end is in all."""
-
 
 class Output:
     """One output, which several cells can show.
@@ -71,11 +68,9 @@ class Output:
                 self._create(bundle)
                 return 1
             self.shown = bundle
-            display_ids = list(self._display_ids.values())
-            updated = display_ids if is_final else display_ids[-NUM_LIVE_CELLS:]
-            for display_id in updated:
+            for display_id in self._display_ids.values():
                 self._publish(bundle, display_id, True)
-        return len(updated)
+            return len(self._display_ids)
 
     def show_again(self) -> bool:
         """Show the output in the running cell as well; return False if it is empty or shown there already."""
