@@ -255,6 +255,15 @@ def test_what_several_ranks_print_alike_is_shown_once() -> None:
     ]
 
 
+def test_lines_with_a_label_of_ones_own_are_not_merged() -> None:
+    stream = Writes()
+    begin = AttemptStarted(-1, START_S, num_processes=3, label_template="<${rank}> ")
+    printer = LinesPrinter(stream=stream, merges_equal=True)
+    feed(printer, [begin, *(prints(rank, "ready") for rank in range(3))])
+    printer.close()
+    assert stream.getvalue() == "<0> ready\n<1> ready\n<2> ready\n"
+
+
 def test_lines_are_alike_only_near_each_other() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, merges_equal=True, defers_lines=True)

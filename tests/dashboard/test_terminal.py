@@ -103,11 +103,11 @@ def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def terminal(columns: int = COLUMNS) -> Iterator[tuple[int, io.TextIOWrapper]]:
+def terminal(columns: int = COLUMNS, encoding: str = "utf-8") -> Iterator[tuple[int, io.TextIOWrapper]]:
     """A pseudo-terminal: the end that a user looks at, and a stream into the other one."""
     user, program = pty.openpty()
     fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    stream = io.TextIOWrapper(io.FileIO(program, "w"), encoding="utf-8", write_through=True)
+    stream = io.TextIOWrapper(io.FileIO(program, "w"), encoding=encoding, write_through=True)
     try:
         yield user, stream
     finally:
@@ -251,6 +251,16 @@ def test_a_last_table_is_in_the_characters_of_its_file() -> None:
         board.close()
         text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
         assert bar in text
+
+
+def test_a_live_table_is_in_the_characters_of_its_terminal() -> None:
+    screen = Screen()
+    with terminal(encoding="ascii") as (user, stream):
+        live = LiveTable(stream)
+        live.draw(view_of(started(2, function_name="entraîner")))
+        screen.write(read(user))
+        assert screen.lines[0].startswith("entra?ner: running for 0 s")
+        live.clear()
 
 
 def test_a_table_that_is_higher_than_the_terminal_is_cut() -> None:
