@@ -250,9 +250,8 @@ class LinesPrinter(Dashboard):
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         lines = event.lines[:num_shown]
         shown = [_shorten(line) for line in lines] if self._shortens else lines
-        if (
-            not self._merges_equal or self._label_template is not None
-        ):  # a label of the user's is one of each rank
+        # A label of the user's own is of one rank.
+        if not self._merges_equal or self._label_template is not None:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
             return
