@@ -148,7 +148,6 @@ class NotebookDashboard(ViewingDashboard):
         self._open_panel = open_panel or _open_panel
         self._panel: Panel | None = None
         self._last_lines = LastLines()
-        self._drawn: tuple[object, ...] = ()
         if background:
             self._draw()
 
@@ -170,7 +169,7 @@ class NotebookDashboard(ViewingDashboard):
                 self._show_panel()
             except Exception as error:
                 self._give_up_widgets(error)
-        if not self._has_widgets and self._may_differ():
+        if not self._has_widgets:
             self._show_table()
 
     def _draw_last(self, view: JobView) -> None:
@@ -198,17 +197,10 @@ class NotebookDashboard(ViewingDashboard):
         else:
             _log.warning("ipywidgets failed; the job is shown as HTML instead", exc_info=True)
 
-    def _may_differ(self) -> bool:
-        """Return whether the table may have changed: after an event, or in another second."""
-        view = self._view
-        last = self._drawn
-        self._drawn = (int(view.elapsed_s), view.ranks, view.notes, view.warnings, self._last_lines.num_added)
-        return self._drawn != last
-
     def _show_table(self) -> None:
         table = self._table(self._view)
-        if num_cells := self._output.show(table):
-            self._pace.note_published(num_cells * sum(map(len, table.values())))
+        num_cells = self._output.show(table)
+        self._pace.note_published(num_cells * sum(map(len, table.values())))
 
     def _table(self, view: JobView) -> Bundle:
         has_lines = self._is_background or (self._is_watched and not view.is_over)
