@@ -38,14 +38,10 @@ TAIL_LENGTH = 20
 
 
 class LastLines:
-    """The last lines of each rank and of all ranks.
-
-    Attributes:
-        num_added: number of all lines, kept or not.
-    """
+    """The last lines of each rank and of all ranks."""
 
     def __init__(self) -> None:
-        self.num_added = 0
+        self._num_added = 0
         self._by_rank: dict[int, deque[str]] = {}
         self._all: deque[tuple[float, int, int, str]] = deque(maxlen=NUM_LINES)
 
@@ -73,8 +69,8 @@ class LastLines:
         return list(self._by_rank.get(rank, ()))
 
     def _add_line(self, event: Event, line: str) -> None:
-        self.num_added += 1
-        self._all.append((event.time_s, self.num_added, event.rank, line))
+        self._num_added += 1
+        self._all.append((event.time_s, self._num_added, event.rank, line))
         self._by_rank.setdefault(event.rank, deque(maxlen=NUM_LINES)).append(line)
 
 

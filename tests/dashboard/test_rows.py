@@ -155,7 +155,7 @@ def test_a_failed_rank_has_a_row_and_the_rest_is_collapsed() -> None:
     view = view_of([raised(20)], trained(64))
     table = tabulate(view)
     assert labels(table) == ["all", "20"]
-    assert table.rows[0].state_text == "1 failed, 63 other"
+    assert table.rows[0].state_text == "1 failed, 63 training"
     assert table.collapsed.startswith("ranks 0-19, 21-63 training")
 
 
