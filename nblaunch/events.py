@@ -282,7 +282,6 @@ class AttemptStarted(Event):
         is_spmd: one worker drives all devices.
         mixed_precision: default of accelerators in the workers.
         first_rank: lowest rank of this machine.
-        hang_timeout_s: seconds without progress that are a hang; None = never.
         ago_s: seconds since it started, for listeners that came later.
     """
 
@@ -298,7 +297,6 @@ class AttemptStarted(Event):
     is_spmd: bool = False
     mixed_precision: str = ""
     first_rank: int = 0
-    hang_timeout_s: float | None = None
     ago_s: float = 0.0
 
 

@@ -122,11 +122,6 @@ def loss(value: float) -> str:
     return f"{value:.4f}" if size < 10 else f"{value:.2f}" if size < 1000 else f"{value:.0f}"
 
 
-def percent(fraction: float) -> str:
-    """Return a fraction as ``0%``, ``45%``, ``100%``, rounded down."""
-    return f"{min(int(100 * fraction), 100)}%"
-
-
 def columns(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
     """Return rows as lines whose cells stand below each other, two spaces apart.
 

@@ -92,7 +92,6 @@ def collect() -> tuple[Report, list[str]]:
         *(_launch_findings(plan) if plan else ()),
         *_device_findings(refusals),
         *_host_findings(plan),
-        *platform.notes,
     ]
     return report, findings
 

@@ -14,8 +14,7 @@ html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
-  widget_panel.py      the widgets: headline, buttons
-  widget_rows.py       rows of the ranks, charts
+  widget_panel.py      the widgets: headline, buttons, rows, charts
   widget_logs.py       what the ranks print
   widget_throttle.py   updates within a budget
 lines.py           what workers print

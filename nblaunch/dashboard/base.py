@@ -13,18 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, final
 
-from nblaunch.dashboard.fold import fold, fold_log_lines, fold_readings
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import (
-    AttemptStarted,
-    DeviceUse,
-    Event,
-    Fact,
-    HostMemory,
-    JobEnded,
-    LogLines,
-    StatusLine,
-)
+from nblaunch.events import AttemptStarted, Event, JobEnded
 from nblaunch.wire.board import SlotReading
 
 _log = logging.getLogger(__name__)
@@ -34,15 +25,6 @@ Bundle = Mapping[str, Any]
 
 RATE_BYTES_S = 17_500.0
 """Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 22 kB/s in all."""
-
-_INDEPENDENT = (DeviceUse, Fact, HostMemory)
-"""Events that may be folded before lines and readings that are older."""
-
-_FOLD_S_PER_RANK = 0.0009
-"""Seconds between foldings for each rank: 0.46 s for 512 ranks; up to about 100 ranks, every reading is folded."""
-
-_MANY_LINES = 100
-"""Lines of an event that is folded at once: a whole log may be read before the next reading of the board."""
 
 
 class Controls(Protocol):
@@ -195,34 +177,16 @@ class ViewingDashboard(Dashboard):
         self._pace = pace
         self._view = JobView()
         self._is_closed = False
-        self._readings: Sequence[SlotReading] = ()
-        self._read_s = 0.0
-        self._folded_s = float("-inf")
-        self._status_lines: dict[int, StatusLine] = {}
-        self._log_lines: list[LogLines] = []
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, StatusLine):
-            self._status_lines[event.rank] = event  # a bar that was redrawn since is not shown
-            return
-        if isinstance(event, LogLines):
-            self._log_lines.append(event)
-            if len(event.lines) >= _MANY_LINES:
-                self._fold_log_lines()
-            return
         if isinstance(event, AttemptStarted) and not self._view.is_started:
             self._pace.restart(event.ago_s)
-        if not isinstance(event, _INDEPENDENT):
-            self._catch_up()
         self._view = fold(self._view, event)
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         if self._is_closed or not self._view.is_started:
             return
-        self._readings, self._read_s = readings, self._view.started_s + self._pace.elapsed_s
-        if self._read_s - self._folded_s < len(self._view.ranks) * _FOLD_S_PER_RANK:
-            return
-        self._catch_up()
+        self._view = fold_readings(self._view, readings, self._view.started_s + self._pace.elapsed_s)
         # close() draws the final table soon after the job has ended.
         if not self._view.is_over and self._pace.is_due():
             self._draw()
@@ -231,23 +195,7 @@ class ViewingDashboard(Dashboard):
         if self._is_closed:
             return
         self._is_closed = True
-        self._catch_up()
         self._draw_last(_as_cancelled(self._view))
-
-    def _catch_up(self) -> None:
-        """Fold lines, bars and readings into the view; with many ranks that is too expensive for each of them."""
-        self._fold_log_lines()
-        for event in self._status_lines.values():
-            self._view = fold(self._view, event)
-        self._status_lines = {}
-        if self._readings:
-            self._view = fold_readings(self._view, self._readings, self._read_s)
-            self._readings, self._folded_s = (), self._read_s
-
-    def _fold_log_lines(self) -> None:
-        if self._log_lines:
-            self._view = fold_log_lines(self._view, self._log_lines)
-            self._log_lines = []
 
     @abc.abstractmethod
     def _draw(self) -> None:

@@ -1,6 +1,6 @@
-"""Charts as SVG: losses and logged metrics over steps, with axes, ticks, a legend, and values under the pointer.
+"""Charts as SVG: losses and logged metrics over steps, with axes, ticks and a legend.
 
-    loss  ━ smoothed mean  ─ each rank
+    loss  ━ mean  ─ each rank
     2.3 to 0.413 in 320 steps, min 0.399
     2.0 │╲
     1.0 │ ╲___
@@ -8,8 +8,8 @@
     step└──┬────┬────┬──
           100  200  300
 
-Raw values are thin and behind; what is smoothed is drawn over them in colour. Captions and values under the pointer are
-never smoothed. A chart depends on the values alone, so that equal runs have equal charts.
+The curves of ranks are thin and behind their mean. A chart depends on the values alone, so that equal runs have equal
+charts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statistics import median
 
 from nblaunch import formatting
 from nblaunch.dashboard.view import JobView, RankView
-from nblaunch.formatting import loss, single_line
+from nblaunch.formatting import single_line
 
 Point = tuple[float, float]
 
@@ -38,44 +38,34 @@ _THIN_OPACITY = ".5"  # of thin lines and axes
 _MAX_LINES = 8  # raw lines of ranks
 _MAX_CHARTS = 6
 _MAX_POINTS, _MAX_RAW_POINTS = 64, 192  # of a line; of all raw lines together
-_MAX_VALUES = 32  # under the pointer
 _LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a logarithmic scale
-_SMOOTHED_FROM = 20  # points; fewer are drawn as they are
-_SMOOTHED_PART = 20  # a smoothed value is the weighted mean of this part of all points to either side
 
 
-def charts(view: JobView, *, has_values: bool = False) -> list[str]:
-    """Return charts of the losses and of logged metrics, to stand side by side.
-
-    Args:
-        view: the job.
-        has_values: show values under the pointer; they would go away with every update.
-    """
+def charts(view: JobView) -> list[str]:
+    """Return charts of the losses and of logged metrics, to stand side by side."""
     drawn = [rank for rank in view.ranks if len(rank.losses) > 1]
-    parts = [_losses(drawn, len(view.ranks), has_values=has_values)] if drawn else []
+    parts = [_losses(drawn, len(view.ranks))] if drawn else []
     logged = [
         (single_line(name), points)
         for name, curve in view.curves.items()
         if len(points := curve.points()) > 1
     ]
-    for name, points in logged[: _MAX_CHARTS - len(parts)]:
-        parts.append(chart(name, points, raw_name="as logged", has_values=has_values))
-    return parts
+    return [*parts, *(chart(name, points) for name, points in logged[: _MAX_CHARTS - len(parts)])]
 
 
-def _losses(drawn: Sequence[RankView], num_ranks: int, *, has_values: bool) -> str:
+def _losses(drawn: Sequence[RankView], num_ranks: int) -> str:
     """Return the chart of the losses: the mean of all ranks before those of the first ranks."""
     if num_ranks == 1:
-        return chart("loss", drawn[0].losses, first_step=0, has_values=has_values)
+        return chart("loss", drawn[0].losses, first_step=0)
     shown = drawn[:_MAX_LINES]
     return chart(
         "loss",
         mean_of([rank.losses for rank in drawn]),
         [rank.losses for rank in shown],
-        name_of_main="mean",
-        raw_name="each rank" if len(shown) == len(drawn) else formatting.ranks(rank.rank for rank in shown),
+        name_of_raw="each rank"
+        if len(shown) == len(drawn)
+        else formatting.ranks(rank.rank for rank in shown),
         first_step=0,
-        has_values=has_values,
     )
 
 
@@ -84,35 +74,28 @@ def chart(
     main: Sequence[Point],
     raw: Sequence[Sequence[Point]] = (),
     *,
-    name_of_main: str = "",
-    raw_name: str = "raw",
+    name_of_raw: str = "",
     first_step: float | None = None,
-    has_values: bool = False,
 ) -> str:
     """Return one chart with its legend and caption.
 
     Args:
         name: of the quantity.
-        main: at least two points; smoothed where they are many.
-        raw: thin lines behind; without any, ``main`` itself is behind where it is smoothed.
-        name_of_main: in the legend.
-        raw_name: in the legend.
+        main: at least two points.
+        raw: thin lines behind, of which ``main`` is the mean.
+        name_of_raw: in the legend.
         first_step: where the caption counts from; None: the first point.
-        has_values: show the values of ``main`` under the pointer.
     """
-    front = smoothed(thinned(main))
-    is_smoothed = len(thinned(main)) >= _SMOOTHED_FROM
-    behind = raw or ([main] if is_smoothed else [])
-    behind = [thinned(line, min(_MAX_RAW_POINTS // len(behind), _MAX_POINTS)) for line in behind]
+    front = thinned(main)
+    behind = [thinned(line, min(_MAX_RAW_POINTS // len(raw), _MAX_POINTS)) for line in raw]
     axes = _Axes.around([front, *behind])
     caption = _caption(main, main[0][0] if first_step is None else first_step)
     drawn = [
         axes.drawn(),
         _group([_path(axes, line, 0) for line in behind], f'stroke="currentColor" opacity="{_THIN_OPACITY}"'),
         _group([_path(axes, front, 1)], f'stroke="{LINE_COLOUR}" stroke-width="1.7"'),
-        _values(axes, thinned(main, _MAX_VALUES)) if has_values else "",
     ]
-    legend = _legend(name_of_main, raw_name if behind else "", is_smoothed=is_smoothed)
+    legend = _legend(name_of_raw) if raw else ""
     text = f"width:{_WIDTH}px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
     return (
         f'<div style="display:inline-block;vertical-align:bottom;margin:6px {_GAP}px 6px 0;font-size:12px">'
@@ -143,20 +126,6 @@ def thinned(line: Sequence[Point], max_points: int = _MAX_POINTS) -> list[Point]
         return list(line)
     step = (len(line) - 1) / (max_points - 1)
     return [line[round(index * step)] for index in range(max_points)]
-
-
-def smoothed(line: Sequence[Point]) -> list[Point]:
-    """Return a line of many points smoothed, by means of neighbours that weigh less the further they are away."""
-    if len(line) < _SMOOTHED_FROM:
-        return list(line)
-    reach = len(line) // _SMOOTHED_PART
-    result = []
-    for index, (x, _) in enumerate(line):
-        near = range(max(index - reach, 0), min(index + reach + 1, len(line)))
-        weights = [reach + 1 - abs(other - index) for other in near]
-        total = sum(weight * line[other][1] for weight, other in zip(weights, near, strict=True))
-        result.append((x, total / sum(weights)))
-    return result
 
 
 def ticks(low: float, high: float, max_ticks: int) -> list[float]:
@@ -270,24 +239,10 @@ def _path(axes: _Axes, line: Sequence[Point], digits: int) -> str:
     return f'<path d="M{places[0][0]} {places[0][1]:.{digits}f}l{steps}"></path>'
 
 
-def _values(axes: _Axes, line: Sequence[Point]) -> str:
-    """Return invisible bars, from one point to the next, whose titles browsers show under the pointer."""
-    edges = [_LEFT, *((axes.x(a[0]) + axes.x(b[0])) / 2 for a, b in pairwise(line)), _WIDTH]
-    bars = [
-        f'<rect x="{left:.0f}" y="0" width="{right - left:.0f}" height="{_BOTTOM}">'
-        f"<title>step {x:,.0f}: {loss(y)}</title></rect>"
-        for (left, right), (x, y) in zip(pairwise(edges), line, strict=True)
-    ]
-    return f'<g fill="transparent">{"".join(bars)}</g>'
-
-
-def _legend(main: str, raw: str, *, is_smoothed: bool) -> str:
-    """Return the names of the lines, where there are several."""
-    if not raw:
-        return ""
-    named = " ".join(part for part in ("smoothed" if is_smoothed else "", main) if part)
+def _legend(raw: str) -> str:
+    """Return the names of the lines."""
     return (
-        f'<span style="padding-left:.7em"><span style="color:{LINE_COLOUR}">━</span> {escape(named)} '
+        f'<span style="padding-left:.7em"><span style="color:{LINE_COLOUR}">━</span> mean '
         f'<span style="opacity:{_THIN_OPACITY}">─</span> {escape(raw)}</span>'
     )
 

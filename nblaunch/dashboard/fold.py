@@ -30,7 +30,6 @@ from nblaunch.wire.board import LARGEST_DRAWN, SlotReading
 _POINT_SPACING_S = 0.5
 _MIN_STEPS = 3  # a rate is measured over, where these take longer than the window
 _PAUSE_S = 2.0  # between two epochs: rates go on after a shorter one
-_PHASES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
@@ -70,14 +69,15 @@ def _has_lost_line(rank: RankView, now_s: float) -> bool:
 
 def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     last = rank.reading or SlotReading(rank.rank)
-    is_new_loop = _is_new_loop(last, reading)
     has_new_state = rank.state_s == 0.0 or reading.state != last.state
-    has_waited = has_new_state and last.state is WorkerState.WAITING
-    measured = _measured_before(rank, reading) if is_new_loop else rank
-    moved = is_new_loop or reading.step != last.step
-    points = _with_point(measured.rate_points, reading)
+    moved = (reading.loop, reading.total, reading.step) != (last.loop, last.total, last.step)
+    is_evaluating = reading.state is WorkerState.EVALUATING or (
+        rank.is_evaluating and reading.state is not WorkerState.TRAINING
+    )
+    points = _with_point(_points_before(rank, reading, is_evaluating=is_evaluating), reading)
     steps_per_s, samples_per_s = _rates(points, rank)
-    rank = replace(
+    busy_step_s = _busy_step_s(points, rank)
+    return replace(
         rank,
         state=_state(rank, reading.state),
         step=reading.step,
@@ -86,23 +86,21 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         num_epochs=reading.num_epochs,
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
-        busy_step_s=_busy_step_s(points, rank),
+        busy_step_s=busy_step_s,
+        trained_rates=rank.trained_rates if is_evaluating else (steps_per_s, samples_per_s, busy_step_s),
         loss=reading.loss,
         stepped_s=now_s if moved else rank.stepped_s,
         changed_s=now_s,
         stall=None if replace(reading, interrupts=last.interrupts) != last else rank.stall,
         state_s=now_s if has_new_state else rank.state_s,
-        waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
-        num_waits=rank.num_waits + (has_new_state and reading.state is WorkerState.WAITING),
         phase=rank.phase if reading.state is WorkerState.WAITING else reading.state,
+        is_evaluating=is_evaluating,
         **_epoch_times(rank, reading, now_s),
-        device_bytes=reading.device_bytes or rank.device_bytes,
-        device_peak_bytes=reading.device_peak_bytes or rank.device_peak_bytes,
+        device_peak_bytes=max(reading.device_bytes, reading.device_peak_bytes) or rank.device_peak_bytes,
         device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
         reading=reading,
         rate_points=points,
     )
-    return replace(rank, trained=_trained(rank, reading))
 
 
 def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str, Any]:
@@ -119,36 +117,12 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     return {}
 
 
-def _trained(rank: RankView, reading: SlotReading) -> RankView | None:
-    """Return the rank as it was in its last training loop: now, where ``reading`` is from one."""
-    trained = rank.trained
-    goes_on = (
-        trained is not None and trained.loop == reading.loop and reading.state is not WorkerState.EVALUATING
-    )
-    if reading.state is WorkerState.TRAINING or goes_on:  # the rank may wait in it, or have left it
-        return replace(rank, trained=None)
-    return trained
-
-
-def _is_new_loop(last: SlotReading, reading: SlotReading) -> bool:
-    if reading.step < last.step or (reading.loop, reading.total) != (last.loop, last.total):
-        return True
-    return last.state != reading.state and {last.state, reading.state} == _PHASES
-
-
-def _measured_before(rank: RankView, reading: SlotReading) -> RankView:
-    """Return the rate points that a new loop goes on from: one that trains, from the training loop right before it.
-
-    A look may have met the rank in the loop over epochs between the two; of ranks in lockstep, it meets some.
-    """
-    if reading.state is WorkerState.TRAINING:
-        if rank.phase is WorkerState.TRAINING:
-            return rank
-        before = rank.trained
-        is_next = before is not None and before.loop + 1 == reading.loop and bool(before.rate_points)
-        if before and is_next and reading.step_time_s - before.rate_points[-1].time_s < _PAUSE_S:
-            return before
-    return replace(rank, rate_points=())
+def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[RatePoint, ...]:
+    """Return the rate points that a reading goes on from; none in another phase, or in a new loop after a pause."""
+    points = rank.rate_points
+    is_new_loop = rank.reading is not None and reading.loop != rank.reading.loop
+    has_paused = is_new_loop and points and reading.step_time_s - points[-1].time_s >= _PAUSE_S
+    return () if has_paused or is_evaluating != rank.is_evaluating else points
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:
@@ -228,7 +202,8 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
         now_s=event.time_s,
         hang=(),
         facts={},
-        host_bytes=None,
+        curves={},
+        epochs={},
         ranks=tuple(RankView(rank) for rank in range(event.num_processes)),
     )
 
@@ -245,17 +220,13 @@ def _with_training_numbers(rank: RankView) -> RankView:
     if rank.state is not WorkerState.DONE or rank.reading is None:
         return rank
     step, total, epoch = rank.reading.trained
-    if epoch and (step, total, epoch) != (rank.step, rank.total, rank.epoch):
-        rank = replace(rank, step=step, total=total, epoch=epoch, steps_per_s=None, samples_per_s=None)
-    trained = rank.trained
-    if trained is None:
+    if not epoch:
         return rank
-    return replace(
-        rank,
-        steps_per_s=trained.steps_per_s,
-        samples_per_s=trained.samples_per_s,
-        busy_step_s=trained.busy_step_s,
-    )
+    rank = replace(rank, step=step, total=total, epoch=epoch)
+    if not rank.is_evaluating:
+        return rank
+    steps_per_s, samples_per_s, busy_step_s = rank.trained_rates
+    return replace(rank, steps_per_s=steps_per_s, samples_per_s=samples_per_s, busy_step_s=busy_step_s)
 
 
 def _with_outcome(view: JobView, rank: RankView) -> RankView:
@@ -291,24 +262,15 @@ def _fact(view: JobView, event: events.Fact) -> JobView:
     return replace(view, facts={**view.facts, single_line(event.name): single_line(event.text)})
 
 
-def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView:
-    """Return the view after several events with lines; with many ranks that is far cheaper than one by one."""
-    printed = [event for event in printed if event.lines and 0 <= event.rank < len(view.ranks)]
-    if not printed:
-        return view
-    ranks = list(view.ranks)
-    num_lines: dict[int, int] = {}
-    for event in printed:
-        num_lines[event.rank] = num_lines.get(event.rank, 0) + len(event.lines)
-    for event in {event.rank: event for event in printed}.values():
-        rank = ranks[event.rank]
-        ranks[event.rank] = replace(
-            rank,
-            last_line=single_line(event.lines[-1]),
-            num_lines=rank.num_lines + num_lines[event.rank],
-            changed_s=max(rank.changed_s, event.time_s),
-        )
-    return replace(view, ranks=tuple(ranks))
+def _log_lines(view: JobView, rank: RankView, event: events.LogLines) -> RankView:
+    if not event.lines:
+        return rank
+    return replace(
+        rank,
+        last_line=single_line(event.lines[-1]),
+        num_lines=rank.num_lines + len(event.lines),
+        changed_s=max(rank.changed_s, event.time_s),
+    )
 
 
 def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
@@ -323,22 +285,16 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
     view = replace(_with_rank(view, rank), curves=_with_points(view, event))
     if not event.epoch:
         return view
-    epoch = _epoch(view, event.epoch)
+    epoch = view.epochs.get(event.epoch, EpochView())
     return _with_epoch(view, event.epoch, replace(epoch, metrics={**epoch.metrics, **event.values}))
 
 
 def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
-    epoch = _epoch(view, event.epoch)
+    epoch = view.epochs.get(event.epoch, EpochView())
     epoch = replace(epoch, duration_s=max(epoch.duration_s, event.duration_s))
     if event.loss is not None:
         epoch = replace(epoch, losses=epoch.losses + event.loss, num_losses=epoch.num_losses + 1)
     return _with_epoch(view, event.epoch, epoch)
-
-
-def _epoch(view: JobView, number: int) -> EpochView:
-    """Return an epoch of this attempt, empty if nothing is known of it."""
-    known, attempt = view.epochs.get(number), view.start.attempt
-    return known if known is not None and known.attempt == attempt else EpochView(attempt)
 
 
 def _with_epoch(view: JobView, number: int, epoch: EpochView) -> JobView:
@@ -357,9 +313,7 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
         )
         if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
             continue
-        curve = extended.get(name, Curve(attempt=view.start.attempt))
-        if curve.attempt != view.start.attempt:  # without steps, it isn't known where the attempt goes on
-            curve = curve.resumed_at(event.step or 0, view.start.attempt)
+        curve = extended.get(name, Curve())
         step = curve.num_seen if event.step is None else event.step
         extended[name] = curve.extended(float(step), float(value), CHART_LENGTH)
     return extended
@@ -371,23 +325,19 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     rank = view.ranks[event.rank]
     peak = max(event.num_bytes, rank.host_peak_bytes or 0)
     view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
+    if not event.is_proportional:  # a sum would count shared pages once for each rank
+        return view
     # Ranks that have exited hold no memory.
     total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
-    return replace(
-        view,
-        host_bytes=total,
-        host_peak_bytes=max(total, view.host_peak_bytes or 0),
-        is_host_proportional=event.is_proportional,
-    )
+    return replace(view, host_peak_bytes=max(total, view.host_peak_bytes or 0))
 
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
     line = single_line(event.text).strip()
     rank = replace(rank, changed_s=max(rank.changed_s, event.time_s))
-    if not line and (rank.bar is not None or rank.is_redrawn):
+    if rank.status_line and not line:
         return replace(rank, line_gone_s=rank.line_gone_s or event.time_s)
-    is_redrawn = rank.status_line != "" and line != ""
-    return replace(rank, status_line=line, bar=read_bar(line), is_redrawn=is_redrawn, line_gone_s=0.0)
+    return replace(rank, status_line=line, bar=read_bar(line), line_gone_s=0.0)
 
 
 def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankView:
@@ -449,7 +399,6 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.JobEnded: _job_ended,
     events.Note: _note,
     events.Fact: _fact,
-    events.LogLines: lambda view, event: fold_log_lines(view, [event]),
     events.Metric: _metric,
     events.EpochEnded: _epoch_ended,
     events.HostMemory: _host_memory,
@@ -457,6 +406,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
 
 _RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
     events.Started: _started,
+    events.LogLines: _log_lines,
     events.StatusLine: _status_line,
     events.DeviceUse: _device_use,
     events.Stalled: _stalled,

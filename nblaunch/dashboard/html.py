@@ -98,12 +98,12 @@ def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None 
     parts += [rows_html(table)] if table.rows else []
     parts.append(remarks(table))
     parts.append(line(table.metrics))
-    parts += [f"<div>{''.join(charts(view, has_values=True))}</div>"] if view.is_over else []
+    parts += [f"<div>{''.join(charts(view))}</div>"] if view.is_over else []
     parts.append(epochs(table.epochs))
     if tail is not None:
         parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(tail, is_live=not view.is_over)] if tail else []
-    parts += [line(table.memory), line(f"logs: {table.log_dir}" if table.log_dir else "")]
+    parts.append(line(f"logs: {table.log_dir}" if table.log_dir else ""))
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
         f'font-variant-numeric:tabular-nums;color:inherit;padding:2px 0">{"".join(parts)}</div>'
@@ -135,16 +135,9 @@ def _labelled(label: str, text: str, shape: str, colour: str) -> str:
 
 
 def _notice(notice: Notice) -> str:
-    shape, colour = ("▲", CAUTION) if notice.kind in ("slow", "memory") else ("✗", BAD)
+    shape, colour = ("▲", CAUTION) if notice.kind == "slow" else ("✗", BAD)
     lines = "".join(f'<div style="{MONO};padding-left:2em">{escape(line)}</div>' for line in notice.lines)
     return f'<div style="margin:2px 0">{_glyph(shape, colour)} {escape(notice.text)}{lines}</div>'
-
-
-_FREE_ROW = (
-    '<tr style="background:none;border:0;border-bottom:1px solid transparent">'
-    '<td style="border:0;padding:3px 0">&nbsp;</td></tr>'
-)
-"""As high as any other row; with the fewest bytes, since it is sent with each update."""
 
 
 def epochs(table: EpochTable) -> str:
@@ -157,7 +150,6 @@ def epochs(table: EpochTable) -> str:
         f"<tr {INLINE.of('row')}>{''.join(f'<td {right}>{escape(text)}</td>' for text in row)}</tr>"
         for row in table.rows
     )
-    rows += _FREE_ROW * table.num_free
     return (
         f'<table aria-label="epochs" {INLINE.of("table")}>'
         f"<tr {INLINE.of('row')}>{heads}</tr>{rows}</table>{line(table.note)}"
@@ -197,7 +189,7 @@ def rows_html(table: Table, markup: Markup = INLINE) -> str:
     heads = [("rank", "right"), ("state", "left")]
     heads += [("progress", "left")] if trains or any(row.fraction is not None for row in table.rows) else []
     heads += [(name, "right") for name in table.columns]
-    heads += [("output", "left")] if any(row.detail and not row.is_stalled for row in table.rows) else []
+    heads += [("output", "left")] if any(row.detail for row in table.rows) else []
     widths = {name: f"min-width:{number}ch" for name, number in _WIDTHS.items()}
     if trains:
         at = table.columns.index("step")
@@ -213,19 +205,14 @@ def rows_html(table: Table, markup: Markup = INLINE) -> str:
 
 
 def _row(row: Row, names: Sequence[str], markup: Markup) -> str:
-    def cell(content: str, style: str = "left", more: str = "") -> str:
-        return f"<td {more}{markup.of(style)}>{content}</td>"
+    def cell(content: str, style: str = "left") -> str:
+        return f"<td {markup.of(style)}>{content}</td>"
 
     cells = [f'<td role="rowheader" {markup.of("right")}>{escape(row.label)}</td>']
-    if row.is_stalled and "progress" in names:
-        # Where the rank is takes the place of its bar: a column at the end would be out of sight.
-        cells.append(cell(_state(row, markup), more='colspan="2" '))
-    else:
-        cells.append(cell(_state(row, markup)))
-        cells += [cell(_bar(row, markup))] if "progress" in names else []
+    cells.append(cell(_state(row, markup)))
+    cells += [cell(_bar(row, markup))] if "progress" in names else []
     cells += [cell(escape(text), "right") for text in row.cells]
-    if "output" in names:
-        cells.append(cell("" if row.is_stalled else _detail(row.detail, markup)))
+    cells += [cell(_detail(row.detail, markup))] if "output" in names else []
     is_calm = row.state in (WorkerState.STOPPED, WorkerState.STARTING)
     style = "whole" if row.rank is None else "calm" if is_calm else "row"
     return f"<tr {markup.of(style)}>{''.join(cells)}</tr>"
@@ -234,9 +221,8 @@ def _row(row: Row, names: Sequence[str], markup: Markup) -> str:
 def _state(row: Row, markup: Markup) -> str:
     differs = row.is_marked and row.rank is not None
     glyph = _glyph(*shape_of(row.state, is_marked=differs), markup)
-    text = escape(row.detail if row.is_stalled else row.state_text)
-    # A position in bold type would not fit in a line.
-    shown = f"{glyph} <b>{text}</b>" if differs and not row.is_stalled else f"{glyph} {text}"
+    text = escape(row.state_text)
+    shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
     # A text that is too long has two lines: the columns beside it keep their places.
     return f"<div {markup.of('wrapped')}>{shown}</div>"
 

@@ -38,14 +38,10 @@ TAIL_LENGTH = 20
 
 
 class LastLines:
-    """The last lines of each rank and of all ranks.
-
-    Attributes:
-        num_added: number of all lines, kept or not.
-    """
+    """The last lines of each rank and of all ranks."""
 
     def __init__(self) -> None:
-        self.num_added = 0
+        self._num_added = 0
         self._by_rank: dict[int, deque[str]] = {}
         self._all: deque[tuple[float, int, int, str]] = deque(maxlen=NUM_LINES)
 
@@ -73,8 +69,8 @@ class LastLines:
         return list(self._by_rank.get(rank, ()))
 
     def _add_line(self, event: Event, line: str) -> None:
-        self.num_added += 1
-        self._all.append((event.time_s, self.num_added, event.rank, line))
+        self._num_added += 1
+        self._all.append((event.time_s, self._num_added, event.rank, line))
         self._by_rank.setdefault(event.rank, deque(maxlen=NUM_LINES)).append(line)
 
 
@@ -131,11 +127,10 @@ class MergedLines:
 
 _HEAD_LINES_OF_ALL = 2 * HEAD_LINES  # about so many of all ranks together
 _LINE_LENGTH = 4000  # characters
-_NUM_DISPLAYS = 100  # of a rank, such as figures
-# Of all ranks; each may have its share even if others have used it up. VS Code shows the first 500 outputs of a cell
-# (microsoft/vscode#325786): a display takes two of them, and the last one may be an error.
-_NUM_DISPLAYS_OF_ALL = 120
-_MAX_TAILS = 16  # ranks whose last lines are printed; those of hundreds would bury the cell
+# Such as figures, of all ranks. VS Code shows the first 500 outputs of a cell (microsoft/vscode#325786): a display
+# takes two of them, and the last one may be an error.
+_NUM_DISPLAYS = 120
+_TAIL_LINES_OF_ALL = 320  # about so many last lines; of each rank at least one
 
 Publish = Callable[[Displayed], None]
 
@@ -144,8 +139,8 @@ Publish = Callable[[Displayed], None]
 class LinesPrinter(Dashboard):
     """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
 
-    After 500 lines of a rank, further lines are only counted; the last ones are printed at the end, of the first 16
-    such ranks. If many ranks print a lot, the limit of each is its share of 1,000 lines.
+    After 500 lines of a rank, further lines are only counted; the last ones are printed at the end. If many ranks print
+    a lot, the limit of each is its share of 1,000 lines.
 
     Args:
         stream: default: ``sys.stdout``, looked up at each write.
@@ -189,9 +184,7 @@ class LinesPrinter(Dashboard):
         self._num_lines: Counter[int] = Counter()
         self._num_shown: Counter[int] = Counter()
         self._tails: dict[int, deque[str]] = {}
-        # Lines left out of ranks without a tail.
-        self._num_hidden: Counter[int] = Counter()
-        self._num_displays: Counter[int] = Counter()
+        self._num_displays = 0
         self._ranks_without_displays: set[int] = set()
         self._display_ids = set() if display_ids is None else display_ids
         self._num_processes = 1
@@ -242,21 +235,19 @@ class LinesPrinter(Dashboard):
         self._num_shown[rank] += num_shown
         if num_shown:
             self._add_shown(event, num_shown)
-        hidden = lines[num_shown:]
-        if not hidden:
+        if num_shown == len(lines):
             return
         if rank not in self._tails:
-            if len(self._tails) == _MAX_TAILS:
-                self._num_hidden[rank] += len(hidden)
-                return
-            self._tails[rank] = deque(maxlen=TAIL_LENGTH)
+            length = min(TAIL_LENGTH, _TAIL_LINES_OF_ALL // self._num_processes)
+            self._tails[rank] = deque(maxlen=max(length, 1))
             self._pending.append(f"{self._label(rank)}... prints a lot; its last lines follow at the end\n")
-        self._tails[rank].extend(hidden[-TAIL_LENGTH:])
+        self._tails[rank].extend(lines[num_shown:])
 
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         lines = event.lines[:num_shown]
-        shown = [_encodable(_shorten(line) if self._shortens else line) for line in lines]
-        if not self._merges_equal:
+        shown = [_shorten(line) for line in lines] if self._shortens else lines
+        # A label of the user's own is of one rank.
+        if not self._merges_equal or self._label_template is not None:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
             return
@@ -274,7 +265,7 @@ class LinesPrinter(Dashboard):
 
     def _room(self, rank: int) -> int:
         """Return how many more lines of ``rank`` may be printed: 0 once lines have been left out."""
-        if rank in self._tails or rank in self._num_hidden:
+        if rank in self._tails:
             return 0
         shown = self._num_shown[rank]
         share = _HEAD_LINES_OF_ALL // self._num_processes
@@ -285,15 +276,9 @@ class LinesPrinter(Dashboard):
         """Show the last lines of ranks that printed a lot, and begin to count anew."""
         for rank in sorted(self._tails):
             self._end(rank)
-        if self._num_hidden:
-            logs = f"; complete logs: {self._log_dir}" if self._log_dir else ""
-            hidden = formatting.count(sum(self._num_hidden.values()), "line")
-            self._pending.append(
-                f"[{formatting.spans(sorted(self._num_hidden))}] ... {hidden} not shown{logs}\n"
-            )
         self._tails = {}
-        for counts in (self._num_lines, self._num_shown, self._num_hidden):
-            counts.clear()
+        self._num_lines.clear()
+        self._num_shown.clear()
 
     def _end(self, rank: int) -> None:
         label, tail = self._label(rank), self._tails[rank]
@@ -302,7 +287,7 @@ class LinesPrinter(Dashboard):
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
             text = f"{label}... {formatting.count(num_hidden, 'line')} not shown{log}\n"
-        self._pending.append(text + "".join(f"{label}{_encodable(_shorten(line))}\n" for line in tail))
+        self._pending.append(text + "".join(f"{label}{_shorten(line)}\n" for line in tail))
 
     def _add_display(self, event: Displayed) -> None:
         event = self._with_own_display_id(event)
@@ -315,18 +300,12 @@ class LinesPrinter(Dashboard):
             return
         if event.rank in self._ranks_without_displays:
             return
-        if self._may_display(event.rank):
-            self._num_displays[event.rank] += 1
+        if self._num_displays < _NUM_DISPLAYS:
+            self._num_displays += 1
             self._pending.append(event)
         else:
             self._ranks_without_displays.add(event.rank)
             self._pending.append(f"{self._label(event.rank)}... displays a lot; no more of it is shown\n")
-
-    def _may_display(self, rank: int) -> bool:
-        num_shown = self._num_displays[rank]
-        share = _NUM_DISPLAYS_OF_ALL // self._num_processes
-        is_room = num_shown < share or self._num_displays.total() < _NUM_DISPLAYS_OF_ALL
-        return is_room and num_shown < _NUM_DISPLAYS
 
     def _with_own_display_id(self, event: Displayed) -> Displayed:
         """Make display ids of other ranks than 0 unique: all ranks run the same code with the same ids."""
@@ -399,13 +378,8 @@ def _shorten(line: str) -> str:
     return f"{line[:_LINE_LENGTH]} ... ({formatting.count(len(line) - _LINE_LENGTH, 'character')} more)"
 
 
-def _encodable(line: str) -> str:
-    """Return a line without lone surrogates, which can't be sent to a front end."""
-    return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
-
-
 def _as_text(data: Mapping[str, Any]) -> str:
-    return _encodable(_shorten(str(data.get("text/plain", "displayed: " + ", ".join(data)))))
+    return _shorten(str(data.get("text/plain", "displayed: " + ", ".join(data))))
 
 
 def _is_same(one: Displayed, other: Displayed) -> bool:

@@ -33,9 +33,6 @@ WIDGETS_S = 0.2
 Publish = Callable[[Bundle, str, bool], None]
 """``publish(bundle, display_id, is_update)``."""
 
-NUM_LIVE_CELLS = 3
-"""Number of cells in which an output is updated while a job runs: those that showed it last. Its end is in all."""
-
 
 class Output:
     """One output, which several cells can show.
@@ -71,11 +68,9 @@ class Output:
                 self._create(bundle)
                 return 1
             self.shown = bundle
-            display_ids = list(self._display_ids.values())
-            updated = display_ids if is_final else display_ids[-NUM_LIVE_CELLS:]
-            for display_id in updated:
+            for display_id in self._display_ids.values():
                 self._publish(bundle, display_id, True)
-        return len(updated)
+            return len(self._display_ids)
 
     def show_again(self) -> bool:
         """Show the output in the running cell as well; return False if it is empty or shown there already."""
@@ -153,7 +148,6 @@ class NotebookDashboard(ViewingDashboard):
         self._open_panel = open_panel or _open_panel
         self._panel: Panel | None = None
         self._last_lines = LastLines()
-        self._drawn: tuple[object, ...] = ()
         if background:
             self._draw()
 
@@ -175,7 +169,7 @@ class NotebookDashboard(ViewingDashboard):
                 self._show_panel()
             except Exception as error:
                 self._give_up_widgets(error)
-        if not self._has_widgets and self._may_differ():
+        if not self._has_widgets:
             self._show_table()
 
     def _draw_last(self, view: JobView) -> None:
@@ -203,17 +197,10 @@ class NotebookDashboard(ViewingDashboard):
         else:
             _log.warning("ipywidgets failed; the job is shown as HTML instead", exc_info=True)
 
-    def _may_differ(self) -> bool:
-        """Return whether the table may have changed: after an event, or in another second."""
-        view = self._view
-        last = self._drawn
-        self._drawn = (int(view.elapsed_s), view.ranks, view.notes, view.warnings, self._last_lines.num_added)
-        return self._drawn != last
-
     def _show_table(self) -> None:
         table = self._table(self._view)
-        if num_cells := self._output.show(table):
-            self._pace.note_published(num_cells * sum(map(len, table.values())))
+        num_cells = self._output.show(table)
+        self._pace.note_published(num_cells * sum(map(len, table.values())))
 
     def _table(self, view: JobView) -> Bundle:
         has_lines = self._is_background or (self._is_watched and not view.is_over)

@@ -1,7 +1,8 @@
 """Notices about slow and stalled ranks and losses that are not finite; rates as they are now. From the view alone.
 
-A stalled rank is one without any change for 20 s, output included. Hangs are another matter: the launcher finds them by
-other rules (``diagnosis/hang.py``), and reports them with stacks in a ``Note`` event of kind ``"hang"``.
+A stalled rank is one that trains, evaluates or waits without any change for 20 s, output included. Hangs are another
+matter: the launcher finds them by other rules (``diagnosis/hang.py``), and reports them with stacks in a ``Note`` event
+of kind ``"hang"``.
 
 A view has what was measured last. What is true now follows from the time since: :func:`as_of_now` returns the view with
 the rates of the moment, and :func:`stall_text` what a rank does that makes no progress.
@@ -9,25 +10,21 @@ the rates of the moment, and :func:`stall_text` what a rank does that makes no p
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from statistics import median
+from statistics import median, median_low
 
 from nblaunch import formatting
 from nblaunch.dashboard.view import JobView, RankView, replace
 from nblaunch.events import WorkerState
-from nblaunch.formatting import percent, rate, whole_duration
+from nblaunch.formatting import rate, whole_duration
 
 SLOW_RATIO = 1.3
-"""A rank is slow if its step takes this many times as long as those of the others."""
+"""A rank is slow if its step takes this many times as long as the usual one."""
 
 _MIN_SPAN_S = 3.0  # seconds of measurement before a rate is compared
-_LARGE_RATIO, _LARGE_BYTES = 1.5, 1_000_000_000
 _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
-_MIN_WAITING = 0.25  # fraction of the time
-_MIN_WAITS = 3  # a single long wait, as for a download, does not mean that a rank is slow
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Notice:
     """One notice.
 
     Args:
-        kind: ``"slow"``, ``"stalled"``, ``"memory"`` or ``"loss"``.
+        kind: ``"slow"``, ``"stalled"`` or ``"loss"``.
         ranks: the ranks concerned.
         text: one sentence.
         lines: details, a line each.
@@ -50,8 +47,8 @@ class Notice:
 def notices(view: JobView) -> tuple[Notice, ...]:
     """Return the notices of the moment, the most urgent first."""
     stalled = _stalled(view)
-    slow = [] if stalled else _slow_ranks(view) or _slow_in_step(view) or _awaited_rank(view)
-    return (*stalled, *_non_finite_losses(view), *_large_ranks(view), *slow)
+    slow = [] if stalled else _slow_ranks(view) or _slow_in_step(view)
+    return (*stalled, *_non_finite_losses(view), *slow)
 
 
 # --- slow ----------------------------------------------------------------------------------------------------------
@@ -59,17 +56,17 @@ def notices(view: JobView) -> tuple[Notice, ...]:
 
 def _slow_ranks(view: JobView) -> list[Notice]:
     """Find ranks whose step rate is far below that of the others."""
-    rates = {
-        rank.rank: rank.steps_per_s for rank in view.ranks if rank.steps_per_s and _is_measured(view, rank)
+    step_s = {
+        rank.rank: 1 / rank.steps_per_s
+        for rank in view.ranks
+        if rank.steps_per_s and _is_measured(view, rank)
     }
-    slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO)
+    slower = _slower(step_s)
     if not slower:
         return []
-    text = (
-        f"{_are_slower(view, slower, rates)} ({rate(median(rates[rank] for rank in slower))} against "
-        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s)"
-    )
-    return [Notice("slow", tuple(sorted(slower)), text)]
+    own_s, usual_s = _own_and_usual(step_s, slower)
+    text = f"{_are_slower(slower)} ({rate(1 / own_s)} against {rate(1 / usual_s)} steps/s)"
+    return [Notice("slow", tuple(slower), text)]
 
 
 def _slow_in_step(view: JobView) -> list[Notice]:
@@ -77,49 +74,40 @@ def _slow_in_step(view: JobView) -> list[Notice]:
     busy_s = {
         rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
     }
-    slower = _outliers(busy_s, SLOW_RATIO)
+    slower = _slower(busy_s)
     if not slower:
         return []
-    longest = median(busy_s[rank] for rank in slower)
-    usual = median(seconds for rank, seconds in busy_s.items() if rank not in slower)
+    own_s, usual_s = _own_and_usual(busy_s, slower)
     steps_per_s = median(view.ranks[rank].steps_per_s or 1.0 for rank in slower)
-    if (longest - usual) * steps_per_s < _MIN_LOSS:
+    if (own_s - usual_s) * steps_per_s < _MIN_LOSS:
         return []
     text = (
-        f"{_are_slower(view, slower, busy_s)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
-        f"({longest * 1000:,.0f} against {usual * 1000:,.0f} ms), which slows down all ranks"
+        f"{_are_slower(slower)} ({own_s * 1000:,.0f} against {usual_s * 1000:,.0f} ms a step without its waits), "
+        "which slows down all ranks"
     )
-    return [Notice("slow", tuple(sorted(slower)), text)]
+    return [Notice("slow", tuple(slower), text)]
 
 
-def _outliers(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
-    """Return ranks far above the median of the others -> the ratio; empty if that are more than half of them."""
-    ordered = sorted(seconds.values())
-    slower: dict[int, float] = {}
-    for rank, own_s in seconds.items() if len(ordered) > 1 else ():
-        times = own_s / _median_without(ordered, bisect_left(ordered, own_s))
-        if times >= ratio:
-            slower[rank] = times
+def _slower(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Return ranks far above the usual duration -> how many times; empty if that are more than half of them."""
+    usual_s = median_low(seconds.values()) if len(seconds) > 1 else 0.0
+    slower = {
+        rank: own_s / usual_s for rank, own_s in sorted(seconds.items()) if own_s >= SLOW_RATIO * usual_s > 0
+    }
     return slower if len(slower) <= len(seconds) // 2 else {}
 
 
-def _median_without(ordered: Sequence[float], left_out: int) -> float:
-    """Return the median of sorted numbers without the one at an index."""
-    middle = (len(ordered) - 1) // 2
-    high = ordered[middle + (left_out <= middle)]
-    if len(ordered) % 2 == 0:  # an odd number is left
-        return high
-    return (ordered[middle - 1 + (left_out <= middle - 1)] + high) / 2
+def _own_and_usual(seconds: Mapping[int, float], slower: Mapping[int, float]) -> tuple[float, float]:
+    """Return the duration of the slower ranks, and that of the others."""
+    others = (own_s for rank, own_s in seconds.items() if rank not in slower)
+    return median(seconds[rank] for rank in slower), median(others)
 
 
-def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[int]) -> str:
-    """Return ``rank 2 is 1.8 times slower than the others``."""
+def _are_slower(slower: Mapping[int, float]) -> str:
+    """Return ``rank 2: 1.8 times slower than the others``."""
     low, high = f"{min(slower.values()):.1f}", f"{max(slower.values()):.1f}"
     times = low if low == high else f"{low} to {high}"
-    verb = ("was" if view.is_over else "is") if len(slower) == 1 else ("were" if view.is_over else "are")
-    others = [rank for rank in measured if rank not in slower]
-    compared = formatting.ranks(others) if len(others) == 1 else "the others"
-    return f"{formatting.ranks(slower)} {verb} {times} times slower than {compared}"
+    return f"{formatting.ranks(slower)}: {times} times slower than the others"
 
 
 def _is_measured(view: JobView, rank: RankView) -> bool:
@@ -130,38 +118,29 @@ def _is_measured(view: JobView, rank: RankView) -> bool:
     return last.time_s - first.time_s >= _MIN_SPAN_S and last.steps - first.steps >= 3
 
 
-def waiting_share(view: JobView, rank: RankView) -> float:
-    """Return the fraction of the job's time that ``rank`` has waited in collectives of nblaunch, 0 to 1."""
-    waited_s = rank.waited_s
-    if rank.state is WorkerState.WAITING and rank.state_s:
-        waited_s += max(view.now_s - rank.state_s, 0.0)
-    return min(waited_s / view.elapsed_s, 1.0) if view.elapsed_s > 0 else 0.0
+# --- losses --------------------------------------------------------------------------------------------------------
 
 
-def _awaited_rank(view: JobView) -> list[Notice]:
-    """Find the rank that never waits while all others do. Ranks that synchronize at every step have equal rates."""
-    if view.elapsed_s < _MIN_SPAN_S or len(view.ranks) < 2 or view.outcome not in ("", "done"):
+def _non_finite_losses(view: JobView) -> list[Notice]:
+    lost = {rank.rank: rank.loss for rank in view.ranks if rank.loss is not None and not isfinite(rank.loss)}
+    if not lost:
         return []
-    shares = {rank.rank: waiting_share(view, rank) for rank in view.ranks}
-    awaited = min(shares, key=lambda rank: shares[rank])
-    others = [share for rank, share in shares.items() if rank != awaited]
-    if any(rank.num_waits < _MIN_WAITS for rank in view.ranks if rank.rank != awaited):
-        return []
-    if min(others) < _MIN_WAITING or shares[awaited] > min(others) / 4:
-        return []
-    verb = "waited" if view.is_over else ("wait" if len(others) > 1 else "waits")
-    waiting = (
-        "the others" if len(others) > 1 else formatting.ranks([rank for rank in shares if rank != awaited])
-    )
-    text = f"{waiting} {verb} for rank {awaited} {percent(median(others))} of the time"
-    return [Notice("slow", (awaited,), text)]
+    text = f"the loss of {formatting.ranks(lost)} is {next(iter(lost.values()))}"
+    return [Notice("loss", tuple(lost), text)]
 
 
 # --- stalled ---------------------------------------------------------------------------------------------------------
 
+STALLED_S = 20.0
+"""Seconds without steps, changes of state or output after which a rank is stalled; more if its steps take long."""
+
+_STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
+_STEPPING = {WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.WAITING}
+_BRIEF_S = 1.0  # a wait in a collective at every step is no news
+
 
 def _stalled(view: JobView) -> list[Notice]:
-    """Find ranks without any change for long, and the ranks that wait for them."""
+    """Find ranks without any change for long; those that wait for others only if there are no others."""
     if view.is_over:
         # The exception of a job that was stopped for a hang has the positions. A job that is done has overcome it,
         # unless ranks were killed while they sent their weights.
@@ -179,69 +158,18 @@ def _stalled(view: JobView) -> list[Notice]:
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
         return [Notice("stalled", tuple(found), text, view.hang[1:])]
     still = [rank for rank in live if is_stalled(view, rank)]
-    stalled = [rank for rank in still if not _is_waiting(rank)]
-    if not still or (not stalled and len(still) < len(live)):
-        return []  # those that wait do so for ranks that make progress
-    named = stalled or still
-    for_s = whole_duration(view.now_s - max(rank.changed_s for rank in named))
-    text = f"{_names(named)}: no progress for {for_s}"
-    if not stalled:
-        text += ", waiting for each other in a collective"
-    return [Notice("stalled", tuple(rank.rank for rank in named), text)]
+    named = [rank for rank in still if not _is_waiting(rank)]
+    if not named and len(still) == len(live):
+        named = still
+    if not named:
+        return []
+    ranks = tuple(rank.rank for rank in named)
+    for_s = view.now_s - max(rank.changed_s for rank in named)
+    return [Notice("stalled", ranks, f"{formatting.ranks(ranks)}: no progress for {whole_duration(for_s)}")]
 
 
 def _is_waiting(rank: RankView) -> bool:
     return rank.state is WorkerState.WAITING or bool(rank.stall and rank.stall.waiting_in)
-
-
-def _names(ranks: Sequence[RankView]) -> str:
-    return formatting.ranks([rank.rank for rank in ranks])
-
-
-# --- losses --------------------------------------------------------------------------------------------------------
-
-
-def _non_finite_losses(view: JobView) -> list[Notice]:
-    lost = [rank for rank in view.ranks if rank.loss is not None and not isfinite(rank.loss)]
-    if not lost:
-        return []
-    verb = "was" if view.is_over else "is"
-    text = f"the loss of {_names(lost)} {verb} {lost[0].loss}"
-    return [Notice("loss", tuple(rank.rank for rank in lost), text)]
-
-
-# --- memory --------------------------------------------------------------------------------------------------------
-
-
-def _large_ranks(view: JobView) -> list[Notice]:
-    """Find ranks that hold far more memory than the others, of their devices or of the host."""
-    device = {rank.rank: float(rank.device_bytes) for rank in view.ranks if rank.device_bytes}
-    host = {rank.rank: float(rank.host_bytes) for rank in view.ranks if rank.host_bytes}
-    return [] if view.is_over else _larger("device", device) or _larger("host", host)
-
-
-def _larger(where: str, sizes: Mapping[int, float]) -> list[Notice]:
-    found = _outliers(sizes, _LARGE_RATIO) if len(sizes) > 2 else {}
-    if not found:
-        return []
-    usual = median(num_bytes for rank, num_bytes in sizes.items() if rank not in found)
-    large = {rank: times for rank, times in found.items() if sizes[rank] - usual >= _LARGE_BYTES}
-    if not large:
-        return []
-    verb = "holds" if len(large) == 1 else "hold"
-    most = formatting.size_range([int(sizes[rank]) for rank in large])
-    text = f"{formatting.ranks(large)} {verb} {most} of {where} memory, the others {formatting.size(usual)}"
-    return [Notice("memory", tuple(sorted(large)), text)]
-
-
-STALLED_S = 20.0
-"""Seconds without steps, changes of state or output after which a rank is stalled; more if its steps take long."""
-
-_STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
-_OUTSIDE_FACTOR = 3  # outside of loaders the usual duration is unknown
-_QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
-_BRIEF_S = 1.0  # a wait in a collective at every step is no news
-_KEPT_S, _KEPT_STEPS = 2.0, 3  # a measured rate holds for so long, or for so many of its steps
 
 
 def is_stalled(view: JobView, rank: RankView) -> bool:
@@ -250,14 +178,8 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
         return False
     if rank.stall is not None and rank.stall.is_certain:
         return True
-    if rank.state in _QUIET or not rank.changed_s:
-        return False
     limit_s = max(STALLED_S, _STALLED_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
-    if rank.state is WorkerState.RUNNING:
-        limit_s *= _OUTSIDE_FACTOR
-    elif view.start.hang_timeout_s is not None:
-        limit_s = min(limit_s, view.start.hang_timeout_s)
-    return view.now_s - rank.changed_s >= limit_s
+    return rank.state in _STEPPING and view.now_s - rank.changed_s >= limit_s
 
 
 def stall_text(view: JobView, rank: RankView) -> str:
@@ -281,23 +203,25 @@ def settled_state(view: JobView, rank: RankView) -> WorkerState:
     return rank.phase if is_brief else rank.state
 
 
+# --- rates of the moment ---------------------------------------------------------------------------------------------
+
+_KEPT_S, _KEPT_STEPS = 4.0, 6  # a measured rate holds for so long, or for so many of its steps
+
+
 def as_of_now(view: JobView) -> JobView:
-    """Return the view with the rates of this moment: those of ranks that take no steps fall to 0."""
-    if not any(_share(view, rank) < 1 for rank in view.ranks):
+    """Return the view with the rates of this moment: 0 where a rank has stopped taking steps."""
+    if not any(_has_stopped(view, rank) for rank in view.ranks):
         return view
-    return replace(view, ranks=tuple(_slowed(rank, _share(view, rank)) for rank in view.ranks))
+    return replace(
+        view, ranks=tuple(_at_rest(rank) if _has_stopped(view, rank) else rank for rank in view.ranks)
+    )
 
 
-def _share(view: JobView, rank: RankView) -> float:
-    """Return which part of its rate a rank still has, 0 to 1."""
+def _has_stopped(view: JobView, rank: RankView) -> bool:
     if not rank.steps_per_s or rank.state in (WorkerState.DONE, WorkerState.FINISHING):
-        return 1.0
-    kept_s = max(_KEPT_S, _KEPT_STEPS / rank.steps_per_s)
-    return min(max(2 - (view.now_s - rank.stepped_s) / kept_s, 0.0), 1.0)
+        return False
+    return view.now_s - rank.stepped_s >= max(_KEPT_S, _KEPT_STEPS / rank.steps_per_s)
 
 
-def _slowed(rank: RankView, share: float) -> RankView:
-    if share == 1 or rank.steps_per_s is None:
-        return rank
-    samples_per_s = None if rank.samples_per_s is None else rank.samples_per_s * share
-    return replace(rank, steps_per_s=rank.steps_per_s * share, samples_per_s=samples_per_s)
+def _at_rest(rank: RankView) -> RankView:
+    return replace(rank, steps_per_s=0.0, samples_per_s=None if rank.samples_per_s is None else 0.0)

@@ -3,7 +3,7 @@
     rank  state            epoch      step  steps/s ...
      all  training, 1 slow   2/6   450/1,000    24.1
       11  training, slow     2/6   450/1,000    24.1
-    ranks 0-10, 12-63 training, 24.1 steps/s each
+    ranks 0-10, 12-63 training
 
 Up to :data:`MAX_ALL_IN_ROWS` ranks all have a row. With more, ranks in lockstep are one line in words. Ranks always
 stand in the order of their numbers.
@@ -12,7 +12,7 @@ stand in the order of their numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -32,16 +32,11 @@ MAX_DIFFERING_ROWS = 12
 HEAD_LINES = 500
 """Number of lines of a rank that a cell prints at once; further lines are left out, see ``lines.py``."""
 
-STATE_LENGTH = 19
-"""Largest number of characters in the state column of the whole job, so that no state moves the columns beside it."""
-
 _NO_PROGRESS = "no progress"
 _TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
 _MEMORY_ALONE_S = 3.0  # seconds after which memory is shown of a job that may not train at all
 
-_NUM_GROUPS = 4  # of collapsed ranks, in words
-_SAME_RATE = 1.05  # ratio of rates that count as equal
-_LONG_RANKS = 40  # characters
+_LONG_NAMES = 40  # characters of ranks that are named one by one
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,6 @@ class Row:
         fraction: progress, 0 to 1, or None.
         detail: the worker's progress bar as text, or where it waits, or its last line, or its exit status.
         is_marked: the rank differs from the others.
-        is_stalled: it makes no progress; ``detail`` is where it is.
     """
 
     rank: int | None
@@ -68,32 +62,19 @@ class Row:
     fraction: float | None = None
     detail: str = ""
     is_marked: bool = False
-    is_stalled: bool = False
-
-    def detail_within(self, width: int) -> str:
-        """Return ``detail`` cut to ``width`` characters; of a position the end is kept, which has file and line."""
-        if len(self.detail) <= width:
-            return self.detail
-        return f"…{self.detail[1 - width :]}" if self.is_stalled else f"{self.detail[: width - 1]}…"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """All rows of a job.
+def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], tuple[Row, ...], str]:
+    """Return the rows of a job.
 
     Args:
-        columns: names of the columns between state and detail.
-        rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
-        collapsed: ranks in lockstep, in words; empty if all ranks have a row.
+        view: the job, with the rates of the moment (``notices.as_of_now``).
+        notices: of the job.
+
+    Returns:
+        The names of the columns between state and detail; the rows: of the whole job, unless it has a single rank, and
+        of ranks that differ, or of all if they are few; and the other ranks in words, empty if all have a row.
     """
-
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    collapsed: str = ""
-
-
-def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
-    """Return the rows of a job; ``view`` has the rates of the moment (``notices.as_of_now``)."""
     marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
     columns = _used_columns(view)
     are_few = len(view.ranks) <= MAX_ALL_IN_ROWS
@@ -104,20 +85,14 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
     )
     whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
     ranks = [_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in shown]
-    return Rows(
-        columns=columns,
-        rows=(*whole, *ranks),
-        collapsed="" if are_few else _collapsed(view, statuses, shown),
-    )
+    return columns, (*whole, *ranks), "" if are_few else _collapsed(statuses, shown)
 
 
 def _used_columns(view: JobView) -> tuple[str, ...]:
     """Return the names of the columns: all of training at once, since a column that comes later moves the others."""
     trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
     has_memory = any(rank.host_peak_bytes for rank in view.ranks)
-    has_device = any(
-        rank.device_peak_bytes or rank.device_bytes or rank.device_use is not None for rank in view.ranks
-    )
+    has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)
     shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
     shows_device = has_device or (trains and view.start.backend not in ("", "cpu"))
     return (
@@ -152,7 +127,7 @@ def _row(
 ) -> Row:
     # A rank alone has no others that it could differ from; a stalled rank says so by its state.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
-    words = {"stalled": "", "loss": f"loss {rank.loss}"}.get(mark, mark)
+    words = "" if mark == "stalled" else mark
     if rank.is_consequence and status.state is WorkerState.FAILED:
         words = "secondary"  # it failed because another rank did
     cells = {
@@ -174,7 +149,6 @@ def _row(
         fraction=_fraction(rank),
         detail=status.where or _detail(rank),
         is_marked=bool(mark),
-        is_stalled=bool(status.where),
     )
 
 
@@ -212,7 +186,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _device(rank: RankView) -> str:
-    taken = _size(rank.device_peak_bytes or rank.device_bytes)
+    taken = _size(rank.device_peak_bytes)
     if taken and rank.device_limit_bytes:
         taken = f"{taken} of {formatting.size(rank.device_limit_bytes)}"
     is_shown = rank.device_use is not None and not rank.state.is_final
@@ -273,25 +247,16 @@ def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, colu
 
 
 def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
-    """Return ``training``, ``3 waiting, 1 other``, ``training, 1 differs``; failures and stalls first.
-
-    The text has at most :data:`STATE_LENGTH` characters: in a hang it is ``1 no progress``.
-    """
+    """Return ``training``, ``3 waiting, 1 done``, ``training, 1 differs``; failures and stalls first."""
     words = Counter(status.word for status in statuses)
     if len(words) == 1:
-        word, differing = statuses[0].word, f"{num_marked} {'differs' if num_marked == 1 else 'differ'}"
-        return _fitting([f"{word}, {differing}", differing] if num_marked else [word])
+        differing = f", {num_marked} {'differs' if num_marked == 1 else 'differ'}" if num_marked else ""
+        return f"{statuses[0].word}{differing}"
     failed = [status.word for status in statuses if status.state is WorkerState.FAILED]
     stalled = [_NO_PROGRESS] * (_NO_PROGRESS in words)
     first, *others = dict.fromkeys([*failed, *stalled, *(word for word, _ in words.most_common())])
-    text, num_others = f"{words[first]} {first}", len(statuses) - words[first]
     named = others[0] if len(others) == 1 else "other"
-    return _fitting([f"{text}, {num_others} {named}", f"{text}, {num_others} other", text])
-
-
-def _fitting(forms: Sequence[str]) -> str:
-    """Return the first form that fits the state column, or the last one."""
-    return next((form for form in forms if len(form) <= STATE_LENGTH), forms[-1])
+    return f"{words[first]} {first}, {len(statuses) - words[first]} {named}"
 
 
 def furthest_behind(view: JobView) -> RankView:
@@ -315,40 +280,12 @@ def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapp
     return sorted(list(ordered)[:MAX_DIFFERING_ROWS])
 
 
-def _collapsed(view: JobView, statuses: Sequence[_RankStatus], differing: Sequence[int]) -> str:
-    """Return the other ranks in words: ``ranks 0-7 training, 24.1 steps/s each``."""
-    groups: dict[str, list[RankView]] = {}
-    for rank, status in zip(view.ranks, statuses, strict=True):
-        if rank.rank not in differing:
-            groups.setdefault(status.word, []).append(rank)
-    ordered = list(groups.items())
-    texts = [_group(word, ranks) for word, ranks in ordered[:_NUM_GROUPS]]
-    hidden = sum(len(ranks) for _, ranks in ordered[_NUM_GROUPS:])
-    return "; ".join([*texts, *([f"{hidden} more"] if hidden else [])])
+def _collapsed(statuses: Sequence[_RankStatus], differing: Collection[int]) -> str:
+    """Return the other ranks in words: ``ranks 0-7 training; ranks 8-15 waiting``."""
+    words = {rank: status.word for rank, status in enumerate(statuses) if rank not in differing}
+    return "; ".join(f"{_named(ranks)} {word}" for word, ranks in formatting.ranks_by_text(words).items())
 
 
-def _group(word: str, ranks: Sequence[RankView]) -> str:
-    who = formatting.ranks(rank.rank for rank in ranks)
-    if len(who) > _LONG_RANKS:
-        who = f"{formatting.count(len(ranks), 'rank')} ({ranks[0].rank} to {ranks[-1].rank})"
-    return ", ".join([f"{who} {word}", *_spread(ranks)])
-
-
-def _spread(ranks: Sequence[RankView]) -> list[str]:
-    """Return how far apart ranks are: nothing about steps in lockstep, which a reading may see one step apart."""
-    parts = []
-    places = [(rank.epoch, rank.step) for rank in ranks]
-    first, last = min(places), max(places)
-    if first[0] != last[0]:
-        parts.append(f"epochs {first[0]} to {last[0]}")
-    elif last[1] - first[1] > max(1, 0.01 * last[1]):
-        parts.append(f"steps {first[1]:,} to {last[1]:,}")
-    rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
-    if rates:
-        low, high = min(rates), max(rates)
-        is_same = high / low <= _SAME_RATE or rate(low) == rate(high)
-        each = " each" if len(ranks) > 1 else ""
-        parts.append(
-            f"{rate(median(rates))} steps/s{each}" if is_same else f"{rate(low)} to {rate(high)} steps/s"
-        )
-    return parts
+def _named(ranks: Sequence[int]) -> str:
+    names = formatting.ranks(ranks)
+    return names if len(names) <= _LONG_NAMES else formatting.count(len(ranks), "rank")

@@ -1,4 +1,4 @@
-"""All text that is shown of a job, without layout: rows, headline, failures, notices, epochs, memory.
+"""All text that is shown of a job, without layout: rows, headline, failures, notices, epochs.
 
 Text, HTML and widgets draw the same table, so that they show the same numbers.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nblaunch import formatting
 from nblaunch.dashboard.notices import Notice, as_of_now, notices
-from nblaunch.dashboard.rows import Rows, rows_of
+from nblaunch.dashboard.rows import Row, rows_of
 from nblaunch.dashboard.view import EpochView, JobView, RankView
 from nblaunch.formatting import duration, loss, single_line, whole_duration
 
@@ -19,12 +19,8 @@ _NUM_FAILURE_LINES = 4
 _NUM_NOTES = 5
 _NUMBER = re.compile(r"\d+")
 
-
 LIVE_ROWS = 8
 """Largest number of last epochs in the table while a job runs."""
-
-UNKNOWN_ROWS = 4
-"""Number of last epochs in it where the number of epochs is unknown."""
 
 _ALL_ROWS = 30  # when it has ended
 _NUM_METRICS = 8
@@ -37,21 +33,22 @@ class EpochTable:
     Args:
         columns: their names.
         rows: the last epochs, oldest first; a cell per column.
-        num_free: rows that are still to come, so that the table keeps its height while the job runs.
-        note: below the table of an ended job, if there are more epochs.
+        note: below the table, if there are more epochs.
     """
 
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
-    num_free: int = 0
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table(Rows):
-    """All text that is shown of a job: its rows and what stands around them.
+@dataclass(frozen=True)
+class Table:
+    """All text that is shown of a job.
 
     Args:
+        columns: names of the columns between state and detail.
+        rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
+        collapsed: ranks in lockstep, in words; empty if all ranks have a row.
         name: of the function that runs.
         headline: state of the job: ``running for 12 s``.
         setting: number of processes, backend, start method.
@@ -60,12 +57,14 @@ class Table(Rows):
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
-        memory: memory of the job in one line; may be empty.
         warnings: of the launcher and the workers.
         notes: of the launcher and the workers, without the warnings.
         log_dir: folder of complete logs; may be empty.
     """
 
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    collapsed: str
     name: str
     headline: str
     setting: str
@@ -74,7 +73,6 @@ class Table(Rows):
     notices: tuple[Notice, ...]
     epochs: EpochTable
     metrics: str
-    memory: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     log_dir: str
@@ -84,8 +82,11 @@ def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
     found = notices(view)
     view = as_of_now(view)
+    columns, rows, collapsed = rows_of(view, found)
     return Table(
-        **vars(rows_of(view, found)),
+        columns=columns,
+        rows=rows,
+        collapsed=collapsed,
         name=single_line(view.start.function_name) or "job",
         headline=headline(view),
         setting=_setting(view),
@@ -94,7 +95,6 @@ def tabulate(view: JobView) -> Table:
         notices=found,
         epochs=tabulate_epochs(view),
         metrics=_metrics(view),
-        memory=_memory(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),
         notes=tuple(_note(rank, text) for rank, text in view.notes[-_NUM_NOTES:]),
         log_dir=view.start.log_dir,
@@ -176,54 +176,21 @@ def _metric(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else single_line(str(value)[:20])
 
 
-def _memory(view: JobView) -> str:
-    """Return host memory of all ranks, and device memory of the rank with most of it."""
-    parts = []
-    taken = view.host_peak_bytes if view.is_over else view.host_bytes
-    if taken:
-        # Where shared pages are counted for each process, the sum is too large.
-        together = " together" if len(view.ranks) > 1 else ""
-        shared = "" if view.is_host_proportional or not together else ", shared pages counted for each"
-        parts.append(f"host {formatting.size(taken)}{together}{shared}")
-    device = [(rank.device_peak_bytes if view.is_over else rank.device_bytes) or 0 for rank in view.ranks]
-    if any(device):
-        parts.append(
-            f"device {formatting.size(max(device))}"
-            + (f" (rank {device.index(max(device))})" if device[1:] else "")
-        )
-    return f"{'peak memory' if view.is_over else 'memory'}: {', '.join(parts)}" if parts else ""
-
-
 # --- epochs --------------------------------------------------------------------------------------------------------
 
 
 def tabulate_epochs(view: JobView) -> EpochTable:
-    """Return the table of epochs; an empty one if there are neither losses nor metrics.
-
-    While the job runs, it has its column of losses and all its rows from the first loss on: nothing moves later. The
-    row after the last epoch that has ended is that of the running one, which explains a table without values.
-    """
+    """Return the table of epochs; an empty one if there are neither losses nor metrics."""
     epochs = sorted(view.epochs.items())
     names = metrics_of_epochs(view)
     has_loss = any(epoch.loss is not None for _, epoch in epochs)
-    if not view.is_over:
-        has_loss = has_loss or any(rank.epoch and rank.loss is not None for rank in view.ranks)
     if not has_loss and not names:
         return EpochTable()
-    most = _ALL_ROWS if view.is_over else _num_live_rows(view)
-    shown = epochs[-most:]
-    running = 0 if view.is_over else max((rank.epoch for rank in view.ranks), default=0)
-    if len(shown) < most and running > max(view.epochs, default=0):
-        shown.append((running, EpochView(view.start.attempt)))
-    rows = [
-        _epoch_row(number, epoch, names, has_loss=has_loss, is_running=number == running)
-        for number, epoch in shown
-    ]
+    shown = epochs[-_ALL_ROWS if view.is_over else -LIVE_ROWS :]
     return EpochTable(
         columns=("epoch", *(["training loss"] if has_loss else []), *map(single_line, names), "time"),
-        rows=tuple(rows),
-        num_free=0 if view.is_over else most - len(rows),
-        note="earlier epochs are not shown" if view.is_over and len(epochs) > len(shown) else "",
+        rows=tuple(_epoch_row(number, epoch, names, has_loss=has_loss) for number, epoch in shown),
+        note="earlier epochs are not shown" if len(epochs) > len(shown) else "",
     )
 
 
@@ -233,18 +200,10 @@ def metrics_of_epochs(view: JobView) -> tuple[str, ...]:
     return tuple(names)[:_NUM_METRICS]
 
 
-def _num_live_rows(view: JobView) -> int:
-    expected = max((rank.num_epochs for rank in view.ranks), default=0)
-    return min(expected, LIVE_ROWS) or UNKNOWN_ROWS
-
-
-def _epoch_row(
-    number: int, epoch: EpochView, names: Sequence[str], *, has_loss: bool, is_running: bool
-) -> tuple[str, ...]:
+def _epoch_row(number: int, epoch: EpochView, names: Sequence[str], *, has_loss: bool) -> tuple[str, ...]:
     training = [] if not has_loss else ["" if epoch.loss is None else loss(epoch.loss)]
     values = [_epoch_value(epoch.metrics[name]) if name in epoch.metrics else "" for name in names]
-    time = duration(epoch.duration_s) if epoch.duration_s else "running" if is_running else ""
-    return (str(number), *training, *values, time)
+    return (str(number), *training, *values, duration(epoch.duration_s) if epoch.duration_s else "")
 
 
 def _epoch_value(value: object) -> str:

@@ -61,22 +61,15 @@ def size_of(stream: Any) -> tuple[int, int]:
     return columns or _DEFAULT_SIZE[0], lines or _DEFAULT_SIZE[1]
 
 
-def has_blocks(stream: TextIO) -> bool:
-    """Return whether the encoding of a stream has the characters of bars."""
-    try:
-        "█▏━╸".encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+def encodable(stream: TextIO, text: str) -> str:
+    """Return text with ``?`` for characters that the encoding of the stream lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # which has all but lone surrogates
+    return text if text.isascii() else text.encode(encoding, "replace").decode(encoding)
 
 
 def write(stream: TextIO, text: str) -> None:
     """Write in one call, with ``?`` for characters that the encoding of the stream lacks."""
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        encoding = getattr(stream, "encoding", None) or "ascii"
-        stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.write(encodable(stream, text))
 
 
 @final
@@ -112,9 +105,8 @@ class LiveTable:
         self._view = view
         live = self._live or self._start()
         live.console.size = size = size_of(self._to)
-        blocks = has_blocks(self._to)
-        text = render_text(view, paint=paint, width=size[0], has_blocks=blocks, is_live=True)
-        live.update(Text.from_ansi(text), refresh=True)
+        text = render_text(view, paint=paint, width=size[0], is_live=True)
+        live.update(Text.from_ansi(encodable(self._to, text)), refresh=True)
 
     def clear(self) -> None:
         """Remove it; the cursor is then at the beginning of an empty line."""
@@ -221,7 +213,6 @@ class TextDashboard(ViewingDashboard):
                 replace(view, hang=()),
                 paint=paint if has_colour(self._to) else unpainted,
                 width=size_of(self._to)[0] if is_terminal(self._to) else None,
-                has_blocks=has_blocks(self._to),
             )
             self._write(f"{text}\n")
 

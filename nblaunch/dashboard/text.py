@@ -7,22 +7,9 @@ from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
-from nblaunch.dashboard.rows import Row, full_length, furthest_behind
+from nblaunch.dashboard.rows import full_length, furthest_behind
 from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
-from nblaunch.events import WorkerState
-
-_START_S = 20.0  # after which ranks that show nothing are called running
-
-
-def _is_starting(view: JobView) -> bool:
-    """Return whether the ranks have not begun to do what can be seen; one that is silent for long just runs."""
-    is_quiet = all(
-        rank.state in (WorkerState.STARTING, WorkerState.RUNNING)
-        and not (rank.has_progress or rank.status_line or rank.num_lines)
-        for rank in view.ranks
-    )
-    return is_quiet and view.elapsed_s < _START_S
 
 
 def progress_line(view: JobView) -> str:
@@ -44,7 +31,6 @@ _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", 
 
 _MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # where there is no terminal
-_NUM_LIVE_LINES = 8
 
 Tail = Sequence[tuple[int, str]]
 """``(rank, line)`` of the last lines of output."""
@@ -60,13 +46,12 @@ def render_text(
     paint: Paint = unpainted,
     table: Table | None = None,
     width: int | None = None,
-    has_blocks: bool = True,
     is_live: bool = False,
 ) -> str:
     """Return the table as text, without a final line end.
 
     The rows, the ranks in lockstep (see ``rows.py``), then the headline, failures, notices, warnings, the table of
-    epochs or the last metrics, memory and the folder of logs.
+    epochs or the last metrics, and the folder of logs.
 
     Args:
         view: the job.
@@ -74,12 +59,10 @@ def render_text(
         paint: colours states, failures and warnings.
         table: of this view, where it is at hand.
         width: columns of the terminal, where it has fewer columns of the table if it is narrow.
-        has_blocks: draw bars with line characters; else with ``#``.
-        is_live: it is redrawn in place: the headline comes first, epochs, metrics and memory are left out.
+        is_live: it is redrawn in place: the headline comes first, epochs and metrics are left out.
     """
     table = table or tabulate(view)
-    state = "starting" if is_live and _is_starting(view) else ""
-    lines = _table_lines(table, paint, width, state=state, has_blocks=has_blocks) if table.rows else []
+    lines = _table_lines(table, paint, width) if table.rows else []
     lines += [table.collapsed] if table.collapsed else []
     headline = paint(table.headline, outcome_look(view.outcome).style)
     headline = f"{table.name}: {headline} on {table.setting}" if view.is_started else headline
@@ -93,27 +76,16 @@ def render_text(
         return "\n".join(lines)
     lines += _epoch_lines(table.epochs)
     lines += [table.metrics] if table.metrics else []
-    lines += [table.memory] if table.memory else []
     if tail is not None:
         lines += [f"note: {text}" for text in table.notes]
-        lines += _tail(tail, is_over=view.is_over)
+        lines += ["last output:", *(f"[{rank}] {line}" for rank, line in tail)] if tail else []
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)
 
 
-def _tail(tail: Tail, *, is_over: bool) -> list[str]:
-    """Return the last lines of output; while the job runs always as many, so that what is below stays in place."""
-    if not tail:
-        return []
-    if is_over:
-        return ["last output:", *(f"[{rank}] {line}" for rank, line in tail)]
-    shown = [f"[{rank}] {line}" for rank, line in tail[-_NUM_LIVE_LINES:]]
-    return ["last output:", *shown, *[""] * (_NUM_LIVE_LINES - len(shown))]
-
-
-def _table_lines(table: Table, paint: Paint, width: int | None, *, state: str, has_blocks: bool) -> list[str]:
-    columns = _fitting_columns(table, width, state=state, has_blocks=has_blocks)
+def _table_lines(table: Table, paint: Paint, width: int | None) -> list[str]:
+    columns = _fitting_columns(table, width)
     rows = zip(*([name, *column.cells] for name, column in columns.items()), strict=True)
     styles = ["", *(STATE_LOOKS[row.state].style for row in table.rows)]
     lines = []
@@ -125,15 +97,7 @@ def _table_lines(table: Table, paint: Paint, width: int | None, *, state: str, h
             # Text is aligned to the left, numbers to the right.
             padded.append(f"{paint(cell, shade)}{space}" if name in _TEXT_COLUMNS else f"{space}{cell}")
         lines.append((" " * _GAP).join(padded).rstrip())
-    if width is not None and "output" not in columns:
-        lines += [_where_stalled(row, width) for row in table.rows if row.is_stalled]
     return lines
-
-
-def _where_stalled(row: Row, width: int) -> str:
-    """Return where a stalled rank is, in a line below a table without a column for that."""
-    about = f"rank {row.label}: "
-    return about + row.detail_within(width - len(about))
 
 
 class _Column(NamedTuple):
@@ -143,21 +107,14 @@ class _Column(NamedTuple):
     cells: list[str]
 
 
-def _fitting_columns(table: Table, width: int | None, *, state: str, has_blocks: bool) -> dict[str, _Column]:
-    """Return the columns that fit side by side: a number that is cut would be worse than none.
-
-    Args:
-        table: of which the rows are drawn.
-        width: columns of the terminal; None = all fit.
-        state: shown instead of the state of each rank; empty = that state.
-        has_blocks: draw bars with line characters; else with ``#``.
-    """
+def _fitting_columns(table: Table, width: int | None) -> dict[str, _Column]:
+    """Return the columns that fit side by side: a number that is cut would be worse than none."""
     cells = {
         "rank": [row.label for row in table.rows],
-        "state": [state or row.state_text for row in table.rows],
+        "state": [row.state_text for row in table.rows],
     }
     if any(row.fraction is not None for row in table.rows):
-        cells["progress"] = [_track(row.fraction or 0.0, has_blocks=has_blocks) for row in table.rows]
+        cells["progress"] = [_track(row.fraction or 0.0) for row in table.rows]
     cells |= {name: [row.cells[index] for row in table.rows] for index, name in enumerate(table.columns)}
     widths = {name: _width_of(name, texts) for name, texts in cells.items()}
     if any(row.detail for row in table.rows):
@@ -169,8 +126,12 @@ def _fitting_columns(table: Table, width: int | None, *, state: str, has_blocks:
             widths.pop(name, None)
     if "output" in widths:
         widths["output"] += 0 if width is None else width - _total(widths)  # it takes what is left
-        cells["output"] = [row.detail_within(widths["output"]) for row in table.rows]
+        cells["output"] = [_cut(row.detail, widths["output"]) for row in table.rows]
     return {name: _Column(number, cells[name]) for name, number in widths.items()}
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _total(widths: dict[str, int]) -> int:
@@ -184,11 +145,11 @@ def _width_of(name: str, cells: Sequence[str]) -> int:
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))
 
 
-def _track(fraction: float, *, has_blocks: bool) -> str:
+def _track(fraction: float) -> str:
     halves = int(fraction * 2 * _BAR_WIDTH)
-    return "━" * (halves // 2) + "╸" * (halves % 2) if has_blocks else "#" * (halves // 2)
+    return "━" * (halves // 2) + "╸" * (halves % 2)
 
 
 def _epoch_lines(table: EpochTable) -> list[str]:
     lines = formatting.columns([table.columns, *table.rows], num_left=0) if table.columns else []
-    return [*lines, *[""] * table.num_free, *[table.note] * bool(table.note)]
+    return [*lines, *[table.note] * bool(table.note)]

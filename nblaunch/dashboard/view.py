@@ -74,9 +74,7 @@ def read_bar(line: str) -> Bar | None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a quantity over the whole job; when there are too many, every second one is dropped.
-
-    An attempt goes on at the step from which it has resumed: what earlier ones had from there on is dropped.
+    """Points of a quantity over an attempt; when there are too many, every second one is dropped.
 
     Args:
         xs: steps, rising.
@@ -84,7 +82,6 @@ class Curve:
         stride: one of ``stride`` points is kept.
         num_seen: number of points added.
         latest: the last point added, kept or not; None before the first.
-        attempt: of the job, which has added it.
     """
 
     xs: tuple[float, ...] = ()
@@ -92,20 +89,6 @@ class Curve:
     stride: int = 1
     num_seen: int = 0
     latest: tuple[float, float] | None = None
-    attempt: int = 0
-
-    def resumed_at(self, x: float, attempt: int) -> Curve:
-        """Return the curve as another attempt finds it that goes on at ``x``: the points before."""
-        kept = [point for point in self.points() if point[0] < x]
-        length = sum(one < x for one in self.xs)
-        return Curve(
-            self.xs[:length],
-            self.ys[:length],
-            self.stride,
-            length * self.stride,
-            kept[-1] if kept else None,
-            attempt,
-        )
 
     def extended(self, x: float, y: float, max_points: int) -> Curve:
         """Return the curve with one more point. If ``x`` does not rise, it is set to the last x plus 1."""
@@ -116,7 +99,7 @@ class Curve:
             if len(xs) >= max_points:
                 xs, ys, stride = xs[::2], ys[::2], stride * 2
             xs, ys = (*xs, x), (*ys, y)
-        return Curve(xs, ys, stride, self.num_seen + 1, (x, y), self.attempt)
+        return Curve(xs, ys, stride, self.num_seen + 1, (x, y))
 
     def points(self) -> list[tuple[float, float]]:
         """Return the kept points and the latest one."""
@@ -143,14 +126,12 @@ class EpochView:
     """One epoch, as all ranks together have reported it.
 
     Args:
-        attempt: of the job; a restart trains some epochs again.
         losses: sum of the mean losses of ranks.
         num_losses: how many they are.
         duration_s: of the slowest rank; 0.0 while the epoch lasts.
         metrics: the last value of each metric logged in or after this epoch.
     """
 
-    attempt: int
     losses: float = 0.0
     num_losses: int = 0
     duration_s: float = 0.0
@@ -192,7 +173,6 @@ class RankView:
         metrics_step: the step of these values.
         status_line: progress bar or unfinished line of the output, without escape sequences.
         bar: the status line, parsed, if it is a progress bar of tqdm.
-        is_redrawn: the status line has changed in place.
         line_gone_s: when another line was printed over the status line; 0.0 while it is there.
         last_line: last complete line of output, without escape sequences.
         num_lines: number of lines of output.
@@ -204,19 +184,17 @@ class RankView:
         changed_s: time of the last change of the reading, whatever of it, or of the last output; 0.0 before.
         stall: what the launcher knows of a rank without progress; None where it moves.
         state_s: ``now_s`` of the first reading with the current state.
-        waited_s: seconds of completed waits for other ranks.
-        num_waits: number of readings that found the worker waiting after another state.
         phase: the last state other than waiting.
         first_epoch: the first epoch that was seen; 0 before.
         first_epoch_s: ``now_s`` of the first reading with it.
         epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first evaluation.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
-        device_bytes: device memory in use; None if unknown.
-        device_peak_bytes: largest value so far.
+        device_peak_bytes: largest device memory in use so far; None if unknown.
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
-        trained: the rank in its last training loop, whose rates an ended job shows; None before the first.
+        is_evaluating: the last of its loops over training and other loaders was one that evaluates.
+        trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
         reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
     """
@@ -235,7 +213,6 @@ class RankView:
     metrics_step: int | None = None
     status_line: str = ""
     bar: Bar | None = None
-    is_redrawn: bool = False
     line_gone_s: float = 0.0
     last_line: str = ""
     num_lines: int = 0
@@ -247,34 +224,27 @@ class RankView:
     changed_s: float = 0.0
     stall: Stalled | None = None
     state_s: float = 0.0
-    waited_s: float = 0.0
-    num_waits: int = 0
     phase: WorkerState = WorkerState.STARTING
     first_epoch: int = 0
     first_epoch_s: float = 0.0
     epoch_length_s: float | None = None
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
-    device_bytes: int | None = None
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
     device_use: float | None = None
-    trained: RankView | None = None
+    is_evaluating: bool = False
+    trained_rates: tuple[float | None, float | None, float | None] = (None, None, None)
     reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
 
-    @property
-    def loop(self) -> int:
-        """Return the number of the current loop, from 1; 0 before the first."""
-        return 0 if self.reading is None else self.reading.loop
-
     def without_line(self) -> RankView:
         """Return the rank without a status line."""
-        return replace(self, status_line="", bar=None, is_redrawn=False, line_gone_s=0.0)
+        return replace(self, status_line="", bar=None, line_gone_s=0.0)
 
     @property
     def losses(self) -> tuple[tuple[float, float], ...]:
-        """Return ``(optimizer steps, mean loss)`` over the whole job, finite values only."""
+        """Return ``(optimizer steps, mean loss)`` of the attempt, finite values only."""
         return () if self.reading is None else self.reading.losses.points()
 
     @property
@@ -320,7 +290,7 @@ NOT_ENDED = JobEnded(-1, 0.0, outcome="")
 
 @dataclass(frozen=True)
 class JobView:
-    """The state of a job. Times are wall-clock seconds (``time.time()``).
+    """The state of a job, of its last attempt. Times are wall-clock seconds (``time.time()``).
 
     Args:
         start: how the last attempt was started.
@@ -333,9 +303,7 @@ class JobView:
         hang: the last report about ranks without progress, a line each; empty when they have gone on.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by number.
-        host_bytes: host memory of all workers; None if unknown.
-        host_peak_bytes: largest value so far.
-        is_host_proportional: pages shared by workers count once.
+        host_peak_bytes: largest host memory of all workers together; None where pages that they share count for each.
         ranks: one view per worker, by rank; empty before the start.
     """
 
@@ -349,9 +317,7 @@ class JobView:
     hang: tuple[str, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
     epochs: Mapping[int, EpochView] = field(default_factory=dict)
-    host_bytes: int | None = None
     host_peak_bytes: int | None = None
-    is_host_proportional: bool = True
     ranks: tuple[RankView, ...] = ()
 
     @property

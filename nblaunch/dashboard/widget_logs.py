@@ -19,7 +19,6 @@ from nblaunch.dashboard.widget_throttle import Throttle
 MAX_TABS = 16
 """Largest number of ranks with tabs; with more ranks only the lines of all together are shown."""
 
-_NUM_AT_ONCE = 8  # panes that are made in a tick
 _LINE_LENGTH = 200
 _SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab, which is sent as a whole for each new line
 _LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane is a whole number of lines high, so that none is cut
@@ -57,7 +56,6 @@ class LogPane:
         self._num_ranks = num_ranks
         self.widget: Any
         self._pages: Any = None
-        self._next = -1
         self._width = len(str(num_ranks - 1))
         num_panes = num_ranks + 1 if 1 < num_ranks <= MAX_TABS else 1
         self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_panes)]
@@ -80,9 +78,8 @@ class LogPane:
         self._throttle.update(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
         # The kernel learns of a selected tab only when no cell runs, so this is a guess; all tabs are kept up to date.
         seen = getattr(self._pages, "selected_index", None)
-        for _ in range(min(_NUM_AT_ONCE, len(self._panes) - 1)):
-            self._next = (self._next + 1) % (len(self._panes) - 1)
-            self._show_rank(self._next, is_seen=seen == self._next + 1)
+        for rank in range(len(self._panes) - 1):
+            self._show_rank(rank, is_seen=seen == rank + 1)
 
     def _show_rank(self, rank: int, *, is_seen: bool) -> None:
         pane = self._panes[rank + 1]

@@ -1,16 +1,16 @@
 """The live panel of a job: headline, buttons, rows, charts and logs, made of ipywidgets' core controls.
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
-    rank  state       progress      epoch  step  ...                         (widget_rows.py, with the charts)
-    failures, notices, charts, epochs, metrics, memory
+    rank  state       progress      epoch  step  ...
+    failures, notices, charts, epochs, metrics
     [All ranks] [rank 0] [rank 1] ...                                        (widget_logs.py)
 
-The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
-it needs ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
+Widgets stay and only values change, so that nothing flickers. Imported only when a panel is opened, since it needs
+ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
 
 The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or that of a
-subshell); most kernels handle clicks only when no cell runs. So while a cell runs, the buttons are disabled and a
-tooltip gives the reason. A click sends a request to the job; the panel shows it at its next update.
+subshell); kernels without subshells handle it when the running cell has ended. It sends a request to the job; the panel
+shows it at its next update.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from html import escape
+from itertools import zip_longest
 from time import monotonic
 from typing import Any
 
@@ -26,12 +27,14 @@ from IPython import get_ipython
 
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Bundle, Controls
+from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
-from nblaunch.dashboard.widget_rows import ChartRow, RankRows, in_style
 from nblaunch.dashboard.widget_throttle import Throttle
+
+# --- buttons ---------------------------------------------------------------------------------------------------------
 
 _SURE_S = 5.0
 _DOUBLE_CLICK_S = 0.5
@@ -42,46 +45,6 @@ STOP_REQUESTED = (
 )
 INTERRUPT_REQUESTED = "interrupted: finally blocks run, then the workers end"
 KILL_REQUESTED = "killed"
-BUSY = "a cell is running; the kernel receives clicks only when it has ended"
-
-SHORT_S = 0.5
-"""Seconds for which a cell may run before buttons are disabled; a click waits for a shorter cell."""
-
-
-class CellWatch:
-    """Tracks whether a cell of the kernel is running, from the current cell until it is closed.
-
-    Without a shell, no cell ever runs.
-    """
-
-    def __init__(self, shell: Any | None, clock: Callable[[], float] = monotonic) -> None:
-        self._events = getattr(shell, "events", None)
-        self._clock = clock
-        self._since_s: float | None = None
-        self._hooks = (("pre_run_cell", self._on_begin), ("post_run_cell", self._on_end))
-        if self._events is not None:
-            self._since_s = clock()
-            for name, hook in self._hooks:
-                self._events.register(name, hook)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a cell has been running for at least :data:`SHORT_S`."""
-        since_s = self._since_s
-        return since_s is not None and self._clock() - since_s >= SHORT_S
-
-    def close(self) -> None:
-        """Unregister the hooks. Calls after the first do nothing."""
-        events, self._events, self._since_s = self._events, None, None
-        if events is not None:
-            for name, hook in self._hooks:
-                events.unregister(name, hook)
-
-    def _on_begin(self, *info: Any) -> None:
-        self._since_s = self._clock()
-
-    def _on_end(self, *result: Any) -> None:
-        self._since_s = None
 
 
 class Buttons:
@@ -91,22 +54,21 @@ class Buttons:
         self._throttle = throttle
         self._clock = clock
         self._controls: Controls | None = None
-        self._cells = CellWatch(None)
-        self._tooltips: dict[Any, str] = {}
         self._has_requested_stop = False
         self._kill_clicked_s = float("-inf")
         self.message = ""
         self.stacks = ""
         self._shown = widgets.Layout(width="auto", height=_BUTTON_HEIGHT, margin="0 0 0 6px")
         self._hidden = widgets.Layout(display="none")
-        self._stacks = self._button("Stacks", "show the Python stack of every rank", self._on_stacks)
         self._stop = self._button("Stop", "end training at the same step on every rank", self._on_stop)
-        self._interrupt = self._button(
-            "Interrupt", "raise KeyboardInterrupt in every rank", self._on_interrupt
-        )
         self._kill = self._button("Kill", "end every worker at once", self._on_kill)
         self.widget = widgets.HBox(
-            [self._stacks, self._stop, self._interrupt, self._kill],
+            [
+                self._button("Stacks", "show the Python stack of every rank", self._on_stacks),
+                self._stop,
+                self._button("Interrupt", "raise KeyboardInterrupt in every rank", self._on_interrupt),
+                self._kill,
+            ],
             layout=widgets.Layout(flex="0 0 auto", margin="0"),
         )
 
@@ -116,38 +78,26 @@ class Buttons:
         return [self._shown, self._hidden]
 
     def connect(self, controls: Controls) -> None:
-        """Connect the buttons with a job, which makes them visible. Called in the thread of a cell."""
+        """Connect the buttons with a job, which makes them visible."""
         self._controls = controls
-        self._cells.close()
-        self._cells = CellWatch(get_ipython(), self._clock)
 
     def close(self) -> None:
-        """Stop following cells, and give up the job: the panel stays for some seconds, and its result need not."""
-        self._cells.close()
+        """Give up the job: the panel stays for some seconds, and its result need not."""
         self._controls = None
 
     def show(self, *, is_running: bool) -> None:
         """Update the buttons; sent at the throttle's next flush."""
         layout = self._shown if is_running and self._controls is not None else self._hidden
         is_sure = self._clock() - self._kill_clicked_s < _SURE_S
-        kill = "Confirm kill" if is_sure else "Kill"
-        style = "danger" if is_sure else ""
-        is_busy = self._cells.is_busy
-        for button, tooltip in self._tooltips.items():
-            is_done = button is self._stop and self._has_requested_stop
-            self._throttle.update(
-                button,
-                layout=layout,
-                disabled=is_busy or is_done,
-                tooltip=BUSY if is_busy else tooltip,
-                is_urgent=True,
-            )
+        for button in self.widget.children:
+            self._throttle.update(button, layout=layout, is_urgent=True)
+        self._throttle.update(self._stop, disabled=self._has_requested_stop, is_urgent=True)
+        kill, style = ("Confirm kill", "danger") if is_sure else ("Kill", "")
         self._throttle.update(self._kill, description=kill, button_style=style, is_urgent=True)
 
     def _button(self, name: str, tooltip: str, on_click: Callable[[Any], None]) -> Any:
         button = widgets.Button(description=name, tooltip=tooltip, layout=self._hidden)
         button.on_click(on_click)
-        self._tooltips[button] = tooltip
         return button
 
     def _on_stacks(self, button: Any) -> None:
@@ -180,18 +130,66 @@ class Buttons:
             self._controls.cancel()
 
 
+# --- charts ----------------------------------------------------------------------------------------------------------
+
+ROWS_S = 0.3
+"""Seconds between updates of the rows, where the budget of the throttle lasts for that."""
+
+_CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing those of 512 ranks takes 60 ms
+_CHARTS_PX = 164  # height of a chart with its texts
+
+
+class ChartRow:
+    """The charts side by side. Each is a widget of its own, so that only those with new points are sent.
+
+    Charts that have no room beside the others are scrolled to: how many there will be is not known.
+    """
+
+    def __init__(self, throttle: Throttle, clock: Callable[[], float]) -> None:
+        self._throttle = throttle
+        self._clock = clock
+        self._next_s = 0.0
+        self._layout = widgets.Layout(margin="0", flex="0 0 auto")
+        row = widgets.Layout(
+            margin="0",
+            flex_flow="row nowrap",
+            width="100%",
+            min_height=f"{_CHARTS_PX}px",
+            overflow="auto hidden",
+        )
+        self.widget = widgets.HBox([], layout=row)
+
+    @property
+    def unused(self) -> list[Any]:
+        """Return widgets that are not always part of the row."""
+        return [self._layout]
+
+    def show(self, view: JobView) -> None:
+        """Update the charts; sent at the throttle's next flushes. The more there are, the less often each."""
+        if self._clock() < self._next_s:
+            return
+        drawn = charts(view)
+        new = [widgets.HTML("", layout=self._layout) for _ in drawn[len(self.widget.children) :]]
+        if new:
+            self.widget.children = [*self.widget.children, *new]
+        every_s = max(ROWS_S * (1 + len(drawn)), len(view.ranks) * _CHART_S_PER_RANK)
+        self._next_s = self._clock() + every_s
+        # An attempt that has just started has fewer charts than the one before it.
+        for block, chart in zip_longest(self.widget.children, drawn, fillvalue=""):
+            self._throttle.update(block, every_s=every_s, value=in_style(chart) if chart else "")
+
+
+# --- the panel -------------------------------------------------------------------------------------------------------
+
 _VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 _PRE = (
     "margin:2px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit;"
     f"white-space:pre-wrap;{html.MONO};line-height:17px"
 )
+_MARKUP = html.Markup(is_inline=False)
 _TITLE_S = 0.8
-_REMARK_PX = 23  # a line of the remarks
 KEPT_S = 5.0
 """Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
-
-_GATHERED_S = 2.0
-"""Seconds for which blocks that are new wait for others, so that the panel grows once where ranks begin to train."""
 
 
 class Root(widgets.VBox):
@@ -214,13 +212,15 @@ class Panel:
 
     def __init__(self, last_lines: LastLines, clock: Callable[[], float] = monotonic) -> None:
         self._last_lines = last_lines
-        self._clock = clock
         self._throttle = Throttle(clock=clock)
         self._shown = widgets.Layout(margin="2px 0", width="100%")
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
-        self._rows = RankRows(self._throttle)
+        # One widget and one message: how many messages there are does not depend on the ranks.
+        rows = widgets.Layout(margin="4px 0", width="100%", overflow="auto hidden")
+        self._rows = widgets.HTML("", layout=rows, _dom_classes=("nbl-job",))
+        self._states: list[tuple[str, str]] = []
         self._charts = ChartRow(self._throttle, clock)
         self._remarks, self._epochs, self._footer = (widgets.HTML("", layout=self._hidden) for _ in range(3))
         self._logs: LogPane | None = None
@@ -228,11 +228,9 @@ class Panel:
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET, layout=self._hidden)
-        self._above = [sheet, self._top, self._rows.widget, self._remarks]
-        self.root = Root([*self._above, self._footer], layout=widgets.Layout(width="100%", overflow="hidden"))
-        self._has_figures = False
-        self._new_s: float | None = None  # when there was the first block that is not shown yet
-        self._num_remarks = 0
+        self._above = [sheet, self._top, self._rows, self._remarks]
+        self._below = [self._epochs, self._footer]
+        self.root = Root([*self._above, *self._below], layout=widgets.Layout(width="100%", overflow="hidden"))
         self._num_state_requests = self.root.num_state_requests
 
     def bundle(self, view: JobView) -> Bundle:
@@ -249,45 +247,25 @@ class Panel:
         self._buttons.connect(controls)
 
     def show(self, view: JobView) -> None:
-        """Update the widgets to ``view`` within the throttle's budget."""
+        """Update the widgets to ``view`` within the throttle's budget, and add charts and lines once there are some."""
         table = tabulate(view)
-        is_grown = self._grow(view, table)
         self._throttle.update(self._title, every_s=_TITLE_S, value=in_style(html.title(view, table)))
         self._buttons.show(is_running=view.is_started and not view.is_over)
-        if table.rows:
-            self._rows.show(table)
-        self._show_block(self._remarks, self._remarks_of(table), is_urgent=True)
-        if self._has_figures:
-            self._charts.show(view)
-            self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0, is_urgent=is_grown)
+        self._show_rows(table)
+        self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
+        self._charts.show(view)
+        self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
         self._show_block(self._footer, _footer(table) if view.is_started else "", every_s=1.0)
+        if self._logs is None and view.is_started and not self._last_lines.is_empty:
+            self._logs = LogPane(self._last_lines, len(view.ranks), self._throttle)
         if self._logs is not None:
             self._logs.show()
         self._throttle.flush()
-        if is_grown:
-            figures = [self._charts.widget, self._epochs] if self._has_figures else []
-            logs = [self._logs.widget] if self._logs is not None else []
-            self.root.children = [*self._above, *figures, self._footer, *logs]
-
-    def _grow(self, view: JobView, table: Table) -> bool:
-        """Add figures and lines where there are some now; return whether the panel has more blocks than before.
-
-        Charts, epochs and the first line come within a short time of each other: all appear at once.
-        """
-        has_points = any(curve.num_seen > 1 for curve in view.curves.values())
-        adds_figures = not self._has_figures and (bool(table.epochs.columns) or has_points)
-        adds_logs = self._logs is None and view.is_started and not self._last_lines.is_empty
-        if not adds_figures and not adds_logs:
-            return False
-        if self._new_s is None:
-            self._new_s = self._clock()
-        if self._clock() - self._new_s < _GATHERED_S:
-            return False
-        self._new_s = None
-        self._has_figures = self._has_figures or adds_figures
-        if adds_logs:
-            self._logs = LogPane(self._last_lines, len(view.ranks), self._throttle)
-        return True
+        figures = [self._charts.widget] if self._charts.widget.children else []
+        logs = [self._logs.widget] if self._logs is not None else []
+        parts = (*self._above, *figures, *self._below, *logs)
+        if parts != self.root.children:
+            self.root.children = parts
 
     def close(self, lasting: str) -> None:
         """Close all widgets, so that nothing of them stays in the kernel or the notebook.
@@ -313,20 +291,19 @@ class Panel:
             for part in dict.fromkeys(_with_parts(self.root)):
                 part.close()
 
+    def _show_rows(self, table: Table) -> None:
+        """Update the rows; a new state, and a rank that differs, are sent at once."""
+        states = [(row.label, row.state_text) for row in table.rows]
+        has_news = states != self._states
+        self._states = states
+        if has_news or self._throttle.is_due(self._rows, ROWS_S):
+            rows = in_style(html.rows_html(table, _MARKUP)) if table.rows else ""
+            self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=has_news, value=rows)
+
     def _show_block(self, block: Any, content: str, *, every_s: float = 0.0, is_urgent: bool = False) -> None:
         value = in_style(content) if content else ""
         layout = self._shown if content else self._hidden
         self._throttle.update(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
-
-    def _remarks_of(self, table: Table) -> str:
-        """Return remarks and answers. Their block never shrinks, since a notice that goes would move what is below."""
-        num_lines = len(table.failures) + len(table.warnings)
-        num_lines += sum(1 + len(notice.lines) for notice in table.notices)
-        self._num_remarks = max(self._num_remarks, num_lines)
-        if not self._num_remarks:
-            return self._answers()
-        height = f"min-height:{_REMARK_PX * self._num_remarks}px"
-        return f'<div style="{height}">{html.remarks(table)}</div>{self._answers()}'
 
     def _answers(self) -> str:
         """Return the result of the last click."""
@@ -337,8 +314,13 @@ class Panel:
     def _all(self) -> Iterator[Any]:
         """Yield every widget of the panel, outermost first."""
         loose = [self._shown, self._hidden, *self._charts.unused, *self._buttons.unused]
-        for part in [self.root, self._charts.widget, self._epochs, *loose]:
+        for part in [self.root, self._charts.widget, *loose]:
             yield from _with_parts(part)
+
+
+def in_style(content: str) -> str:
+    """Return HTML in the style of the panel."""
+    return f'<div style="font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums">{content}</div>'
 
 
 def _when_idle_for(seconds: float, call: Callable[[], None]) -> None:
@@ -362,10 +344,5 @@ def _with_parts(widget: Any) -> Iterator[Any]:
 
 
 def _footer(table: Table) -> str:
-    # The line of the memory has its place before the first measurement.
-    lines = [
-        table.metrics,
-        table.memory or "\N{NO-BREAK SPACE}",
-        f"logs: {table.log_dir}" if table.log_dir else "",
-    ]
-    return "".join(map(html.line, lines))
+    logs = f"logs: {table.log_dir}" if table.log_dir else ""
+    return html.line(table.metrics) + html.line(logs)

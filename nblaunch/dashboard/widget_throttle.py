@@ -46,11 +46,7 @@ class _Slot:
     is_urgent: bool = False
 
     def changes(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self.wanted.items()
-            if name not in self.sent or self.sent[name] != value
-        }
+        return {name: value for name, value in self.wanted.items() if self.sent[name] != value}
 
 
 class Throttle:
@@ -78,12 +74,9 @@ class Throttle:
             is_urgent: send it at the next flush, whatever the budget.
             **values: trait -> value.
         """
-        slot = self._slots.get(id(widget))
-        if slot is None:
-            # The front end knows the initial values.
-            slot = self._slots[id(widget)] = _Slot(
-                widget, sent={name: getattr(widget, name) for name in values}
-            )
+        slot = self._slots.setdefault(id(widget), _Slot(widget))
+        for name in values:  # the front end knows the initial ones
+            slot.sent.setdefault(name, getattr(widget, name))
         slot.every_s, slot.is_urgent = every_s, slot.is_urgent or is_urgent
         slot.wanted.update(values)
 

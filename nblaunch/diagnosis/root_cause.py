@@ -11,48 +11,16 @@ from nblaunch.events import ExitStatus, Failed
 
 # Signal -> what it means, and what to do next.
 _MEANINGS = {
-    "SIGKILL": (
-        "It was killed from outside, most often by the kernel's OOM killer, which dmesg shows.",
-        "Use less memory per rank (a smaller batch, fewer processes, the model passed as an argument), or a host with "
-        "more.",
-    ),
-    "SIGSEGV": (
-        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out.",
-        "Its Python stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
-    ),
-    "SIGBUS": (
-        "A mapped file ended early; in containers most often because /dev/shm is full.",
-        "Give the container more of it (docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
-    ),
-    "SIGABRT": (
-        "Native code aborted, and printed why.",
-        "The message is among its last lines or in its complete log; with NCCL_DEBUG=INFO in the environment, NCCL "
-        "prints more.",
-    ),
-    "SIGTERM": (
-        "Another process ended it: kill in a shell, or a batch system or container at its limit of time or memory.",
-        "Raise that limit, or save checkpoints (accelerator.save_state) and launch with max_restarts=1.",
-    ),
-    "SIGHUP": (
-        "The terminal or the connection that it belonged to was closed.",
-        "Launch from a notebook, or in a terminal that stays (tmux, nohup).",
-    ),
-    "SIGINT": (
-        "It was interrupted from outside before its function could handle that.",
-        "Launch again, and look for a script or a batch system that runs kill -INT.",
-    ),
-    "SIGXCPU": (
-        "It used up its limit of processor time.",
-        "Raise that limit: ulimit -t unlimited, or the one of the batch system.",
-    ),
-    "SIGFPE": (
-        "Native code divided by zero.",
-        "Its Python stack names the library: check what it was passed, empty batches above all, and update it.",
-    ),
-    "SIGILL": (
-        "Native code was built for another processor.",
-        "Its Python stack names the library: install a build of it for this processor.",
-    ),
+    "SIGKILL": "It was killed from outside, most often by the kernel's OOM killer, which dmesg shows. Use less memory "
+    "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host with more.",
+    "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
+    "stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
+    "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full. Give the container more "
+    "of it (docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
+    "SIGABRT": "Native code aborted, and printed why. The message is among its last lines or in its complete log; with "
+    "NCCL_DEBUG=INFO in the environment, NCCL prints more.",
+    "SIGTERM": "Another process ended it: kill in a shell, or a batch system or container at its limit of time or "
+    "memory. Raise that limit, or save checkpoints (accelerator.save_state) and launch with max_restarts=1.",
 }
 
 SAME_COLLECTIVES = (
@@ -165,16 +133,13 @@ def what_it_means(cause: RootCause) -> str:
     if cause.left_early:
         return SAME_COLLECTIVES
     if status.signal_name:
-        return " ".join(_MEANINGS.get(status.signal_name) or _of_other_signal(status))
+        text = signal.strsignal(-status.code) or "an unknown signal"
+        other = f"{text}. Look in its complete log for what came before, and for a process that runs kill."
+        return _MEANINGS.get(status.signal_name, other)
     return (
         f"Something called sys.exit({status.code}) or os._exit({status.code}). Raise an exception there instead: its "
         "traceback is shown here."
     )
-
-
-def _of_other_signal(status: ExitStatus) -> tuple[str, str]:
-    text = signal.strsignal(-status.code) or "an unknown signal"
-    return f"{text}.", "Look in its complete log for what came before, and for a process that runs kill."
 
 
 def others_in_one_line(report: AttemptReport, root: RootCause) -> str:

@@ -60,6 +60,7 @@ _THREAD = re.compile(
     r"^(Stack|Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"
 )
 _CELL = re.compile(r"^Cell In\[(\d+)\]")
+_FOLDER = re.compile(r"/\S*/")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 
 
@@ -103,8 +104,8 @@ class Position:
 
     @property
     def place(self) -> str:
-        """Return where it is, in short: ``cell 5, line 9``."""
-        return _CELL.sub(r"cell \1", self.where.partition(" in ")[0])
+        """Return where it is, in short: ``cell 5, line 9``, ``train.py, line 18``."""
+        return _FOLDER.sub("", _CELL.sub(r"cell \1", self.where.partition(" in ")[0]))
 
     def __str__(self) -> str:
         return f"waiting in {self.waiting_in}, {self.where}" if self.waiting_in else self.where

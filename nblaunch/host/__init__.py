@@ -8,5 +8,5 @@ disk.py               room in files: freed, and why there is none
 gpus.py               NVIDIA's GPUs, which of them workers may use, and readings of devices
 drm.py                AMD's and Intel's GPUs, by files below /sys
 tpu.py                TPU chips, their topology, their lock file, and the slice of several hosts
-notebook_service.py   Colab, Kaggle, VS Code: what to know there
+notebook_service.py   Colab, Kaggle, VS Code, and how they are recognised
 """

@@ -1,4 +1,4 @@
-"""Which notebook service this process runs on, and what users who launch training there have to know.
+"""Which notebook service this process runs on.
 
 Recognised from the environment and from files that each service puts into its machines; nothing is imported, nothing is
 asked over the network. What can be measured (memory, /dev/shm, chips) is measured in other modules: services change it.
@@ -8,7 +8,7 @@ Values of variables are never kept: some services put tokens there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -21,29 +21,12 @@ class Platform:
             kernel of some other client) or ``"none"``.
         title: its usual name.
         evidence: the variable or file that was found.
-        notes: what users who launch training there have to know, a sentence each.
     """
 
     name: str
     title: str
     evidence: str = ""
-    notes: tuple[str, ...] = ()
 
-
-_COLAB_NOTE = (
-    "a Colab session has one GPU, or one TPU chip (v5e-1): one process there. More than one process computes on "
-    "the CPU"
-)
-_KAGGLE_NOTES = (
-    "packages can be installed only where the notebook's settings allow the internet",
-    "a Kaggle session with TPUs has eight chips (v5e-8), whose processes share one host's memory: build the model in a "
-    "cell and pass it",
-)
-_DATABRICKS_NOTE = (
-    "processes run on the driver's machine alone: choose a node with all the GPUs that you want to use"
-)
-_SAGEMAKER_NOTE = "GPUs come with the instance type of the space; the default one has none"
-_BINDER_NOTE = "one or two CPU cores and 1 to 2 GB of memory: good for num_processes=2 and small models"
 
 # Each service with its signs: variables of which any is set, or files of which any exists.
 # The first that fits wins. Kaggle comes before Colab, whose variables its images can inherit; whatever hosts
@@ -53,25 +36,17 @@ _BINDER_NOTE = "one or two CPU cores and 1 to 2 GB of memory: good for num_proce
 # for BINDER_*; microsoft/vscode-jupyter#3364 for VSCODE_PID. jupyter_client gives a kernel the process that started it
 # (JPY_PARENT_PID), jupyter_server the notebook's path (JPY_SESSION_NAME).
 _KNOWN = (
-    (Platform("kaggle", "Kaggle", notes=_KAGGLE_NOTES), "KAGGLE_KERNEL_RUN_TYPE KAGGLE_URL_BASE"),
-    (Platform("databricks", "Databricks", notes=(_DATABRICKS_NOTE,)), "DATABRICKS_RUNTIME_VERSION"),
+    ("kaggle", "Kaggle", "KAGGLE_KERNEL_RUN_TYPE KAGGLE_URL_BASE"),
+    ("databricks", "Databricks", "DATABRICKS_RUNTIME_VERSION"),
     (
-        Platform("sagemaker", "SageMaker Studio", notes=(_SAGEMAKER_NOTE,)),
+        "sagemaker",
+        "SageMaker Studio",
         "SAGEMAKER_APP_TYPE SAGEMAKER_INTERNAL_IMAGE_URI /opt/ml/metadata/resource-metadata.json",
     ),
-    (
-        Platform("binder", "Binder", notes=(_BINDER_NOTE,)),
-        "BINDER_LAUNCH_HOST BINDER_REPO_URL BINDER_REQUEST",
-    ),
-    (
-        Platform("colab", "Google Colab", notes=(_COLAB_NOTE,)),
-        "COLAB_RELEASE_TAG COLAB_BACKEND_VERSION COLAB_JUPYTER_TRANSPORT",
-    ),
-    (
-        Platform("vscode", "VS Code"),
-        "VSCODE_PID VSCODE_CRASH_REPORTER_PROCESS_TYPE VSCODE_HANDLES_UNCAUGHT_ERRORS",
-    ),
-    (Platform("jupyter", "a Jupyter kernel"), "JPY_PARENT_PID JPY_SESSION_NAME"),
+    ("binder", "Binder", "BINDER_LAUNCH_HOST BINDER_REPO_URL BINDER_REQUEST"),
+    ("colab", "Google Colab", "COLAB_RELEASE_TAG COLAB_BACKEND_VERSION COLAB_JUPYTER_TRANSPORT"),
+    ("vscode", "VS Code", "VSCODE_PID VSCODE_CRASH_REPORTER_PROCESS_TYPE VSCODE_HANDLES_UNCAUGHT_ERRORS"),
+    ("jupyter", "a Jupyter kernel", "JPY_PARENT_PID JPY_SESSION_NAME"),
 )
 
 
@@ -84,8 +59,8 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Platform:
         environ: the environment, from :func:`nblaunch.env.snapshot`.
         root: of the file system.
     """
-    for platform, signs in _KNOWN:
+    for name, title, signs in _KNOWN:
         for sign in signs.split():
             if environ.get(sign) or (sign.startswith("/") and (root / sign[1:]).exists()):
-                return replace(platform, evidence=sign)
+                return Platform(name, title, sign)
     return Platform("none", "no notebook service")

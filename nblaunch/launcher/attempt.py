@@ -124,7 +124,6 @@ class Attempt:
             is_spmd=self.spec.is_spmd,
             mixed_precision=self.spec.mixed_precision,
             first_rank=self.topology.rank,
-            hang_timeout_s=self.spec.hang_timeout_s,
         )
 
 

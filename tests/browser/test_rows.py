@@ -43,7 +43,7 @@ def drive(cell, num_ranks, kind="auto", prints=False):
     close(board)
 """
 )
-EIGHT, TWO, SLOW, HTML, TWENTY, PRINTING = range(1, 7)
+EIGHT, TWO, SLOW, HTML, TWENTY = range(1, 6)
 CELLS = (
     DRIVE,
     f"drive({EIGHT}, 8)",
@@ -51,7 +51,6 @@ CELLS = (
     f"drive({SLOW}, 8, prints=True)",
     f"drive({HTML}, 3, 'html', True)",
     f"drive({TWENTY}, 20)",
-    f"drive({PRINTING}, 2, prints=True)",
 )
 
 # All at once: rows are replaced several times a second. Whether each text of a cell is within sight.
@@ -67,29 +66,6 @@ output => {
     let part = table;
     while (part !== output && part.scrollWidth <= part.clientWidth) part = part.parentElement;
     return part !== output && ["auto", "scroll"].includes(getComputedStyle(part).overflowX);
-}
-"""
-
-# The heights that an output has for at least two looks, in order.
-HEIGHTS = """
-index => {
-    const cell = document.querySelectorAll(".jp-Notebook .jp-Cell")[index], looks = [];
-    window.heights = [];
-    setInterval(() => {
-        looks.push(Math.round(cell.querySelector(".jp-Cell-outputArea")?.getBoundingClientRect().height ?? 0));
-        if (looks.at(-1) === looks.at(-2) && looks.at(-1) !== window.heights.at(-1)) window.heights.push(looks.at(-1));
-    }, 50);
-}
-"""
-
-# What a browser shows of a chart as the pointer moves over its curves.
-UNDER_POINTER = """
-svg => {
-    svg.scrollIntoView();
-    const frame = svg.querySelector("g[stroke-linejoin]").getBoundingClientRect(), texts = [];
-    for (let x = frame.left + 1; x < frame.right; x += 3)
-        texts.push(document.elementFromPoint(x, frame.top + 5).querySelector("title")?.textContent ?? "");
-    return texts;
 }
 """
 
@@ -111,7 +87,7 @@ output => {
     const found = [];
     for (const element of output.querySelectorAll(".nbl-job *")) {
         const text = [...element.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join("");
-        if (!text || ["STYLE", "TITLE"].includes(element.tagName)) continue;
+        if (!text || element.tagName === "STYLE") continue;
         let opacity = 1;
         for (let e = element; e && e !== output; e = e.parentElement) opacity *= getComputedStyle(e).opacity;
         const [r, g, b, a] = numbers(getComputedStyle(element).color);
@@ -186,20 +162,6 @@ def test_nothing_moves_between_the_start_and_the_end(lab: Lab, page: Page) -> No
     page.wait_for_text(TWO, "done in")
     wait_for_table(page, TWO)
     assert output.evaluate(HEADS) == places[0]
-    under_pointer = output.locator("svg[role=img]").evaluate(UNDER_POINTER)
-    assert len(set(under_pointer)) > 10
-    assert all(re.fullmatch(r"step \d+: [\d.]+", text) for text in under_pointer)
-
-
-def test_the_panel_grows_once_when_ranks_have_begun_to_train(lab: Lab, page: Page) -> None:
-    output = page.output(PRINTING)
-    page.page.evaluate(HEIGHTS, PRINTING)
-    with driven(lab, page, PRINTING):
-        page.wait_until(lambda: output.locator("svg[role=img]").count(), "the charts")
-        page.wait_for_matches(PRINTING, r"running for [6-9] s", 1)
-        heights = page.page.evaluate("() => window.heights")
-    nothing, rows, everything = heights
-    assert nothing == 0 < rows < everything
 
 
 def test_a_rank_that_begins_to_differ_moves_no_column_and_narrow_cells_scroll(lab: Lab, page: Page) -> None:

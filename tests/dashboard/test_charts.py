@@ -1,4 +1,4 @@
-"""Charts: axes with round numbers, a legend, smoothed curves before raw ones, and values without scripts."""
+"""Charts: axes with round numbers, a legend, means before the curves of ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from nblaunch.dashboard.charts import chart, charts, mean_of, smoothed, thinned, ticks
+from nblaunch.dashboard.charts import chart, charts, mean_of, thinned, ticks
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.events import Metric
 from nblaunch.wire.board import LossCurve
 from tests.dashboard.scenes import START_S, sample, started, trained, view_of
 from tests.dashboard.test_render import Reader
-
-NOISY = [(float(step), 1.0 + (step % 2)) for step in range(40)]
 
 
 def lines(html: str) -> list[list[tuple[float, float]]]:
@@ -65,29 +63,6 @@ def test_values_over_several_powers_of_ten_are_on_a_logarithmic_scale() -> None:
     assert [round(b - a) for a, b in pairwise(heights)] == [23] * 4
 
 
-def test_many_values_are_smoothed_in_front_of_the_raw_ones_and_few_are_not() -> None:
-    raw, front = lines(chart("x", NOISY))
-    assert len(raw) == len(front) == 40
-    assert max(y for _, y in front) - min(y for _, y in front) < max(y for _, y in raw) - min(
-        y for _, y in raw
-    )
-    assert "━ smoothed ─ raw" in Reader(chart("x", NOISY)).text
-    assert "1 to 2 in 39 steps, max 2" not in chart("x", NOISY)  # the last value is the highest
-    assert "1 to 2 in 39 steps" in chart("x", NOISY)  # of what was measured
-    assert len(lines(chart("x", NOISY[:10]))) == 1
-    assert "smoothed" not in chart("x", NOISY[:10])
-    assert [x for x, _ in smoothed(NOISY)] == [x for x, _ in NOISY]
-    assert smoothed([(float(x), 2.0) for x in range(50)]) == [(float(x), 2.0) for x in range(50)]
-
-
-def test_every_value_of_a_short_curve_and_many_of_a_long_one_are_shown_under_the_pointer() -> None:
-    html = chart("x", [(0, 3.0), (5, 1.0)], has_values=True)
-    assert re.findall(r"<title>([^<]*)</title>", html) == ["step 0: 3.0000", "step 5: 1.0000"]
-    titles = re.findall(r"<title>([^<]*)</title>", chart("x", NOISY * 3, has_values=True))
-    assert (len(titles), titles[0], titles[-1]) == (32, "step 0: 1.0000", "step 39: 2.0000")
-    assert "<title>" not in chart("x", NOISY)
-
-
 def test_the_mean_of_ranks_is_of_the_same_steps_whatever_was_read() -> None:
     fine = [(float(step), 1.0) for step in range(1, 9)]
     coarse = [(2.0, 3.0), (4.0, 3.0), (6.0, 3.0)]
@@ -103,9 +78,10 @@ def test_the_mean_of_ranks_is_of_the_same_steps_whatever_was_read() -> None:
 def test_the_losses_of_many_ranks_are_their_mean_before_those_of_the_first_eight() -> None:
     (html,) = charts(trained(12))
     assert len(lines(html)) == 9
-    assert "━ smoothed mean ─ ranks 0-7" in Reader(html).text
+    assert "━ mean ─ ranks 0-7" in Reader(html).text
     (alone,) = charts(trained(1))
-    assert len(lines(alone)) == 2
+    assert len(lines(alone)) == 1
+    assert "━" not in alone
 
 
 def test_a_rank_without_losses_is_left_out_of_the_mean() -> None:

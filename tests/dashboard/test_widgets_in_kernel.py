@@ -247,30 +247,6 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
     assert "train: done in" in table.data["text/plain"]
 
 
-def test_nothing_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
-    watched = Watched(shared)
-    run(shared, BACKGROUND)
-
-    def states() -> set[tuple[bool, str]]:
-        live = watched.front_end
-        buttons = [live.models[key] for key in live.of("Button") if key in live.open_ids]
-        assert len(buttons) in (0, 4)
-        return {(state["disabled"], state["tooltip"] or "") for state in buttons}
-
-    free = states()
-    assert [is_disabled for is_disabled, _ in free] == [False] * 4
-    cell = shared.submit("stop.wait(30)", allow_stdin=True)
-    busy = (True, "a cell is running; the kernel receives clicks only when it has ended")
-    cell.wait_for(lambda cell: states() == {busy}, what="buttons that can't be clicked")
-    shared.interrupt()
-    cell.wait()
-    shared.wait_until(lambda: states() == free, 30, "buttons that can be clicked")
-    run(shared, "stop.set(); thread.join()")
-    assert states() == set()
-    # Nothing of it goes on after the job.
-    assert run(shared, "get_ipython().events.callbacks['pre_run_cell']").result == "[]"
-
-
 def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shared: Kernel) -> None:
     launching = run(shared, BACKGROUND)
     assert (

@@ -127,7 +127,7 @@ def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
         (-7, "was killed by SIGBUS", "/dev/shm"),
         (-6, "was killed by SIGABRT", "last lines"),
         (-15, "was killed by SIGTERM", "max_restarts"),
-        (-1, "was killed by SIGHUP", "terminal"),
+        (-1, "was killed by SIGHUP", "Hangup"),
         (-12, "was killed by SIGUSR2", "User defined signal 2"),
         (-62, "was killed by signal 62", "complete log"),
         (0, "ended with exit code 0 before the function returned", "os._exit(0)"),

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.stacks import StackDump, StackFrame, describe, parse
+from nblaunch.diagnosis.stacks import Position, StackDump, StackFrame, describe, parse
 from nblaunch.wire.assignment import STACKS_SIGNAL
 
 _WORKER = """
@@ -145,3 +145,16 @@ def test_frames_are_described_with_their_source(tmp_path: Path) -> None:
         ]
     )
     assert described == [f"{file}, line 2 in train: while not ready:", f"{file}, line 9 in main"]
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("Cell In[5], line 9 in train: x = 1", "cell 5, line 9"),
+        ("/home/me/project/train.py, line 14 in train", "train.py, line 14"),
+        ("the function has returned, and it is sent: /home/me/train.py, line 3 in f",
+         "the function has returned, and it is sent: train.py, line 3"),
+    ],
+)  # fmt: skip
+def test_a_place_is_short_and_keeps_its_line(where: str, expected: str) -> None:
+    assert Position(where).place == expected

@@ -46,8 +46,7 @@ def test_the_slow_rank_is_named_and_memory_is_reported(shared: Kernel) -> None:
         timeout_s=100,
     )
     text = cell.displays[0].data["text/plain"]
-    assert re.search(r"^rank 1 was \d\.\d times slower than the others", text, re.MULTILINE), text
-    assert re.search(r"^peak memory: host [\d.]+ [MG]B together", text, re.MULTILINE), text
+    assert re.search(r"^rank 1: \d\.\d times slower than the others", text, re.MULTILINE), text
     assert re.search(r"^rank +state .*samples/s .*loss +peak memory", text, re.MULTILINE), text
     assert 'role="img" aria-label="loss' in cell.displays[0].data["text/html"]
 
