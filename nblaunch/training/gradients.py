@@ -29,7 +29,7 @@ class Gradients:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
         preparer, shared = self._preparer, self._preparer.shared
-        divisor = preparer.accumulation.divisor
+        divisor = preparer.accumulation.num_steps
         if not shared.has_checked_models:
             shared.check_models()
         shared.busy_time.begin_backward()
@@ -66,11 +66,8 @@ class Gradients:
         accumulation.advance()
         if accumulation.num_steps > 1:
             is_first = accumulation.step % accumulation.num_steps == 1
-            window = (is_first, accumulation.sync_gradients, accumulation.rescale)
+            window = (is_first, accumulation.sync_gradients)
             shared.process.backend.note_step_kind(window)
-        if accumulation.rescale != 1.0:
-            for model in models or self._preparer.models:
-                strategy.multiply_gradients(model, accumulation.rescale)
         if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
             yield
             return

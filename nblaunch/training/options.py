@@ -322,8 +322,6 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: keep torch's warning about the order of scheduler and optimizer quiet in between.
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
         sync_each_batch: average gradients over ranks at every micro-step: more traffic, less memory in sharded models.
-        average_tail: the window that a loader's end cuts short averages over the micro-steps that it had. False: it
-            divides by ``num_steps`` like the others, which makes its step smaller.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -334,7 +332,6 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-    average_tail: bool = False
 
     def check(self) -> None:
         if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):

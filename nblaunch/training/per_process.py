@@ -13,7 +13,6 @@ cell (objects and hooks of checkpoints, the start of trackers) is carried over t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -144,7 +143,7 @@ class PerProcessParts:
 
 def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of the constructor for what was assigned to an Accelerator since, in place of the first ones."""
-    preparer, accumulation = parts["_preparer"], parts["_preparer"].accumulation
+    preparer = parts["_preparer"]
     return {
         "device_placement": preparer.device_placement,
         "split_batches": None,
@@ -153,9 +152,7 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
         "step_scheduler_with_optimizer": preparer.step_scheduler_with_optimizer,
         "kwargs_handlers": list(parts["_handlers"].values()),
         "gradient_accumulation_steps": 1,
-        "gradient_accumulation_plugin": dataclasses.replace(
-            accumulation.plugin, num_steps=accumulation.num_steps
-        ),
+        "gradient_accumulation_plugin": preparer.accumulation.plugin,
     }
 
 

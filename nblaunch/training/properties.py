@@ -236,7 +236,7 @@ class AcceleratorProperties(ProcessMethods):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._preparer.accumulation.set_num_steps(num_steps)
+        self._preparer.accumulation.num_steps = num_steps
 
     @property
     def step(self) -> int:

@@ -346,7 +346,7 @@ class GradientState(View):
         shared = get_shared_state()
         self._attach(shared)
         if gradient_accumulation_plugin is not None:
-            shared.accumulation.configure(gradient_accumulation_plugin)
+            shared.accumulation.plugin = gradient_accumulation_plugin
 
     @classmethod
     def _of(cls, window: AccumulationState) -> GradientState:
@@ -407,7 +407,7 @@ class GradientState(View):
 
     @plugin_kwargs.setter
     def plugin_kwargs(self, settings: Mapping[str, Any]) -> None:
-        self._accumulation.configure(GradientAccumulationPlugin(**settings))
+        self._accumulation.plugin = GradientAccumulationPlugin(**settings)
 
     @property
     def end_of_dataloader(self) -> bool:

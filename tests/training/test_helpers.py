@@ -135,9 +135,9 @@ def test_wrappers_are_taken_off_in_whatever_order_they_are() -> None:
 
 
 def test_kwargs_as_dictionaries() -> None:
-    options = utils.GradientAccumulationPlugin(num_steps=3, average_tail=True)
-    assert options.to_kwargs() == {"num_steps": 3, "average_tail": True}
-    assert options.to_dict()["sync_each_batch"] is False
+    options = utils.GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+    assert options.to_kwargs() == {"num_steps": 3, "sync_each_batch": True}
+    assert options.to_dict()["adjust_scheduler"] is True
     assert [str(kind) for kind in utils.PrecisionType] == ["no", "fp8", "fp16", "bf16"]
     assert str(utils.RNGType.TORCH) == "torch"
 

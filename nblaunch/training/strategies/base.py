@@ -254,12 +254,6 @@ class Strategy(ABC):
         """
         precision.backward(loss / divisor if divisor > 1 else loss, **kwargs)
 
-    def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
-        """Multiply the gradients that were accumulated so far in ``model``."""
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
