@@ -236,7 +236,7 @@ def plugin_if_none_given(
     for name, kind in PLUGINS.items():
         if name in launched:
             return kind.from_argument(name, kind(**launched[name]))
-    return ReplicatedPlugin(handlers.get(DistributedDataParallelKwargs))
+    return ReplicatedPlugin(handlers)
 
 
 def resolve_precision(

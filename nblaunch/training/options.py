@@ -104,7 +104,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_hook: how gradients travel: in full, in half precision, or as a low-rank approximation.
         comm_wrapper: FP16 or BF16: what the hook sends is sent in this format.
         comm_state_option: for the POWER_SGD hooks, arguments of torch's ``PowerSGDState``.
-        sync_batchnorm: let batch normalisation take its statistics over the batches of all ranks; on GPUs.
 
     Raises:
         ValueError: there is no such hook, or options that exclude each other.
@@ -120,7 +119,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
-    sync_batchnorm: bool = False
 
     def check(self) -> None:
         names = tuple(kind.value for kind in DDPCommunicationHookType)
@@ -134,7 +132,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return what differs from torch's defaults, for DDP's constructor: without the hook and what torch dropped."""
-        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option", "sync_batchnorm")
+        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in super().to_kwargs().items() if name not in own}
 
 

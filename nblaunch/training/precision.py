@@ -36,7 +36,8 @@ class Precision:
 
     Args:
         backend: the device family.
-        handlers: may have settings of autocast, the gradient scaler and fp8, by type.
+        handlers: of the Accelerator, by type, where the user may assign others: they may have settings of autocast, the
+            gradient scaler and fp8.
     """
 
     name = "no"
@@ -44,16 +45,12 @@ class Precision:
 
     def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
         self._backend = backend
-        self.replace_handlers(handlers)
+        self._handlers = handlers
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler; None where losses are not scaled."""
         return None
-
-    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
-        """Use these handlers from now on: all those of the Accelerator, to which the user may assign others."""
-        self._options = handlers.get(AutocastKwargs) or AutocastKwargs()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Take notice of an optimizer that was prepared."""
@@ -62,7 +59,7 @@ class Precision:
         """Run the block, outside a prepared model's forward, in this precision. ``options`` beat the constructor's."""
         if self.dtype is None:
             return nullcontext()
-        options = options or self._options
+        options = options or self._handlers.get(AutocastKwargs) or AutocastKwargs()
         return self._backend.autocast(
             self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )

@@ -42,7 +42,7 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Handler(Generic[H]):
-    """An attribute of the Accelerator: its handler of one type, which strategy and precision are given, too."""
+    """An attribute of the Accelerator: its handler of one type. Strategy and precision look it up when they use it."""
 
     def __init__(self, kind: type[H]) -> None:
         self._kind = kind
@@ -59,8 +59,6 @@ class _Handler(Generic[H]):
             handlers[self._kind] = handler
         else:
             raise TypeError(f"{handler!r:.80} is no {self._kind.__name__}, and not None")
-        accelerator._preparer.strategy.replace_handlers(handlers)
-        accelerator._preparer.precision.replace_handlers(handlers)
 
 
 class AcceleratorProperties(ProcessMethods):

@@ -20,7 +20,7 @@ user's own code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,15 +170,6 @@ class Strategy(ABC):
     """Where :meth:`join_uneven_inputs` warns that it has no effect, as in ``"with DeepSpeed"``; empty: it does not."""
 
     # --- preparing -----------------------------------------------------------------------------------------------
-
-    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
-        """Use handlers that the user has assigned to the Accelerator (``ddp_handler``) for models set up from now on.
-
-        Those that were passed to its constructor are not passed here.
-
-        Args:
-            handlers: all of the Accelerator's, by type.
-        """
 
     def adapt_precision(self, precision: Precision) -> Precision:
         """Return the precision that models compute in, where the strategy does a part of that itself."""
