@@ -111,7 +111,7 @@ class Gradients:
 def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     """Have the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
     with ExitStack() as stack:
-        for strategy in list(get_shared_state().strategies.values()):
+        for strategy in list(get_shared_state().strategies):
             stack.enter_context(strategy.sync_in_backward(model))
         yield
 

@@ -154,7 +154,7 @@ class Preparer:
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
             optimizer.gradient_state = GradientState._of(self.accumulation)
-            optimizer.accelerator_state = AcceleratorState._of(self.shared)
+            optimizer.accelerator_state = AcceleratorState()
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         return optimizer

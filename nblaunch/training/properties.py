@@ -84,7 +84,7 @@ class AcceleratorProperties(ProcessMethods):
     @property
     def state(self) -> AcceleratorState:
         """What the Accelerators of this process decided, as an ``AcceleratorState``."""
-        return AcceleratorState._of(self._shared)
+        return AcceleratorState.__new__(AcceleratorState)  # whether there is one shows where it is used
 
     @property
     def gradient_state(self) -> GradientState:

@@ -44,7 +44,7 @@ class SharedState:
         plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
         parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
         label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
-        strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
+        strategies: those of all Accelerators that there are.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
@@ -62,9 +62,7 @@ class SharedState:
     plugin: StrategyPlugin | None = None
     parallelism: ParallelismConfig | None = None
     label: str = ""
-    strategies: weakref.WeakValueDictionary[int, Strategy] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    strategies: weakref.WeakSet[Strategy] = field(default_factory=weakref.WeakSet)
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     has_checked_models: bool = False
@@ -137,7 +135,7 @@ class SharedState:
         self.accumulation = setup.accumulation
         self.precision = resolved = strategy.adapt_precision(setup.precision)
         self.label = strategy.label if strategy.holds_shards else ""
-        self.strategies[id(strategy)] = strategy
+        self.strategies.add(strategy)
         return resolved
 
     def take_resuming(self) -> bool:
