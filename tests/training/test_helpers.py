@@ -19,6 +19,7 @@ from nblaunch import Accelerator, utils
 from nblaunch.state import is_initialized
 from nblaunch.training.models import bare_module
 from nblaunch.training.state import PartialState
+from nblaunch.training.utilities import environment
 from nblaunch.training.utilities.log import MultiProcessAdapter, get_logger
 
 Pair = namedtuple("Pair", "x y")
@@ -215,6 +216,8 @@ def test_every_question_about_what_is_there_has_an_answer() -> None:
     questions = [name for name in utils.__all__ if name.startswith("is_") and name.endswith("_available")]
     assert len(questions) > 50
     assert {type(getattr(utils, name)()) for name in questions} == {bool}
+    with pytest.raises(AttributeError, match="is_nothing_available"):
+        _ = environment.is_nothing_available
     assert utils.is_tqdm_available()
     assert utils.is_numpy_available()
     assert not utils.is_numpy_available(min_version="99")
