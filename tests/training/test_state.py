@@ -332,7 +332,7 @@ def test_batches_shrink_until_they_fit() -> None:
 
     assert train("size") == "size 64"
     assert tried == [100, 90, 81, 72, 64]
-    with pytest.raises(TypeError, match=r"leave it out: train\(name='size'\)"):
+    with pytest.raises(TypeError, match=r"train: too many positional arguments.*leave it out"):
         train(128, "size")
 
 
@@ -353,7 +353,7 @@ def test_batches_shrink_as_the_user_says_and_end_at_zero() -> None:
 
     with pytest.raises(RuntimeError, match=r"train .*memory"):
         find_executable_batch_size(train, 4, lambda: next(sizes))()
-    with pytest.raises(TypeError, match="takes no batch size"):
+    with pytest.raises(TypeError, match="passes the batch size as its first argument"):
         find_executable_batch_size(lambda: None)()
 
     def fail(batch_size: int) -> None:
