@@ -15,7 +15,7 @@ import torch
 from nblaunch.errors import warn
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
-from nblaunch.training.optimizer import AcceleratedOptimizer, is_lomo
+from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import get_shared_state
 
@@ -33,7 +33,7 @@ class Gradients:
         if not shared.has_checked_models:
             shared.check_models()
         shared.busy_time.begin_backward()
-        if kwargs and "learning_rate" in kwargs and self._lomo_optimizers():
+        if "learning_rate" in kwargs and self._lomo_optimizers():
             self.lomo_backward(loss / divisor, kwargs["learning_rate"])
         else:
             preparer.strategy.backward(loss, divisor, preparer.precision, **kwargs)
@@ -53,10 +53,10 @@ class Gradients:
                 "lomo_optim.AdaLomo(model) to accelerator.prepare()"
             )
         for optimizer in found:
-            optimizer.fused_backward(loss, learning_rate)
+            optimizer.optimizer.fused_backward(loss, learning_rate)
 
     def _lomo_optimizers(self) -> list[Any]:
-        return [one.optimizer for one in self._preparer.optimizers if is_lomo(one.optimizer)]
+        return [one for one in self._preparer.optimizers if one.steps_in_backward]
 
     @contextmanager
     def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

@@ -17,7 +17,7 @@ from nblaunch.training import arguments
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.gradients import Gradients
-from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, is_lomo
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -382,7 +382,7 @@ class AcceleratorProperties(ProcessMethods):
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether an optimizer was prepared that steps in backward, see ``lomo_backward``."""
-        return any(is_lomo(optimizer.optimizer) for optimizer in self._optimizers)
+        return any(optimizer.steps_in_backward for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Compute gradients and step with prepared optimizers of the ``lomo_optim`` library, which do both at once.
