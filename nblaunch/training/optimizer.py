@@ -126,19 +126,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self._is_overflow = self._precision.step(self.optimizer, closure)
             self._backend.step_boundary()
 
-    def reduce_gradients(self, wanted: Container[int] | None = None) -> None:
-        """Average gradients over ranks, on devices whose models don't do it in backward; once per step.
-
-        Nothing is done where it has none of the ``wanted`` parameters, given by their ids; None: all are.
-        """
-        if self._is_reduced or self._accumulation.are_gradients_reduced:
-            return
-        if wanted is not None and not self.has_any(wanted):
-            return
-        self._backend.reduce_gradients(self.optimizer)
-        self._is_reduced = True
+    def reduce_gradients(self) -> None:
+        """Average gradients over ranks, on devices whose models don't do it in backward; once per step."""
+        if not (self._is_reduced or self._accumulation.are_gradients_reduced):
+            self._backend.reduce_gradients(self.optimizer)
+            self._is_reduced = True
 
     def has_any(self, wanted: Container[int]) -> bool:
+        """Return whether it has any of the parameters whose ids are ``wanted``."""
         return any(id(parameter) in wanted for group in self.param_groups for parameter in group["params"])
 
     @property

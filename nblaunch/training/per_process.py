@@ -52,7 +52,6 @@ class PerProcessParts:
     _handlers: Any = _PerProcess()
     _shared: Any = _PerProcess()
     _preparer: Any = _PerProcess()
-    _gradients: Any = _PerProcess()
     _checkpoints: Any = _PerProcess()
     _saver: Any = _PerProcess()
     _trackers: Any = _PerProcess()

@@ -13,10 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from nblaunch.training import arguments
+from nblaunch.training import arguments, gradients
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.gradients import Gradients
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -68,7 +67,6 @@ class AcceleratorProperties(ProcessMethods):
     """
 
     _preparer: Preparer
-    _gradients: Gradients
     _handlers: dict[type, Any]
     _checkpoints: CheckpointedObjects
     _trackers: TrackerHub
@@ -394,4 +392,4 @@ class AcceleratorProperties(ProcessMethods):
         Raises:
             ValueError: no such optimizer was prepared, or the learning rate is None.
         """
-        self._gradients.lomo_backward(loss, learning_rate)
+        gradients.lomo_backward(self._preparer, loss, learning_rate)
