@@ -339,7 +339,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 @dataclass
-class DataLoaderConfiguration:
+class DataLoaderConfiguration(KwargsHandler):
     """How prepared loaders share their data among ranks.
 
     Args:
@@ -369,11 +369,7 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    def __post_init__(self) -> None:
-        self.check()
-
     def check(self) -> None:
-        """Raise ValueError or ImportError where the value of a field can't be used."""
         if self.data_seed is not None and self.data_seed < 0:
             raise ValueError(f"data_seed={self.data_seed} is negative")
         if self.use_stateful_dataloader and not is_installed("torchdata"):

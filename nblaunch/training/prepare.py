@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,33 +35,25 @@ OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
 SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 
+@dataclass(eq=False, repr=False)
 class Preparer:
-    """Prepares objects, and keeps what it has prepared. Its settings may be assigned."""
+    """Prepares objects, and keeps what it has prepared. Its settings, those of an Accelerator, may be assigned."""
 
-    def __init__(
-        self,
-        shared: SharedState,
-        precision: Precision,
-        strategy: Strategy,
-        data: DataLoaderConfiguration,
-        rng_types: Sequence[str],
-        device_placement: bool,
-        step_scheduler_with_optimizer: bool,
-        dynamo: TorchDynamoPlugin,
-    ) -> None:
-        self.shared = shared
-        self.precision = precision
-        self.strategy = strategy
-        self.accumulation = shared.accumulation
-        self.data = data
-        self.rng_types = rng_types
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dynamo = dynamo
-        self.models: list[torch.nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[AcceleratedScheduler] = []
-        self.loaders: list[PreparedLoader] = []
+    shared: SharedState
+    precision: Precision
+    strategy: Strategy
+    data: DataLoaderConfiguration
+    rng_types: Sequence[str]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    dynamo: TorchDynamoPlugin
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.accumulation = self.shared.accumulation
         self._replacements = Replacements()
 
     @property
