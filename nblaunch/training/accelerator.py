@@ -4,9 +4,9 @@ A façade: the constructor resolves its arguments and builds the parts, to which
 which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Inherited are
 
     process_methods.py   ranks, barriers, only some ranks: what ``PartialState`` has, too
-    properties.py        settings and labels to read
-    per_process.py       ``self._preparer`` and so on: the constructor makes them; an Accelerator of a notebook cell
-                         gets others in each worker, when they are first used there
+    properties.py        settings and labels to read; its parts, as ``self._preparer``
+    per_process.py       the constructor makes these parts; an Accelerator of a notebook cell gets others in each
+                         worker, when they are first used there
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from nblaunch.training.options import (
     project_of,
 )
 from nblaunch.training.parallelism import ParallelismConfig, context_parallel
-from nblaunch.training.per_process import PerProcessParts
 from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import AcceleratorProperties
@@ -61,7 +60,7 @@ from nblaunch.training.tracking.hub import TrackerHub
 T = TypeVar("T")
 
 
-class Accelerator(AcceleratorProperties, PerProcessParts):
+class Accelerator(AcceleratorProperties):
     """Prepares a plain PyTorch training loop for any number of processes, which then train as one.
 
     Example::
@@ -195,6 +194,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         setup = TrainingSetup(shared.process, asked, accumulation, data.split_batches, parallelism)
         strategy = plugin.build(setup)
         return shared.adopt(plugin, strategy, setup), strategy
+
+    def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
+        Accelerator.__init__(self, **arguments)
 
     @property
     def _process(self) -> JoinedProcess:

@@ -13,6 +13,7 @@ cell (objects and hooks of checkpoints, the start of trackers) is carried over t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ _HAS_PREPARED = (
 )
 
 
-class _PerProcess:
+class _Part:
     """An attribute of :class:`PerProcessParts` with a value per process."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -46,16 +47,13 @@ class _PerProcess:
         instance._parts()[self._name] = value
 
 
-class PerProcessParts:
-    """Base of the ``Accelerator``: keeps its parts per process, and builds them at their first use in a worker."""
+def part() -> Any:
+    """Return a part, to be declared in the class of the ``Accelerator`` with its type."""
+    return _Part()
 
-    _handlers: Any = _PerProcess()
-    _shared: Any = _PerProcess()
-    _preparer: Any = _PerProcess()
-    _checkpoints: Any = _PerProcess()
-    _saver: Any = _PerProcess()
-    _trackers: Any = _PerProcess()
-    flag_tensor: Any = _PerProcess()
+
+class PerProcessParts(ABC):
+    """Base of the ``Accelerator``: keeps its parts per process, and builds them at their first use in a worker."""
 
     _home: ProcessContext | None
     _own_parts: dict[str, Any]
@@ -73,10 +71,9 @@ class PerProcessParts:
             self._arguments = {**named, **variables["unsupported"]}
             self._home, self._own_parts, self._carried = context.current(), {}, {}
 
+    @abstractmethod
     def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
         """Build the parts of this process by the constructor: the Accelerator's own, not that of a user's subclass."""
-        own = next(cls for cls in type(self).__mro__ if PerProcessParts in cls.__bases__)
-        own.__init__(self, **arguments)  # type: ignore[misc]
 
     @property
     def _operations(self) -> ModuleType:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.training import arguments, gradients
+from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -28,6 +29,7 @@ from nblaunch.training.options import (
     ProjectConfiguration,
 )
 from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.per_process import PerProcessParts, part
 from nblaunch.training.precision import AORecipeKwargs, ReplacedFp16Precision
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
@@ -60,17 +62,19 @@ class _Handler(Generic[H]):
             raise TypeError(f"{handler!r:.80} is no {self._kind.__name__}, and not None")
 
 
-class AcceleratorProperties(ProcessMethods):
+class AcceleratorProperties(ProcessMethods, PerProcessParts):
     """Properties that scripts read or assign, with the methods of :class:`ProcessMethods`.
 
-    The final class provides the parts that are declared here.
+    The constructor of the final class makes the parts that are declared here.
     """
 
-    _preparer: Preparer
-    _handlers: dict[type, Any]
-    _checkpoints: CheckpointedObjects
-    _trackers: TrackerHub
-    _shared: SharedState
+    _handlers: dict[type, Any] = part()
+    _shared: SharedState = part()
+    _preparer: Preparer = part()
+    _checkpoints: CheckpointedObjects = part()
+    _saver: Saver = part()
+    _trackers: TrackerHub = part()
+    flag_tensor: torch.Tensor | None = part()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
