@@ -177,7 +177,7 @@ class Preparer:
         own = [
             optimizer
             for optimizer in self.optimizers
-            if scheduler.optimizer in (optimizer, optimizer.optimizer)
+            if getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer)
         ]
         num_ranks = self.shared.num_data_ranks
         return AcceleratedScheduler(

@@ -48,6 +48,7 @@ class SharedState:
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
+        init: how the process group was joined.
         save_round: this rank's side of the rounds in which ranks save checkpoints; None where it is alone.
     """
 
@@ -66,6 +67,7 @@ class SharedState:
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     has_checked_models: bool = False
+    init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
     save_round: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -157,7 +159,8 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     """
     worker = context.current()
     init = init or InitProcessGroupKwargs()
-    if joining.is_distributed() and init.to_kwargs():
+    is_joined = joining.is_distributed() and (worker.training is None or worker.training.init != init)
+    if is_joined and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
         warn(f"{given} has no effect: this process has joined its process group already")
     if worker.training is None:
@@ -172,6 +175,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
             LoopStack(process.slot),
             losses,
             BusyTime(process.slot),
+            init=init,
         )
     shared: SharedState = worker.training
     if cpu and shared.process.device.type != "cpu":

@@ -332,6 +332,8 @@ def test_batches_shrink_until_they_fit() -> None:
 
     assert train("size") == "size 64"
     assert tried == [100, 90, 81, 72, 64]
+    assert train("size") == "size 64"
+    assert tried == [100, 90, 81, 72, 64, 64], "it goes on with what has fitted"
     with pytest.raises(TypeError, match=r"train: too many positional arguments.*leave it out"):
         train(128, "size")
 

@@ -111,7 +111,7 @@ def find_executable_batch_size(
 
     Args:
         function: takes the batch size as its first argument, which callers leave out.
-        starting_batch_size: the first try.
+        starting_batch_size: the first try of the first call; later calls begin with what has fitted.
         reduce_batch_size_fn: returns the next one to try; None: 9 tenths of the one before.
 
     Raises:
@@ -125,10 +125,12 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
 
+    batch_size = starting_batch_size  # later calls begin with what has fitted
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
         _check_call(function, args)
-        batch_size = starting_batch_size
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
             try:
