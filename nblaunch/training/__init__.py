@@ -14,8 +14,8 @@ and in plain ``python``. One process, from the outside in:
 The :class:`Accelerator`, and what it is built of:
 
     accelerator.py   the methods that users call: a façade
-    properties.py    its properties
-    per_process.py   its parts per process: one of a notebook cell has others in a worker
+    properties.py    its properties and its parts
+    per_process.py   the parts are those of a process: one of a notebook cell has others in a worker
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
     parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh; sequences sharded over ranks

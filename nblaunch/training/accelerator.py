@@ -4,9 +4,9 @@ A façade: the constructor resolves its arguments and builds the parts, to which
 which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Inherited are
 
     process_methods.py   ranks, barriers, only some ranks: what ``PartialState`` has, too
-    properties.py        settings and labels to read
-    per_process.py       ``self._preparer`` and so on: the constructor makes them; an Accelerator of a notebook cell
-                         gets others in each worker, when they are first used there
+    properties.py        settings and labels to read; its parts, as ``self._preparer``
+    per_process.py       the constructor makes these parts; an Accelerator of a notebook cell gets others in each
+                         worker, when they are first used there
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, add_hook
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
-from nblaunch.training.gradients import Gradients
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module, is_dispatched
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -48,7 +47,6 @@ from nblaunch.training.options import (
     project_of,
 )
 from nblaunch.training.parallelism import ParallelismConfig, context_parallel
-from nblaunch.training.per_process import PerProcessParts
 from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import AcceleratorProperties
@@ -62,7 +60,7 @@ from nblaunch.training.tracking.hub import TrackerHub
 T = TypeVar("T")
 
 
-class Accelerator(AcceleratorProperties, PerProcessParts):
+class Accelerator(AcceleratorProperties):
     """Prepares a plain PyTorch training loop for any number of processes, which then train as one.
 
     Example::
@@ -172,7 +170,6 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             step_scheduler_with_optimizer,
             dynamo,
         )
-        self._gradients = Gradients(self._preparer)
         self._checkpoints = CheckpointedObjects(shared, self._preparer, project)
         self._saver = Saver(self._checkpoints)
         self._trackers = TrackerHub(log_with, project, shared.process)
@@ -200,6 +197,9 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         precision = strategy.adapt_precision(asked)
         shared.adopt(plugin, strategy, setup, precision)
         return precision, strategy
+
+    def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
+        Accelerator.__init__(self, **arguments)
 
     @property
     def _process(self) -> JoinedProcess:
@@ -359,7 +359,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
         Raises:
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
         """
-        self._gradients.backward(loss, **kwargs)
+        gradients.backward(self._preparer, loss, **kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
         """Run the block as one micro-step: ranks average gradients and optimizers step only where the window ends.
@@ -378,7 +378,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
                     optimizer.step()  # does nothing in three of four micro-steps
                     optimizer.zero_grad()
         """
-        return self._gradients.accumulate(models)
+        return gradients.accumulate(self._preparer, models)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Run the block with ``backward`` leaving gradients unreduced. Does nothing in a lone process."""
@@ -404,7 +404,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             joinables: the prepared models (and optimizers that communicate) of the loop.
             even_batches: overrides the setting of all prepared loaders over indexed datasets inside the block.
         """
-        return self._gradients.join_uneven_inputs(joinables, even_batches)
+        return gradients.join_uneven_inputs(self._preparer, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Run the block in mixed precision: for computations outside of a prepared model, such as a loss.
@@ -417,7 +417,7 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring fp16 gradients to their true size: those of an optimizer or a list; None: of all prepared ones."""
-        self._gradients.unscale(optimizer)
+        gradients.unscale(self._preparer, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their total norm, in true size, and return the norm before. Call it where gradients sync.
@@ -434,9 +434,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
-        return self._preparer.strategy.clip_grad_norm(
-            self._gradients.bring_to_true_size(parameters), max_norm, norm_type
-        )
+        parameters = gradients.bring_to_true_size(self._preparer, parameters)
+        return self._preparer.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync.
@@ -445,7 +444,8 @@ class Accelerator(AcceleratorProperties, PerProcessParts):
             parameters: a parameter or an iterable of them.
             clip_value: the largest absolute value of an element.
         """
-        self._preparer.strategy.clip_grad_value(self._gradients.bring_to_true_size(parameters), clip_value)
+        parameters = gradients.bring_to_true_size(self._preparer, parameters)
+        self._preparer.strategy.clip_grad_value(parameters, clip_value)
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 

@@ -57,14 +57,14 @@ PLUGINS: Mapping[str, type[StrategyPlugin]] = {
 
 
 def refuse_unsupported(unsupported: dict[str, Any]) -> None:
-    """Raise for unknown arguments, and for the one of Hugging Face Accelerate's that is not supported."""
+    """Raise for unknown arguments, and for those of Hugging Face Accelerate's that are not supported."""
     for name, value in unsupported.items():
-        if name != "megatron_lm_plugin":
+        if name not in ("megatron_lm_plugin", "torch_tp_plugin"):
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:  # None is the default there, passed on by many trainers
             raise NotImplementedError(
                 f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; models are trained with "
-                f"DistributedDataParallel, or by one of {', '.join(PLUGINS)}, strategy"
+                f"DistributedDataParallel, or by one of {', '.join(PLUGINS)}, strategy, parallelism_config"
             )
 
 
@@ -238,7 +238,7 @@ def plugin_if_none_given(
     for name, kind in PLUGINS.items():
         if name in launched:
             return kind.from_argument(name, kind(**launched[name]))
-    return ReplicatedPlugin(handlers.get(DistributedDataParallelKwargs))
+    return ReplicatedPlugin(handlers)
 
 
 def resolve_precision(

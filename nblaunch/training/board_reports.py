@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.wire.board import MAX_BINS, LossBins, Slot
+from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
 from nblaunch.wire.weights import is_sharded
 
 
@@ -162,6 +163,32 @@ _LOSS_INTERVAL_S = 0.5
 _MEMORY_INTERVAL_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
+class _Bin:
+    """The losses of equally many optimizer steps.
+
+    Args:
+        sum: of the losses, on the device.
+        count: how many they are.
+        total: of the losses that were read.
+        num_read: how many these are.
+    """
+
+    sum: torch.Tensor
+    count: int = 0
+    total: float = 0.0
+    num_read: int = 0
+
+    def absorb(self, other: _Bin) -> _Bin:
+        """Add a bin, both read; one that is not finite is left out, so that it does not spread over the curve."""
+        if not math.isfinite(self.total):
+            return other
+        if math.isfinite(other.total):
+            self.total += other.total
+            self.count = self.num_read = self.num_read + other.num_read
+        return self
+
+
 class LossReport:
     """Shows the losses of this rank on the board, at most twice a second: the last one, and all of them in means.
 
@@ -184,15 +211,11 @@ class LossReport:
     def begin_anew(self) -> None:
         """Forget all losses so far: those to come are of another command of a session."""
         self._latest: torch.Tensor | None = None
-        self._bins = LossBins()
-        self._unread: list[tuple[torch.Tensor, int]] = []
+        self._bins: list[_Bin] = []  # the last one may not be complete
+        self._steps_per_bin = 1
         self._num_steps = 0  # begun
-        self._num_closed, self._steps_per_bin = 0, 1  # as in the bins, once all is read
-        self._sum: torch.Tensor | None = None
-        self._count = 0
-        # Sums and numbers of losses, as read: of bins that were closed in this epoch, of the open bin, and of that part
-        # of the first bin that is of the epoch before.
-        self._closed, self._open, self._before = (0.0, 0), (0.0, 0), (0.0, 0)
+        self._epoch_total, self._epoch_count = 0.0, 0  # of the losses that were read since the last epoch
+        self._is_epoch_known = True
 
     def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
         """Add ``loss``. Called at every micro-step; anything but a single number is left out.
@@ -207,9 +230,9 @@ class LossReport:
         self._latest = latest = (own.to_local() if is_sharded(loss) else own).detach()
         if self._zero is None or self._zero.device != latest.device:
             self._zero = torch.zeros((), dtype=torch.float32).to(latest.device)
-        self._begin_step()
-        self._sum = (self._zero if self._sum is None else self._sum) + latest.reshape(())
-        self._count += 1
+        begun = self._bin_of_step(self._zero)
+        begun.sum = begun.sum + latest.reshape(())
+        begun.count += 1
         if is_there:
             self.show_due()
 
@@ -231,10 +254,12 @@ class LossReport:
         latest, self._latest = self._latest, None
         if latest is None:
             return
-        try:
-            self._show(latest)
-        except RuntimeError:
-            return  # the device failed; the error that the user sees is the one of their own call
+        # If the device has failed, the error that the user sees is the one of their own call.
+        with suppress(RuntimeError):
+            self._read()
+            means = tuple(one.total / one.num_read for one in self._bins)
+            self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, means))
+            self._slot.set_loss(_number(latest))
 
     def _show_memory(self) -> None:
         now_s = monotonic()
@@ -247,38 +272,40 @@ class LossReport:
 
     def take_mean(self) -> float | None:
         """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""
-        total, number = (
-            closed + rest - before
-            for closed, rest, before in zip(self._closed, self._open, self._before, strict=True)
-        )
-        is_known = number > 0 and math.isfinite(self._before[0])
-        self._closed, self._before = (0.0, 0), self._open
-        return total / number if is_known else None
+        total, count, is_known = self._epoch_total, self._epoch_count, self._is_epoch_known
+        self._epoch_total, self._epoch_count = 0.0, 0
+        # What the next epoch adds to the last bin is known by how its sum grows.
+        self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
+        return total / count if count and is_known else None
 
-    def _begin_step(self) -> None:
-        """Count a step where an optimizer has stepped since the last loss; close the bin that ended with it."""
+    def _bin_of_step(self, zero: torch.Tensor) -> _Bin:
+        """Return the bin of this step, which begins where an optimizer has stepped since the last loss."""
         num_updates = self._slot.num_updates
-        if self._num_steps and num_updates == self._num_updates:
-            return
-        self._num_updates = num_updates
-        if self._sum is not None and self._num_steps == (self._num_closed + 1) * self._steps_per_bin:
-            self._unread.append((self._sum, self._count))
-            self._sum, self._count = None, 0
-            self._num_closed += 1
-            if self._num_closed == MAX_BINS:
-                self._num_closed, self._steps_per_bin = MAX_BINS // 2, 2 * self._steps_per_bin
-        self._num_steps += 1
+        if not self._num_steps or num_updates != self._num_updates:
+            self._num_updates = num_updates
+            if self._num_steps == len(self._bins) * self._steps_per_bin:
+                if len(self._bins) == MAX_BINS:
+                    self._merge()
+                self._bins.append(_Bin(zero))
+            self._num_steps += 1
+        return self._bins[-1]
 
-    def _show(self, latest: torch.Tensor) -> None:
-        unread, self._unread = self._unread, []
-        for total, count in unread:
-            value = _number(total)
-            self._bins.add(value, count)
-            self._closed = self._closed[0] + value, self._closed[1] + count
-        rest = 0.0 if self._sum is None else _number(self._sum)
-        self._open = rest, self._count
-        self._slot.set_losses(self._bins.curve(self._num_steps, rest, self._count))
-        self._slot.set_loss(_number(latest))
+    def _merge(self) -> None:
+        """Merge the bins in pairs."""
+        with suppress(RuntimeError):  # as in flush
+            self._read()
+        pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
+        self._bins = [one.absorb(other) for one, other in pairs]
+        self._steps_per_bin *= 2
+
+    def _read(self) -> None:
+        """Read what was added up since the last time."""
+        for one in self._bins:
+            if one.count > one.num_read:
+                total = _number(one.sum)
+                self._epoch_total += total - one.total
+                self._epoch_count += one.count - one.num_read
+                one.total, one.num_read = total, one.count
 
 
 def _number(value: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
 """One training step: backward, accumulation, and when ranks average their gradients.
 
-:class:`Gradients` is the part of the ``Accelerator`` that handles gradients. When they are synchronised is decided in
-``accumulation.py``, how by the strategy, and in which number format by the precision.
+Methods of the ``Accelerator`` call these functions, with its :class:`Preparer`. When gradients are synchronised is
+decided in ``accumulation.py``, how by the strategy, and in which number format by the precision.
 """
 
 from __future__ import annotations
@@ -15,107 +15,73 @@ import torch
 from nblaunch.errors import warn
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
-from nblaunch.training.optimizer import AcceleratedOptimizer, is_lomo
+from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import get_shared_state
 
 
-class Gradients:
-    """Computes and accumulates the gradients of this process."""
+def backward(preparer: Preparer, loss: torch.Tensor, **kwargs: Any) -> None:
+    """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
+    shared, divisor = preparer.shared, preparer.accumulation.num_steps
+    if not shared.has_checked_models:
+        shared.check_models()
+    shared.busy_time.begin_backward()
+    if "learning_rate" in kwargs and _lomo_optimizers(preparer):
+        lomo_backward(preparer, loss / divisor, kwargs["learning_rate"])
+    else:
+        preparer.strategy.backward(loss, divisor, preparer.precision, **kwargs)
+    shared.busy_time.end_backward()
+    shared.losses.note(loss, not shared.process.backend.is_lazy)
 
-    def __init__(self, preparer: Preparer) -> None:
-        self._preparer = preparer
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
-        preparer, shared = self._preparer, self._preparer.shared
-        divisor = preparer.accumulation.divisor
-        if not shared.has_checked_models:
-            shared.check_models()
-        shared.busy_time.begin_backward()
-        if kwargs and "learning_rate" in kwargs and self._lomo_optimizers():
-            self.lomo_backward(loss / divisor, kwargs["learning_rate"])
-        else:
-            preparer.strategy.backward(loss, divisor, preparer.precision, **kwargs)
-        shared.busy_time.end_backward()
-        shared.losses.note(loss, not shared.process.backend.is_lazy)
+def lomo_backward(preparer: Preparer, loss: torch.Tensor, learning_rate: float) -> None:
+    """Compute gradients and step at once; see ``Accelerator.lomo_backward``."""
+    if learning_rate is None:
+        raise ValueError(
+            "lomo_backward needs a learning rate: LOMO optimizers step while they compute gradients"
+        )
+    found = _lomo_optimizers(preparer)
+    if not found:
+        raise ValueError(
+            "lomo_backward needs a LOMO optimizer, but none was prepared: pass lomo_optim.Lomo(model) or "
+            "lomo_optim.AdaLomo(model) to accelerator.prepare()"
+        )
+    for optimizer in found:
+        optimizer.optimizer.fused_backward(loss, learning_rate)
 
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Compute gradients and step at once; see ``Accelerator.lomo_backward``."""
-        if learning_rate is None:
-            raise ValueError(
-                "lomo_backward needs a learning rate: LOMO optimizers step while they compute gradients"
-            )
-        found = self._lomo_optimizers()
-        if not found:
-            raise ValueError(
-                "lomo_backward needs a LOMO optimizer, but none was prepared: pass lomo_optim.Lomo(model) or "
-                "lomo_optim.AdaLomo(model) to accelerator.prepare()"
-            )
-        for optimizer in found:
-            optimizer.fused_backward(loss, learning_rate)
 
-    def _lomo_optimizers(self) -> list[Any]:
-        return [one.optimizer for one in self._preparer.optimizers if is_lomo(one.optimizer)]
-
-    @contextmanager
-    def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Run the block as one micro-step; see ``Accelerator.accumulate``."""
-        strategy, shared = self._preparer.strategy, self._preparer.shared
-        accumulation = shared.accumulation = self._preparer.accumulation
-        accumulation.advance()
-        if accumulation.num_steps > 1:
-            is_first = accumulation.step % accumulation.num_steps == 1
-            window = (is_first, accumulation.sync_gradients, accumulation.rescale)
-            shared.process.backend.note_step_kind(window)
-        if accumulation.rescale != 1.0:
-            for model in models or self._preparer.models:
-                strategy.multiply_gradients(model, accumulation.rescale)
-        if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
-            yield
-            return
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(strategy.no_sync(model))
-            yield
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
-        """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
-        with ExitStack() as stack:
-            if even_batches is not None and self._preparer.shared.process.topology.world_size > 1:
-                stack.enter_context(_even_batches(self._preparer.loaders, even_batches))
-            stack.enter_context(self._preparer.strategy.join_uneven_inputs(list(joinables)))
-            yield
-
-    def unscale(self, optimizer: Any) -> None:
-        """Bring fp16 gradients to their true size; see ``Accelerator.unscale_gradients``."""
-        for one in self._preparer.optimizers if optimizer is None else nested.leaves(optimizer):
-            self._preparer.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
-
-    def bring_to_true_size(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Bring gradients of ``parameters`` to their true size, and return these as a list.
-
-        They are averaged over ranks, where backward has not done it, and unscaled. The optimizers that have none of the
-        parameters are left alone: they may have no gradients yet. Where no prepared optimizer has any of them, those of
-        all are unscaled.
-        """
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        wanted = {id(parameter) for parameter in listed}
-        if self._preparer.accumulation.sync_gradients:
-            for optimizer in self._preparer.optimizers:
-                optimizer.reduce_gradients(wanted)
-        owners = [optimizer for optimizer in self._preparer.optimizers if optimizer.has_any(wanted)]
-        self.unscale(owners or None)
-        return listed
+def _lomo_optimizers(preparer: Preparer) -> list[Any]:
+    return [one for one in preparer.optimizers if one.steps_in_backward]
 
 
 @contextmanager
-def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
-    """Have the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
+def accumulate(preparer: Preparer, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Run the block as one micro-step; see ``Accelerator.accumulate``."""
+    strategy, shared = preparer.strategy, preparer.shared
+    accumulation = shared.accumulation = preparer.accumulation
+    accumulation.advance()
+    if accumulation.num_steps > 1:
+        is_first = accumulation.step % accumulation.num_steps == 1
+        window = (is_first, accumulation.sync_gradients)
+        shared.process.backend.note_step_kind(window)
+    if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
+        yield
+        return
     with ExitStack() as stack:
-        for strategy in list(get_shared_state().strategies.values()):
-            stack.enter_context(strategy.sync_in_backward(model))
+        for model in models:
+            stack.enter_context(strategy.no_sync(model))
+        yield
+
+
+@contextmanager
+def join_uneven_inputs(
+    preparer: Preparer, joinables: Iterable[Any], even_batches: bool | None
+) -> Iterator[None]:
+    """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
+    with ExitStack() as stack:
+        if even_batches is not None and preparer.shared.process.topology.world_size > 1:
+            stack.enter_context(_even_batches(preparer.loaders, even_batches))
+        stack.enter_context(preparer.strategy.join_uneven_inputs(list(joinables)))
         yield
 
 
@@ -137,3 +103,37 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
     finally:
         for shard, setting in zip(shards, before, strict=True):
             shard.even_batches = setting
+
+
+@contextmanager
+def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
+    """Have the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
+    with ExitStack() as stack:
+        for strategy in list(get_shared_state().strategies):
+            stack.enter_context(strategy.sync_in_backward(model))
+        yield
+
+
+def unscale(preparer: Preparer, optimizer: Any) -> None:
+    """Bring fp16 gradients to their true size; see ``Accelerator.unscale_gradients``."""
+    for one in preparer.optimizers if optimizer is None else nested.leaves(optimizer):
+        preparer.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+
+
+def bring_to_true_size(
+    preparer: Preparer, parameters: torch.Tensor | Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Bring gradients of ``parameters`` to their true size, and return these as a list.
+
+    They are averaged over ranks, where backward has not done it, and unscaled. The optimizers that have none of the
+    parameters are left alone: they may have no gradients yet. Where no prepared optimizer has any of them, those of
+    all are unscaled.
+    """
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    wanted = {id(parameter) for parameter in listed}
+    owners = [optimizer for optimizer in preparer.optimizers if optimizer.has_any(wanted)]
+    if preparer.accumulation.sync_gradients:
+        for optimizer in owners:
+            optimizer.reduce_gradients()
+    unscale(preparer, owners or None)
+    return listed

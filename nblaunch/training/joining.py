@@ -11,13 +11,14 @@ import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nblaunch import backends, context
 from nblaunch.backends.base import Backend
+from nblaunch.context import ProcessContext
 from nblaunch.events import WorkerState
 from nblaunch.topology import Topology
 from nblaunch.training.options import InitProcessGroupKwargs
@@ -52,7 +53,7 @@ def configure_device(spmd: bool, downcast_bf16: bool) -> None:
         downcast_bf16: see ``Accelerator``; also where the launcher was given it.
     """
     worker = context.current()
-    if _rank_that_started_this(worker.topology) is not None:
+    if _rank_that_started_this(worker) is not None:
         return
     if spmd:
         worker.backend.enable_spmd()
@@ -70,10 +71,9 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
         RuntimeError: the environment has several processes but no address of their rendezvous.
     """
     worker = context.current()
-    rank = _rank_that_started_this(worker.topology)
+    rank = _rank_that_started_this(worker)
     if rank is not None:
-        backend = backends.discover().get(rank.backend, worker.backend)
-        return JoinedProcess(Topology(**rank.topology), backend, torch.device(rank.device), worker.slot)
+        return rank
     backend = backends.choose("cpu") if cpu else worker.backend
     device = backend.device(worker.topology)
     init = init or InitProcessGroupKwargs()
@@ -92,35 +92,30 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
     return process
 
 
-class _Rank(NamedTuple):
-    """What a process knows of the rank that started it, in types that any interpreter can unpickle.
-
-    A child whose topology has another ``environment`` joins a group of its own. It can't always use ``device``.
-    """
-
-    environment: dict[str, str]
-    topology: dict[str, Any]
-    backend: str
-    device: str
-
-
 def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
     """Let processes that ``multiprocessing`` starts from now on know that this one is a rank.
 
     A process inherits the configuration of the one that creates it, whatever the start method, along with the key of
-    its connections. The environment would not do: a forkserver keeps that of its own start.
+    its connections. The environment would not do: a forkserver keeps that of its own start. The types are such that any
+    interpreter can unpickle them.
     """
-    rank = _Rank(environment, asdict(process.topology), process.backend.name, str(process.device))
-    multiprocessing.current_process()._config[_RANK_ENTRY] = tuple(rank)  # type: ignore[attr-defined]
+    entry = environment, asdict(process.topology), process.backend.name, str(process.device)
+    multiprocessing.current_process()._config[_RANK_ENTRY] = entry  # type: ignore[attr-defined]
 
 
-def _rank_that_started_this(topology: Topology) -> _Rank | None:
-    """Return the rank that started this process; None where there is none, or ``topology`` is a place of its own."""
+def _rank_that_started_this(worker: ProcessContext) -> JoinedProcess | None:
+    """Return the rank that started this process, in which its device may be of no use; None where there is none.
+
+    A process with another environment than that rank has a place of its own.
+    """
     if multiprocessing.parent_process() is None or is_distributed():
         return None
     entry = multiprocessing.current_process()._config.get(_RANK_ENTRY)  # type: ignore[attr-defined]
-    rank = None if entry is None else _Rank(*entry)
-    return rank if rank is not None and rank.environment == topology.to_env() else None
+    if entry is None or entry[0] != worker.topology.to_env():
+        return None
+    _, topology, name, device = entry
+    backend = backends.discover().get(name, worker.backend)
+    return JoinedProcess(Topology(**topology), backend, torch.device(device), worker.slot)
 
 
 def _of_this_process() -> JoinedProcess:

@@ -178,9 +178,6 @@ def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
         process.backend.to_device(model, process.device)
 
 
-_HOST = ("cpu", "disk")
-
-
 def device_map(model: torch.nn.Module) -> Mapping[str, Any]:
     """Return the device map that ``model``, or a module in it, was loaded with; empty where there is none.
 
@@ -219,20 +216,15 @@ def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
         )
     if not is_quantised(model):
         return is_dispatched(model)
-    placed = {str(place) for place in device_map(model).values()}
-    if process.device.type != "cpu" and placed & set(_HOST):
-        raise ValueError(
-            "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk offload: "
-            f'hf_device_map has {", ".join(sorted(placed))}. Load it with device_map={{"": accelerator.device}}'
-        )
-    for parameter in model.parameters():
-        if not is_dispatched(model) and is_quantised_weight(parameter):
-            _check_device(parameter.device, process.device, is_fixed=bool(placed))
-    return bool(placed) or all(parameter.device == process.device for parameter in model.parameters())
+    is_placed = bool(device_map(model))
+    if is_placed and not is_dispatched(model):
+        for parameter in filter(is_quantised_weight, model.parameters()):
+            _check_device(parameter.device, process.device)
+    return is_placed or all(parameter.device == process.device for parameter in model.parameters())
 
 
-def _check_device(held: torch.device, wanted: torch.device, is_fixed: bool) -> None:
-    if is_fixed and held.type != "meta" and held != wanted:
+def _check_device(held: torch.device, wanted: torch.device) -> None:
+    if held.type != "meta" and held != wanted:
         raise ValueError(
             "You can't train a model that has been loaded in 8-bit or 4-bit precision on a different device than the "
             f"one you're training on: it is on {held}, and this rank trains on {wanted}. Load it inside the function "

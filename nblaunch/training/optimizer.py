@@ -7,7 +7,6 @@ out the calls that gradient accumulation or an overflow makes void.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -36,6 +35,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         precision: how to step.
         backend: notified of every step.
         place_state: bring state that lies on another device than its parameter to the parameter's.
+
+    ``steps_in_backward``: it is one of the ``lomo_optim`` library, which steps while it computes gradients.
     """
 
     # Views that the Accelerator adds, for users; nothing here reads them.
@@ -57,7 +58,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._backend = backend
         self._is_overflow = False
         self._is_reduced = False
-        self._steps_in_backward = is_lomo(optimizer)
+        self.steps_in_backward = hasattr(optimizer, "fused_backward")
         self._is_accelerate_prepared = True
         self.device_placement = place_state
         self._lets_choose_zeros = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
@@ -121,23 +122,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._accumulation.sync_gradients:
             self.reduce_gradients()
             self._is_reduced = self._accumulation.are_gradients_reduced = False
-            if not self._steps_in_backward:
+            if not self.steps_in_backward:
                 self._is_overflow = self._precision.step(self.optimizer, closure)
             self._backend.step_boundary()
 
-    def reduce_gradients(self, wanted: Container[int] | None = None) -> None:
-        """Average gradients over ranks, on devices whose models don't do it in backward; once per step.
-
-        Nothing is done where it has none of the ``wanted`` parameters, given by their ids; None: all are.
-        """
-        if self._is_reduced or self._accumulation.are_gradients_reduced:
-            return
-        if wanted is not None and not self.has_any(wanted):
-            return
-        self._backend.reduce_gradients(self.optimizer)
-        self._is_reduced = True
+    def reduce_gradients(self) -> None:
+        """Average gradients over ranks, on devices whose models don't do it in backward; once per step."""
+        if not (self._is_reduced or self._accumulation.are_gradients_reduced):
+            self._backend.reduce_gradients(self.optimizer)
+            self._is_reduced = True
 
     def has_any(self, wanted: Container[int]) -> bool:
+        """Return whether it has any of the parameters whose ids are ``wanted``."""
         return any(id(parameter) in wanted for group in self.param_groups for parameter in group["params"])
 
     @property
@@ -238,12 +234,6 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state."""
         self.scheduler.load_state_dict(state_dict)
-
-
-def is_lomo(optimizer: Any) -> bool:
-    """Return whether an optimizer is one of the ``lomo_optim`` library, which steps while it computes gradients."""
-    lomo = sys.modules.get("lomo_optim")  # where it was not imported, nothing can be one
-    return lomo is not None and isinstance(optimizer, (lomo.Lomo, lomo.AdaLomo))
 
 
 def _has_misplaced_state(optimizer: torch.optim.Optimizer) -> bool:

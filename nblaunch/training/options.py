@@ -103,7 +103,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_hook: how gradients travel: in full, in half precision, or as a low-rank approximation.
         comm_wrapper: FP16 or BF16: what the hook sends is sent in this format.
         comm_state_option: for the POWER_SGD hooks, arguments of torch's ``PowerSGDState``.
-        sync_batchnorm: let batch normalisation take its statistics over the batches of all ranks; on GPUs.
 
     Raises:
         ValueError: there is no such hook, or options that exclude each other.
@@ -119,7 +118,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
-    sync_batchnorm: bool = False
 
     def check(self) -> None:
         names = tuple(kind.value for kind in DDPCommunicationHookType)
@@ -133,7 +131,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return what differs from torch's defaults, for DDP's constructor: without the hook and what torch dropped."""
-        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option", "sync_batchnorm")
+        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in super().to_kwargs().items() if name not in own}
 
 
@@ -328,8 +326,6 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: keep torch's warning about the order of scheduler and optimizer quiet in between.
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
         sync_each_batch: average gradients over ranks at every micro-step: more traffic, less memory in sharded models.
-        average_tail: the window that a loader's end cuts short averages over the micro-steps that it had. False: it
-            divides by ``num_steps`` like the others, which makes its step smaller.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -340,7 +336,6 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-    average_tail: bool = False
 
     def check(self) -> None:
         if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
@@ -350,7 +345,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 @dataclass
-class DataLoaderConfiguration:
+class DataLoaderConfiguration(KwargsHandler):
     """How prepared loaders share their data among ranks.
 
     Args:
@@ -380,11 +375,7 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    def __post_init__(self) -> None:
-        self.check()
-
     def check(self) -> None:
-        """Raise ValueError or ImportError where the value of a field can't be used."""
         if self.data_seed is not None and self.data_seed < 0:
             raise ValueError(f"data_seed={self.data_seed} is negative")
         if self.use_stateful_dataloader and not is_installed("torchdata"):

@@ -148,16 +148,10 @@ class ParallelismConfig:
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}_size must be at least 1, but got {size!r}")
         check_choice("cp_backend", self.cp_backend, ("torch",))
-        check_choice("sp_backend", self.sp_backend, ("deepspeed",))
         if self.cp_enabled and not isinstance(self.cp_handler, TorchContextParallelConfig):
             raise ValueError(
                 "cp_backend='torch' requires a TorchContextParallelConfig, but cp_handler was set to "
                 f"{self.cp_handler!r:.80}"
-            )
-        if self.cp_enabled and self.sp_enabled:
-            raise ValueError(
-                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
-                f"cp_size={self.cp_size} and sp_size={self.sp_size}"
             )
         if self.sp_enabled:
             raise NotImplementedError(_SEQUENCE)

@@ -13,7 +13,7 @@ cell (objects and hooks of checkpoints, the start of trackers) is carried over t
 
 from __future__ import annotations
 
-import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -29,7 +29,7 @@ _HAS_PREPARED = (
 )
 
 
-class _PerProcess:
+class _Part:
     """An attribute of :class:`PerProcessParts` with a value per process."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -47,17 +47,13 @@ class _PerProcess:
         instance._parts()[self._name] = value
 
 
-class PerProcessParts:
-    """Base of the ``Accelerator``: keeps its parts per process, and builds them at their first use in a worker."""
+def part() -> Any:
+    """Return a part, to be declared in the class of the ``Accelerator`` with its type."""
+    return _Part()
 
-    _handlers: Any = _PerProcess()
-    _shared: Any = _PerProcess()
-    _preparer: Any = _PerProcess()
-    _gradients: Any = _PerProcess()
-    _checkpoints: Any = _PerProcess()
-    _saver: Any = _PerProcess()
-    _trackers: Any = _PerProcess()
-    flag_tensor: Any = _PerProcess()
+
+class PerProcessParts(ABC):
+    """Base of the ``Accelerator``: keeps its parts per process, and builds them at their first use in a worker."""
 
     _home: ProcessContext | None
     _own_parts: dict[str, Any]
@@ -75,10 +71,9 @@ class PerProcessParts:
             self._arguments = {**named, **variables["unsupported"]}
             self._home, self._own_parts, self._carried = context.current(), {}, {}
 
+    @abstractmethod
     def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
         """Build the parts of this process by the constructor: the Accelerator's own, not that of a user's subclass."""
-        own = next(cls for cls in type(self).__mro__ if PerProcessParts in cls.__bases__)
-        own.__init__(self, **arguments)  # type: ignore[misc]
 
     @property
     def _operations(self) -> ModuleType:
@@ -144,7 +139,7 @@ class PerProcessParts:
 
 def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of the constructor for what was assigned to an Accelerator since, in place of the first ones."""
-    preparer, accumulation = parts["_preparer"], parts["_preparer"].accumulation
+    preparer = parts["_preparer"]
     return {
         "device_placement": preparer.device_placement,
         "split_batches": None,
@@ -153,9 +148,7 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
         "step_scheduler_with_optimizer": preparer.step_scheduler_with_optimizer,
         "kwargs_handlers": list(parts["_handlers"].values()),
         "gradient_accumulation_steps": 1,
-        "gradient_accumulation_plugin": dataclasses.replace(
-            accumulation.plugin, num_steps=accumulation.num_steps
-        ),
+        "gradient_accumulation_plugin": preparer.accumulation.plugin,
     }
 
 

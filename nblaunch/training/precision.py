@@ -26,7 +26,7 @@ from nblaunch import context, env
 from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
 from nblaunch.spec import MIXED_PRECISIONS
-from nblaunch.training.collectives import dtensor, nested
+from nblaunch.training.collectives import nested
 from nblaunch.training.joining import current_topology
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, KwargsHandler, check_choice
 
@@ -36,7 +36,8 @@ class Precision:
 
     Args:
         backend: the device family.
-        handlers: may have settings of autocast, the gradient scaler and fp8, by type.
+        handlers: of the Accelerator, by type, where the user may assign others: they may have settings of autocast, the
+            gradient scaler and fp8.
     """
 
     name = "no"
@@ -44,16 +45,12 @@ class Precision:
 
     def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
         self._backend = backend
-        self.replace_handlers(handlers)
+        self._handlers = handlers
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler; None where losses are not scaled."""
         return None
-
-    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
-        """Use these handlers from now on: all those of the Accelerator, to which the user may assign others."""
-        self._options = handlers.get(AutocastKwargs) or AutocastKwargs()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Take notice of an optimizer that was prepared."""
@@ -62,7 +59,7 @@ class Precision:
         """Run the block, outside a prepared model's forward, in this precision. ``options`` beat the constructor's."""
         if self.dtype is None:
             return nullcontext()
-        options = options or self._options
+        options = options or self._handlers.get(AutocastKwargs) or AutocastKwargs()
         return self._backend.autocast(
             self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )
@@ -147,12 +144,14 @@ class Fp16Precision(Precision):
         super().__init__(backend, handlers)
         scaling = handlers.get(GradScalerKwargs) or GradScalerKwargs()
         self._scaler = backend.grad_scaler(**scaling.to_kwargs())
-        self._optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
-            weakref.WeakValueDictionary()
-        )
-        self._unscaled: set[int] = set()  # ids of optimizers; their gradients have their true size
-        self._done: set[int] = set()  # those that stepped in this round, or whose gradients were cleared
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._unscaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last backward
+        self._done: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
         self._steps_taken = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A model that is copied has this with its forward; the optimizers are not copied with it.
+        return {**vars(self), **{name: weakref.WeakSet() for name in ("_optimizers", "_unscaled", "_done")}}
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -165,36 +164,29 @@ class Fp16Precision(Precision):
         return self._scaler
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._optimizers.get(id(optimizer)) is not optimizer:
-            self._unscaled.discard(id(optimizer))  # what is known is of another one, which is gone
-            self._done.discard(id(optimizer))
-            self._optimizers[id(optimizer)] = optimizer
+        self._optimizers.add(optimizer)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute scaled gradients. RuntimeError where unscaled ones would be mixed with them, or were."""
-        for optimizer in list(self._optimizers.values()):
+        for optimizer in list(self._unscaled):
             if not _has_gradients(optimizer):
                 self.forget_gradients(optimizer)
-        if self._done and self._unscaled:
-            raise RuntimeError(_MIXED.format("has not stepped since"))
         self._end_round()
-        before = {key: _versions(self._optimizers[key]) for key in self._unscaled if key in self._optimizers}
+        self._unscaled.clear()
         self._scaler.scale(loss).backward(**kwargs)
-        if any(_versions(self._optimizers[key]) != versions for key, versions in before.items()):
-            raise RuntimeError(_MIXED.format("was given more of them by backward before it stepped"))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self.register(optimizer)
-        if id(optimizer) in self._done:
+        if optimizer in self._done:
             self._end_round()
-        # The scaler refuses to unscale twice in a round; clipping by norm and then by value is a fair thing to do.
-        if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
+        # Clipping by norm and then by value is a fair thing to do. With another backward in between, gradients of true
+        # size and scaled ones would be mixed: torch's scaler refuses to unscale these.
+        if optimizer not in self._unscaled and _has_gradients(optimizer):
             self._scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+            self._unscaled.add(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
         self.register(optimizer)
-        if id(optimizer) in self._done:
+        if optimizer in self._done:
             self._end_round()
         before = self._steps_taken
         with self._counting_steps(optimizer):
@@ -202,24 +194,19 @@ class Fp16Precision(Precision):
                 self._scaler.step(optimizer)
             else:
                 self._scaler.step(optimizer, closure)
-        self._unscaled.discard(id(optimizer))
-        self._done.add(id(optimizer))
+        self._done.add(optimizer)
         if not self._waiting():
             self._end_round()
         # The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway.
         return self._steps_taken == before
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        if id(optimizer) in self._unscaled:
-            self._unscaled.discard(id(optimizer))
-            self._done.add(id(optimizer))
+        if optimizer in self._unscaled:
+            self._done.add(optimizer)  # the scaler may forget it
 
     def _waiting(self) -> bool:
         """Return whether an optimizer may still step in this round."""
-        return any(
-            key not in self._done and _has_gradients(optimizer)
-            for key, optimizer in list(self._optimizers.items())
-        )
+        return any(one not in self._done and _has_gradients(one) for one in list(self._optimizers))
 
     def _end_round(self) -> None:
         if self._done:
@@ -251,28 +238,10 @@ class Fp16Precision(Precision):
                 attributes["step"] = own
 
 
-_MIXED = (
-    "fp16: unscale_() has already been called on this optimizer since the last update(): it was clipped or unscaled, "
-    "and {}, so that gradients of true size and scaled ones would be mixed. Clip, or call unscale_gradients, only "
-    "where the optimizer steps: if accelerator.sync_gradients: accelerator.clip_grad_norm_(parameters, max_norm)"
-)
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor | None]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter.grad
-
-
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(gradient is not None for gradient in _gradients(optimizer))
-
-
-def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Return numbers that change whenever a gradient does."""
-    with torch.no_grad():  # otherwise each look at a shard makes a new tensor
-        held = [None if gradient is None else dtensor.local(gradient) for gradient in _gradients(optimizer)]
-    return [(0, 0) if one is None else (id(one), one._version) for one in held]
+    return any(
+        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    )
 
 
 class AutocastForward:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,33 +35,25 @@ OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
 SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 
+@dataclass(eq=False, repr=False)
 class Preparer:
-    """Prepares objects, and keeps what it has prepared. Its settings may be assigned."""
+    """Prepares objects, and keeps what it has prepared. Its settings, those of an Accelerator, may be assigned."""
 
-    def __init__(
-        self,
-        shared: SharedState,
-        precision: Precision,
-        strategy: Strategy,
-        data: DataLoaderConfiguration,
-        rng_types: Sequence[str],
-        device_placement: bool,
-        step_scheduler_with_optimizer: bool,
-        dynamo: TorchDynamoPlugin,
-    ) -> None:
-        self.shared = shared
-        self.precision = precision
-        self.strategy = strategy
-        self.accumulation = shared.accumulation
-        self.data = data
-        self.rng_types = rng_types
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dynamo = dynamo
-        self.models: list[torch.nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[AcceleratedScheduler] = []
-        self.loaders: list[PreparedLoader] = []
+    shared: SharedState
+    precision: Precision
+    strategy: Strategy
+    data: DataLoaderConfiguration
+    rng_types: Sequence[str]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    dynamo: TorchDynamoPlugin
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.accumulation = self.shared.accumulation
         self._replacements = Replacements()
 
     @property
@@ -154,7 +147,7 @@ class Preparer:
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
             optimizer.gradient_state = GradientState._of(self.accumulation)
-            optimizer.accelerator_state = AcceleratorState._of(self.shared)
+            optimizer.accelerator_state = AcceleratorState()
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         return optimizer
@@ -184,7 +177,7 @@ class Preparer:
         own = [
             optimizer
             for optimizer in self.optimizers
-            if scheduler.optimizer in (optimizer, optimizer.optimizer)
+            if getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer)
         ]
         num_ranks = self.shared.num_data_ranks
         return AcceleratedScheduler(

@@ -160,15 +160,15 @@ class ProcessMethods(ABC):
             def report(loss):
                 print(f"loss {loss:.3f}")
         """
-        return self._maybe_later(function, lambda: self.is_main_process)
+        return _only_where(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Any = None) -> Any:
         """Decorate ``function`` to run on the main process of each machine only; see :meth:`on_main_process`."""
-        return self._maybe_later(function, lambda: self.is_local_main_process)
+        return _only_where(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: F) -> F:
         """Decorate ``function`` to run on the last process only; it returns None on the others."""
-        return self._only_where(lambda: self.is_last_process, function)
+        return _only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Decorate ``function`` to run on one rank of the job only; in a lone process in any case.
@@ -180,35 +180,13 @@ class ProcessMethods(ABC):
         Raises:
             ValueError: ``process_index`` is missing or negative.
         """
-        index = self._check_index("process_index", process_index)
-        return self._maybe_later(function, lambda: not self.use_distributed or self.process_index == index)
+        index = _checked("process_index", process_index)
+        return _only_where(lambda: not self.use_distributed or self.process_index == index, function)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Decorate ``function`` to run on one rank of each machine only; see :meth:`on_process`."""
-        index = self._check_index("local_process_index", local_process_index)
-        return self._maybe_later(
-            function, lambda: not self.use_distributed or self.local_process_index == index
-        )
-
-    @staticmethod
-    def _check_index(name: str, index: int | None) -> int:
-        # What is for rank 3 must not keep the script from running on two ranks.
-        if index is None or index < 0:
-            raise ValueError(f"{name}={index!r} is not a rank; ranks count from 0")
-        return index
-
-    def _maybe_later(self, function: Any, is_here: Callable[[], bool]) -> Any:
-        if function is None:
-            return functools.partial(self._only_where, is_here)
-        return self._only_where(is_here, function)
-
-    @staticmethod
-    def _only_where(is_here: Callable[[], bool], function: F) -> F:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if is_here() else None
-
-        return call  # type: ignore[return-value]
+        index = _checked("local_process_index", local_process_index)
+        return _only_where(lambda: not self.use_distributed or self.local_process_index == index, function)
 
     # --- sharing work --------------------------------------------------------------------------------------------
 
@@ -236,6 +214,25 @@ class ProcessMethods(ABC):
     def destroy_process_group(self) -> None:
         """Leave the process group, if there is one."""
         process_group.leave()
+
+
+def _checked(name: str, index: int | None) -> int:
+    # What is for rank 3 must not keep the script from running on two ranks.
+    if index is None or index < 0:
+        raise ValueError(f"{name}={index!r} is not a rank; ranks count from 0")
+    return index
+
+
+def _only_where(is_here: Callable[[], bool], function: Any) -> Any:
+    """Return ``function``, to be run only where ``is_here()``; a decorator that does so where None is given."""
+    if function is None:
+        return functools.partial(_only_where, is_here)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if is_here() else None
+
+    return call
 
 
 def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from nblaunch.training import arguments
+from nblaunch.training import arguments, gradients
+from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.gradients import Gradients
-from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, is_lomo
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -29,6 +29,7 @@ from nblaunch.training.options import (
     ProjectConfiguration,
 )
 from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.per_process import PerProcessParts, part
 from nblaunch.training.precision import AORecipeKwargs, ReplacedFp16Precision
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
@@ -42,7 +43,7 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Handler(Generic[H]):
-    """An attribute of the Accelerator: its handler of one type, which strategy and precision are given, too."""
+    """An attribute of the Accelerator: its handler of one type. Strategy and precision look it up when they use it."""
 
     def __init__(self, kind: type[H]) -> None:
         self._kind = kind
@@ -59,22 +60,21 @@ class _Handler(Generic[H]):
             handlers[self._kind] = handler
         else:
             raise TypeError(f"{handler!r:.80} is no {self._kind.__name__}, and not None")
-        accelerator._preparer.strategy.replace_handlers(handlers)
-        accelerator._preparer.precision.replace_handlers(handlers)
 
 
-class AcceleratorProperties(ProcessMethods):
+class AcceleratorProperties(ProcessMethods, PerProcessParts):
     """Properties that scripts read or assign, with the methods of :class:`ProcessMethods`.
 
-    The final class provides the parts that are declared here.
+    The constructor of the final class makes the parts that are declared here.
     """
 
-    _preparer: Preparer
-    _gradients: Gradients
-    _handlers: dict[type, Any]
-    _checkpoints: CheckpointedObjects
-    _trackers: TrackerHub
-    _shared: SharedState
+    _handlers: dict[type, Any] = part()
+    _shared: SharedState = part()
+    _preparer: Preparer = part()
+    _checkpoints: CheckpointedObjects = part()
+    _saver: Saver = part()
+    _trackers: TrackerHub = part()
+    flag_tensor: torch.Tensor | None = part()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class AcceleratorProperties(ProcessMethods):
     @property
     def state(self) -> AcceleratorState:
         """What the Accelerators of this process decided, as an ``AcceleratorState``."""
-        return AcceleratorState._of(self._shared)
+        return AcceleratorState.__new__(AcceleratorState)  # whether there is one shows where it is used
 
     @property
     def gradient_state(self) -> GradientState:
@@ -236,7 +236,7 @@ class AcceleratorProperties(ProcessMethods):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._preparer.accumulation.set_num_steps(num_steps)
+        self._preparer.accumulation.num_steps = num_steps
 
     @property
     def step(self) -> int:
@@ -384,7 +384,7 @@ class AcceleratorProperties(ProcessMethods):
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether an optimizer was prepared that steps in backward, see ``lomo_backward``."""
-        return any(is_lomo(optimizer.optimizer) for optimizer in self._optimizers)
+        return any(optimizer.steps_in_backward for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Compute gradients and step with prepared optimizers of the ``lomo_optim`` library, which do both at once.
@@ -396,4 +396,4 @@ class AcceleratorProperties(ProcessMethods):
         Raises:
             ValueError: no such optimizer was prepared, or the learning rate is None.
         """
-        self._gradients.lomo_backward(loss, learning_rate)
+        gradients.lomo_backward(self._preparer, loss, learning_rate)

@@ -44,10 +44,11 @@ class SharedState:
         plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
         parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
         label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
-        strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
+        strategies: those of all Accelerators that there are.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
+        init: how the process group was joined.
         save_round: this rank's side of the rounds in which ranks save checkpoints; None where it is alone.
     """
 
@@ -62,12 +63,11 @@ class SharedState:
     plugin: StrategyPlugin | None = None
     parallelism: ParallelismConfig | None = None
     label: str = ""
-    strategies: weakref.WeakValueDictionary[int, Strategy] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    strategies: weakref.WeakSet[Strategy] = field(default_factory=weakref.WeakSet)
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     has_checked_models: bool = False
+    init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
     save_round: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class SharedState:
         self.accumulation = setup.accumulation
         self.precision = precision
         self.label = strategy.label if strategy.holds_shards else ""
-        self.strategies[id(strategy)] = strategy
+        self.strategies.add(strategy)
 
     def take_resuming(self) -> bool:
         """Return whether the middle of an epoch was loaded that now begins to be read; True once."""
@@ -156,7 +156,8 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     """
     worker = context.current()
     init = init or InitProcessGroupKwargs()
-    if joining.is_distributed() and init.to_kwargs():
+    is_joined = joining.is_distributed() and (worker.training is None or worker.training.init != init)
+    if is_joined and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
         warn(f"{given} has no effect: this process has joined its process group already")
     if worker.training is None:
@@ -171,6 +172,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
             LoopStack(process.slot),
             losses,
             BusyTime(process.slot),
+            init=init,
         )
     shared: SharedState = worker.training
     if cpu and shared.process.device.type != "cpu":

@@ -7,12 +7,10 @@ for; no code here decides anything by it.
 from __future__ import annotations
 
 import enum
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from nblaunch import context
-from nblaunch.context import ProcessContext
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -58,58 +56,40 @@ def distributed_type_of(process: JoinedProcess, strategy: str = "") -> Distribut
     return DistributedType[process.backend.distributed_type]
 
 
-class _ViewAttributes:
+class _SharedAttributes:
     """``View._shared_state``: what all instances of a view share; empty where the process has no such state (yet)."""
 
     def __get__(self, view: Any, cls: type[View]) -> dict[str, Any]:
-        shared = context.current().training
-        if shared is None:
+        shared: SharedState | None = context.current().training
+        if shared is None or not cls._is_in(shared):
             return {}
-        if cls not in shared.attributes and cls._is_in(shared):
-            shared.attributes[cls] = {"initialized": True}
-        attributes: dict[str, Any] = shared.attributes.get(cls, {})
-        return attributes
+        return {"initialized": True, **shared.attributes.get(cls, {})}
 
 
 class View:
     """A way to look at the shared state. Attributes that users set on one instance are seen on all of its class.
 
-    One that was made in a notebook cell, or was unpickled, shows the worker in which it is used, see :meth:`_join`.
+    One that was made in a notebook cell, or was unpickled, shows the worker in which it is used.
     """
 
-    _shared_state = _ViewAttributes()
-    _home: ProcessContext | None = None
-
-    def __init_subclass__(cls) -> None:
-        """Let users assign to everything that they may read, as to plain attributes: what they assign is shown."""
-        for name in dir(cls):
-            declared = inspect.getattr_static(cls, name)
-            if declared is None:
-                declared = property(lambda view: None)
-            if isinstance(declared, property) and declared.fset is None and name[0] != "_":
-                setattr(cls, name, _assignable(name, declared))
+    _shared_state = _SharedAttributes()
 
     @classmethod
     def _is_in(cls, shared: SharedState) -> bool:
-        """Return whether the process has what this view shows already, without an instance of the class."""
-        return False
+        """Return whether the process has what this view shows."""
+        return True
 
-    def _join(self) -> None:
-        """Attach to the shared state of this worker, in which the view was not made."""
-        self._attach(get_shared_state())
-
-    def _attach(self, shared: SharedState) -> None:
-        object.__setattr__(self, "_home", context.current())
-        shared.attributes.setdefault(type(self), {"initialized": True})
+    def _join(self) -> SharedState:
+        """Join the job of this worker, in which the view is used before anything else."""
+        return get_shared_state()
 
     def _live(self) -> SharedState:
-        """Return the shared state, where it has the state that this view shows; AttributeError where it was reset."""
-        here, cls = context.current(), type(self)
-        if not cls._shared_state and here.is_launched and self._home is not here:
-            self._join()
-        shared: SharedState | None = here.training
-        if shared is None or cls not in shared.attributes:
-            raise AttributeError(reset_message(cls))
+        """Return the shared state; AttributeError where it lacks what this view shows, as after a reset."""
+        here = context.current()
+        is_first = here.training is None and here.is_launched
+        shared: SharedState | None = self._join() if is_first else here.training
+        if shared is None or not self._is_in(shared):
+            raise AttributeError(reset_message(type(self)))
         return shared
 
     @property
@@ -124,36 +104,19 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        attributes = self._live().attributes[type(self)]
+        attributes = self._live().attributes.get(type(self), {})
         if name not in attributes:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return attributes[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        declared = getattr(type(self), name, None)
-        if isinstance(declared, property) and declared.fset is not None:
-            declared.fset(self, value)
+        if hasattr(type(self), name):
+            super().__setattr__(name, value)
         else:
-            self._assign(name, value)
-
-    def _assign(self, name: str, value: Any) -> None:
-        """Keep the value of an attribute, which all instances show; only this one where there is no shared state."""
-        shared: SharedState | None = context.current().training
-        if shared is None:
-            vars(self)[name] = value
-        else:
-            shared.attributes.setdefault(type(self), {})[name] = value
+            self._live().attributes.setdefault(type(self), {})[name] = value
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # the process that loads a call may not be the one that runs it, and that it is to show
-
-
-def _assignable(name: str, declared: property) -> property:
-    def show(view: View) -> Any:
-        given = type(view)._shared_state
-        return given[name] if name in given else declared.fget(view)  # type: ignore[misc]
-
-    return property(show, lambda view, value: view._assign(name, value), doc=declared.__doc__)
 
 
 def reset_message(cls: type[View]) -> str:
@@ -180,16 +143,12 @@ class PartialState(View, ProcessMethods):
     _asked: tuple[bool, dict[str, Any]] = (False, {})
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        object.__setattr__(self, "_asked", (cpu, kwargs))
+        self._asked = cpu, kwargs
         self._join()
 
-    @classmethod
-    def _is_in(cls, shared: SharedState) -> bool:
-        return True  # to make the shared state is to join the job
-
-    def _join(self) -> None:
+    def _join(self) -> SharedState:
         cpu, kwargs = self._asked
-        self._attach(get_shared_state(cpu, InitProcessGroupKwargs(**kwargs)))
+        return get_shared_state(cpu, InitProcessGroupKwargs(**kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_asked": self._asked}
@@ -224,22 +183,6 @@ class AcceleratorState(View, ProcessMethods):
     """
 
     def __init__(self, mixed_precision: str | None = None) -> None:
-        self._show(mixed_precision)
-
-    @classmethod
-    def _of(cls, shared: SharedState) -> AcceleratorState:
-        """Return the view of a shared state; one without any attribute where it was reset."""
-        state = cls.__new__(cls)
-        if shared.precision is not None:
-            state._attach(shared)
-        else:
-            object.__setattr__(state, "_home", context.current())
-        return state
-
-    def _join(self) -> None:
-        self._show(None)
-
-    def _show(self, mixed_precision: str | None) -> None:
         shared: SharedState | None = context.current().training
         if shared is None or shared.precision is None:
             raise ValueError("AcceleratorState() needs an Accelerator; build `Accelerator()` first")
@@ -248,7 +191,10 @@ class AcceleratorState(View, ProcessMethods):
                 f"mixed_precision={mixed_precision!r}, but the Accelerator of this process was built with "
                 f"mixed_precision={shared.precision.name!r}"
             )
-        self._attach(shared)
+
+    @classmethod
+    def _is_in(cls, shared: SharedState) -> bool:
+        return shared.precision is not None
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -259,8 +205,7 @@ class AcceleratorState(View, ProcessMethods):
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         precision = self._live().precision
-        if precision is None:
-            raise AttributeError(reset_message(AcceleratorState))
+        assert precision is not None  # or there is no such state
         return precision.name
 
     @property
@@ -344,21 +289,21 @@ class GradientState(View):
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         shared = get_shared_state()
-        self._attach(shared)
         if gradient_accumulation_plugin is not None:
-            shared.accumulation.configure(gradient_accumulation_plugin)
+            shared.accumulation.plugin = gradient_accumulation_plugin
 
     @classmethod
     def _of(cls, window: AccumulationState) -> GradientState:
         """Return the state of one Accelerator's window."""
-        state = cls()
-        object.__setattr__(state, "_window", window)
+        state = cls.__new__(cls)
+        state._window = window
         return state
 
     @property
     def _accumulation(self) -> AccumulationState:
-        shared = self._live()
-        return self._window or shared.accumulation
+        shared, window = self._live(), self._window
+        # One that was made in the notebook shows what there is in the worker.
+        return window if window is not None and window.is_of(shared.loaders) else shared.accumulation
 
     @property
     def sync_gradients(self) -> bool:
@@ -407,7 +352,7 @@ class GradientState(View):
 
     @plugin_kwargs.setter
     def plugin_kwargs(self, settings: Mapping[str, Any]) -> None:
-        self._accumulation.configure(GradientAccumulationPlugin(**settings))
+        self._accumulation.plugin = GradientAccumulationPlugin(**settings)
 
     @property
     def end_of_dataloader(self) -> bool:

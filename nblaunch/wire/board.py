@@ -18,11 +18,9 @@ Bins end at fixed steps, whenever they are read: two runs with equal losses have
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -60,47 +58,6 @@ class LossCurve:
 
 
 NO_LOSSES = LossCurve()
-
-
-@dataclass
-class _Bin:
-    total: float
-    count: int
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-
-class LossBins:
-    """The complete bins of a curve, merged in pairs when there are :data:`MAX_BINS`."""
-
-    def __init__(self) -> None:
-        self.steps_per_bin = 1
-        self._bins: list[_Bin] = []
-
-    def add(self, total: float, count: int) -> None:
-        """Add the next bin: the sum of its losses, and how many they are."""
-        self._bins.append(_Bin(total, count))
-        if len(self._bins) == MAX_BINS:
-            pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
-            self._bins = [_merged(one, other) for one, other in pairs]
-            self.steps_per_bin *= 2
-
-    def curve(self, num_steps: int, rest: float, num_rest: int) -> LossCurve:
-        """Return the curve; ``rest`` is the sum of ``num_rest`` losses of the bin that is not complete."""
-        bins: Sequence[_Bin] = [*self._bins, _Bin(rest, num_rest)] if num_rest else self._bins
-        return LossCurve(num_steps, self.steps_per_bin, tuple(one.mean for one in bins))
-
-
-def _merged(one: _Bin, other: _Bin) -> _Bin:
-    """Return the sum of two bins; one that is not finite is left out, so that it does not spread over the curve."""
-    if not math.isfinite(other.total):
-        return one
-    if not math.isfinite(one.total):
-        return other
-    return _Bin(one.total + other.total, one.count + other.count)
-
 
 _FIRST_MEAN = 32
 _WORDS = _FIRST_MEAN + MAX_BINS

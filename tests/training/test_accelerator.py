@@ -7,7 +7,6 @@ import inspect
 import math
 import os
 import pickle
-import sys
 import types
 from collections import OrderedDict
 from pathlib import Path
@@ -43,6 +42,7 @@ from nblaunch.training.options import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from nblaunch.training.parallelism import TorchTensorParallelPlugin
 from nblaunch.training.precision import Fp16Precision
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
@@ -61,7 +61,9 @@ def _parts(rows: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.O
 def test_an_argument_that_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match=r"Accelerator\(megatron_lm_plugin='x'\) is not supported"):
         Accelerator(megatron_lm_plugin="x")
-    Accelerator(megatron_lm_plugin=None)
+    with pytest.raises(NotImplementedError, match=r"Accelerator\(torch_tp_plugin=.*parallelism_config"):
+        Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    Accelerator(megatron_lm_plugin=None, torch_tp_plugin=None)
 
 
 def test_unknown_arguments_and_members() -> None:
@@ -253,6 +255,8 @@ def test_a_scheduler_without_a_prepared_optimizer_goes_with_all() -> None:
     _, _, _, scheduler = _parts()
     prepared = accelerator.prepare(_parts()[1], _parts()[1], scheduler)
     assert prepared[2].optimizers == list(prepared[:2])
+    of_ones_own = types.SimpleNamespace(step=lambda: None)
+    assert accelerator.prepare_scheduler(of_ones_own).optimizers == list(prepared[:2])
 
 
 def test_free_memory_forgets_what_was_prepared() -> None:
@@ -576,10 +580,7 @@ class _Lomo(torch.optim.Optimizer):
                 parameter.grad = None
 
 
-def test_lomo_optimizers_step_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = types.ModuleType("lomo_optim")
-    library.__dict__.update(Lomo=_Lomo, AdaLomo=_Lomo)
-    monkeypatch.setitem(sys.modules, "lomo_optim", library)
+def test_lomo_optimizers_step_in_backward() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     weight = nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="none was prepared"):

@@ -8,6 +8,7 @@ import platform
 import pytest
 import torch
 from packaging.version import parse
+from torch.torch_version import TorchVersion
 
 from nblaunch.utils import check_os_kernel, compare_versions, is_torch_version
 
@@ -15,7 +16,14 @@ from nblaunch.utils import check_os_kernel, compare_versions, is_torch_version
 def test_torch_is_newer_than_the_oldest_that_runs() -> None:
     assert is_torch_version(">=", "2.5")
     assert not is_torch_version("<", "2.5.0")
-    assert is_torch_version("==", str(torch.__version__))
+
+
+def test_the_version_of_torch_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version("torch")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(f"{installed.partition('+')[0]}+cu999"))
+    assert is_torch_version("==", installed)
+    assert is_torch_version("<=", installed)
+    assert not is_torch_version(">", installed)
 
 
 def test_numbers_are_compared_as_numbers() -> None:

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator
-from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -184,9 +183,9 @@ def test_bf16_hooks_are_registered_where_there_is_nccl(
             registered.append((state, hook))
 
     monkeypatch.setattr("nblaunch.training.strategies.replicated.DistributedDataParallel", Recorded)
-    DdpStrategy(DistributedDataParallelKwargs(comm_hook=Hook(hook), comm_wrapper=Hook(wrapper))).setup_module(
-        nn.Linear(1, 1), _process(torch.device("cuda", 0))
-    )
+    options = DistributedDataParallelKwargs(comm_hook=Hook(hook), comm_wrapper=Hook(wrapper))
+    process = dataclasses.replace(get_shared_state().process, device=torch.device("cuda", 0))
+    DdpStrategy({DistributedDataParallelKwargs: options}).setup_module(nn.Linear(1, 1), process)
     ((state, called),) = registered
     assert called.__name__ == expected
     assert (type(state).__name__ == "PowerSGDState") == (hook == "power_sgd")
@@ -209,52 +208,9 @@ def test_compiled_models_train_as_one_process(
     _compare(answers, alone[2])
 
 
-def _normalised(options: dict[str, Any]) -> str:
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    try:
-        return type(accelerator.prepare(model).module[1]).__name__
-    except ValueError as error:
-        return str(error)
-
-
-def test_statistics_over_ranks_need_gpus_and_say_so() -> None:
-    assert ranks.run(_normalised, 2, {}) == ["BatchNorm1d"] * 2
-    for message in ranks.run(_normalised, 2, {"sync_batchnorm": True}):
-        assert "sync_batchnorm=True) needs a GPU" in message
-
-
 def test_settings_of_a_hook_that_is_not_chosen_are_refused() -> None:
     with pytest.raises(ValueError, match=r"comm_state_option=.*POWER_SGD.*comm_hook is 'fp16'"):
         DistributedDataParallelKwargs(comm_hook=Hook.FP16, comm_state_option={"start_powerSGD_iter": 2})
-
-
-def test_batch_normalisation_is_converted_before_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a made-up GPU, with the call of DDP recorded. The module itself is changed, its parameters stay."""
-    wrapped: list[Any] = []
-
-    class Recorded(DistributedDataParallel):
-        def __init__(self, module: nn.Module, device_ids: Any, **options: Any) -> None:
-            nn.Module.__init__(self)
-            wrapped.append((module, device_ids, options))
-
-    monkeypatch.setattr("nblaunch.training.strategies.replicated.DistributedDataParallel", Recorded)
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4)))
-    parameters = list(model.parameters())
-    process = _process(torch.device("cuda", 1))
-    DdpStrategy(DistributedDataParallelKwargs(sync_batchnorm=True, static_graph=True)).setup_module(
-        model, process
-    )
-    ((module, device_ids, options),) = wrapped
-    assert module is model
-    assert device_ids == [torch.device("cuda", 1)]
-    assert options == {"static_graph": True}
-    assert isinstance(model[1][0], nn.SyncBatchNorm)
-    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
-
-
-def _process(device: torch.device) -> JoinedProcess:
-    return dataclasses.replace(get_shared_state().process, device=device)
 
 
 def _assigned_after_the_constructor() -> tuple[bool, bool]:
@@ -271,9 +227,11 @@ def test_a_handler_that_is_assigned_counts_for_models_prepared_later() -> None:
 
 
 def test_handlers_of_another_kind_are_not_assigned() -> None:
-    accelerator = Accelerator()
+    accelerator = Accelerator(mixed_precision="bf16")
     accelerator.profile_handler = accelerator.autocast_handler = accelerator.scaler_handler = None
     with pytest.raises(TypeError, match="DistributedDataParallelKwargs"):
         accelerator.ddp_handler = AutocastKwargs()
     accelerator.autocast_handler = AutocastKwargs(enabled=False)
     assert accelerator.autocast_handler == AutocastKwargs(enabled=False)
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32

@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from nblaunch.training.options import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
 )
 from nblaunch.training.tracking.trackers import GeneralTracker, on_main_process
 from tests.training import ranks
@@ -446,6 +448,25 @@ def test_the_first_use_joins_the_other_ranks(name: str) -> None:
     zero, one = ranks.run(_use_at_once, 2, name)
     assert zero == one
     assert zero[1] == "DistributedDataParallel"
+
+
+def _ask_twice_for_a_timeout() -> list[str]:
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(minutes=9))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Accelerator(kwargs_handlers=handlers)
+        Accelerator(kwargs_handlers=handlers)
+        PartialState(timeout=timedelta(minutes=9))
+        early = len(caught)
+        PartialState(timeout=timedelta(minutes=1))
+    assert early == 0
+    return [str(one.message) for one in caught]
+
+
+def test_a_timeout_that_was_asked_for_before_is_in_effect() -> None:
+    for messages in ranks.run(_ask_twice_for_a_timeout, 2):
+        assert len(messages) == 1
+        assert "timeout=0:01:00 has no effect" in messages[0]
 
 
 class _Gathered(Dataset[Any]):

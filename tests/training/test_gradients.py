@@ -19,7 +19,6 @@ from nblaunch.training.options import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DynamoBackend,
-    GradientAccumulationPlugin,
     ProfileKwargs,
     TorchDynamoPlugin,
 )
@@ -42,11 +41,8 @@ def _model() -> nn.Module:
 # --- tails -----------------------------------------------------------------------------------------------------------
 
 
-def _train_tail(world_batch: int, rows: int, average_tail: bool, num_models: int = 1) -> list[torch.Tensor]:
-    accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(4, average_tail=average_tail),
-        split_batches=True,
-    )
+def _train_tail(world_batch: int, rows: int, num_models: int = 1) -> list[torch.Tensor]:
+    accelerator = Accelerator(gradient_accumulation_steps=4, split_batches=True)
     modules = [_model() for _ in range(num_models)]
     models = [accelerator.prepare(module) for module in modules]
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.3)
@@ -62,35 +58,31 @@ def _train_tail(world_batch: int, rows: int, average_tail: bool, num_models: int
 
 
 def _train_whole(batch: int, rows: int, window: int) -> list[torch.Tensor]:
-    """Plain PyTorch, one step per window with the mean over its samples."""
+    """Plain PyTorch: one step per window, also where it is not full, with losses divided by its length."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     inputs, targets = _data(rows).tensors
     for _ in range(2):
         for start in range(0, rows, batch * window):
-            part = slice(start, start + batch * window)
-            (model(inputs[part]) - targets[part]).pow(2).mean().backward()
+            for first in range(start, min(start + batch * window, rows), batch):
+                part = slice(first, first + batch)
+                ((model(inputs[part]) - targets[part]).pow(2).mean() / window).backward()
             optimizer.step()
             optimizer.zero_grad()
     return [p.detach() for p in model.parameters()]
 
 
 def _train_tails(rows: Sequence[int], num_models: int) -> list[list[torch.Tensor]]:
-    return [_train_tail(2, count, True, num_models) for count in rows]
+    return [_train_tail(2, count, num_models) for count in rows]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("num_models", [1, 2])
-def test_a_tail_averages_over_the_micro_steps_that_it_has(world_size: int, num_models: int) -> None:
+def test_the_end_of_a_loader_steps_with_what_there_is_of_a_window(world_size: int, num_models: int) -> None:
     rows = [2 * batches for batches in (8, 9, 10, 11, 2)]
     expected = [_train_whole(2, count, 4) * num_models for count in rows]
     for weights in ranks.run(_train_tails, world_size, rows, num_models):
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_tail_divides_by_the_whole_window_by_default() -> None:
-    weights = ranks.run(_train_tail, 2, 2, 10, False)[0]
-    assert not torch.allclose(weights[0], _train_whole(2, 10, 4)[0])
 
 
 # --- several Accelerators --------------------------------------------------------------------------------------------

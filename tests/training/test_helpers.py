@@ -19,6 +19,7 @@ from nblaunch import Accelerator, utils
 from nblaunch.state import is_initialized
 from nblaunch.training.models import bare_module
 from nblaunch.training.state import PartialState
+from nblaunch.training.utilities import environment
 from nblaunch.training.utilities.log import MultiProcessAdapter, get_logger
 
 Pair = namedtuple("Pair", "x y")
@@ -135,9 +136,9 @@ def test_wrappers_are_taken_off_in_whatever_order_they_are() -> None:
 
 
 def test_kwargs_as_dictionaries() -> None:
-    options = utils.GradientAccumulationPlugin(num_steps=3, average_tail=True)
-    assert options.to_kwargs() == {"num_steps": 3, "average_tail": True}
-    assert options.to_dict()["sync_each_batch"] is False
+    options = utils.GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+    assert options.to_kwargs() == {"num_steps": 3, "sync_each_batch": True}
+    assert options.to_dict()["adjust_scheduler"] is True
     assert [str(kind) for kind in utils.PrecisionType] == ["no", "fp8", "fp16", "bf16"]
     assert str(utils.RNGType.TORCH) == "torch"
 
@@ -215,6 +216,8 @@ def test_every_question_about_what_is_there_has_an_answer() -> None:
     questions = [name for name in utils.__all__ if name.startswith("is_") and name.endswith("_available")]
     assert len(questions) > 50
     assert {type(getattr(utils, name)()) for name in questions} == {bool}
+    with pytest.raises(AttributeError, match="is_nothing_available"):
+        _ = environment.is_nothing_available
     assert utils.is_tqdm_available()
     assert utils.is_numpy_available()
     assert not utils.is_numpy_available(min_version="99")

@@ -150,7 +150,7 @@ def test_a_tracker_may_set_what_it_needs_itself() -> None:
 def test_how_a_tracker_is_called() -> None:
     register_tracker_class(Notebook)
     accelerator = Accelerator(log_with="notebook")
-    with pytest.raises(ValueError, match=r"tracker 'notebook' .*init_trackers"):
+    with pytest.raises(ValueError, match=r"tracker 'notebook'.*init_trackers"):
         accelerator.get_tracker("notebook")
     config = {"lr": 0.1}
     accelerator.init_trackers("project", config, {"notebook": {"tags": 1}, "other": {"x": 1}})
@@ -158,7 +158,7 @@ def test_how_a_tracker_is_called() -> None:
     assert accelerator.trackers == [tracker]
     assert accelerator.get_tracker("notebook", unwrap=True) is tracker.calls
     accelerator.log({"loss": 1}, step=3, log_kwargs={"notebook": {"commit": True}})
-    with pytest.raises(ValueError, match=r"'x' .*notebook"):
+    with pytest.raises(ValueError, match=r"no tracker 'x'.*starts notebook"):
         accelerator.get_tracker("x")
     accelerator.end_training()
     accelerator.end_training()
@@ -363,7 +363,7 @@ def test_mlflow_is_set_up_by_environment_variables_first(
         MLflowTracker("project")
     monkeypatch.delenv("MLFLOW_TAGS")
     monkeypatch.setenv("MLFLOW_NESTED_RUN", "perhaps")
-    with pytest.raises(ValueError, match="MLFLOW_NESTED_RUN='perhaps'"):
+    with pytest.raises(ValueError, match=r"MLFLOW_NESTED_RUN true or false.*perhaps"):
         MLflowTracker("project")
 
 

@@ -215,7 +215,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return nested.send_to_device(batch, self.device, self._non_blocking)
 
     def _start_epoch(self) -> None:
-        GradientState()  # without an Accelerator, too, it shows from now on what is read
         self._hand_epoch(self.iteration)
         self._synchronise_order()
         self.begin()

@@ -20,7 +20,7 @@ user's own code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,15 +171,6 @@ class Strategy(ABC):
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
-    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
-        """Use handlers that the user has assigned to the Accelerator (``ddp_handler``) for models set up from now on.
-
-        Those that were passed to its constructor are not passed here.
-
-        Args:
-            handlers: all of the Accelerator's, by type.
-        """
-
     def adapt_precision(self, precision: Precision) -> Precision:
         """Return the precision that models compute in, where the strategy does a part of that itself."""
         return precision
@@ -258,12 +249,6 @@ class Strategy(ABC):
             **kwargs: of ``Accelerator.backward``.
         """
         precision.backward(loss / divisor if divisor > 1 else loss, **kwargs)
-
-    def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
-        """Multiply the gradients that were accumulated so far in ``model``."""
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
 
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float

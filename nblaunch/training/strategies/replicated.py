@@ -103,15 +103,15 @@ class DdpStrategy(Strategy):
     """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
     Its constructor writes rank 0's trainable weights to every rank's: from then on a worker shares them with no other.
+
+    Args:
+        handlers: of the Accelerator, by type; what the user assigns there counts for models prepared later.
     """
 
     name = "ddp"
 
-    def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
-        self.options = options or DistributedDataParallelKwargs()
-
-    def replace_handlers(self, handlers: Mapping[type, Any]) -> None:
-        self.options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
+    def __init__(self, handlers: Mapping[type, Any]) -> None:
+        self._handlers = handlers
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel):
@@ -125,15 +125,14 @@ class DdpStrategy(Strategy):
                 "parallelize_module or a tp_plan has sharded; otherwise load it with "
                 "device_map={'': accelerator.device} instead of 'auto'"
             )
-        if self.options.sync_batchnorm:
-            model = _with_sync_batchnorm(model, process.device)
+        options = self._handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         devices = None if process.device.type == "cpu" else [process.device]
         # DDP's constructor is a collective: it compares and copies weights over ranks.
         with waiting(), warnings.catch_warnings(), _ignored_by_ddp(model, _common_frozen(model)):
             # torch 2.13 deprecates broadcast_buffers, whose new names do not cover all that it does yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            ddp = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())
-        _register_comm_hook(ddp, self.options)
+            ddp = DistributedDataParallel(model, device_ids=devices, **options.to_kwargs())
+        _register_comm_hook(ddp, options)
         return ddp
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -205,17 +204,6 @@ def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[No
             model.__dict__["_ddp_params_and_buffers_to_ignore"] = before
 
 
-def _with_sync_batchnorm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return ``model`` with its batch normalisation over all ranks; its parameters stay the same objects."""
-    if device.type == "cpu":
-        raise ValueError(
-            "DistributedDataParallelKwargs(sync_batchnorm=True) needs a GPU: torch has no synchronised batch "
-            "normalisation for the CPU. Leave it out here, or use GroupNorm, which needs no statistics of a batch"
-        )
-    converted: torch.nn.Module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return converted
-
-
 def _learns_graph(model: DistributedDataParallel) -> bool:
     """Return whether the next backward is the one by which DDP learns a static graph.
 
@@ -248,15 +236,15 @@ def _own(prepared: Any) -> Any:
 class ReplicatedPlugin(StrategyPlugin):
     """Builds the strategy of replicas: of a lone process, by DistributedDataParallel, or averaging at the step."""
 
-    def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
-        self.options = options
+    def __init__(self, handlers: Mapping[type, Any]) -> None:
+        self._handlers = handlers
 
     def build(self, setup: TrainingSetup) -> Strategy:
         if setup.process.topology.world_size == 1:
             return SingleStrategy()
         if setup.process.backend.reduces_gradients_at_step:
             return ReduceAtStepStrategy()
-        return DdpStrategy(self.options)
+        return DdpStrategy(self._handlers)
 
 
 class SingleStrategy(Strategy):

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import time
 from collections.abc import Mapping, Sequence
@@ -110,7 +109,7 @@ class TrackerHub:
                 tracker = one(project_name, *where, **options.get(one.name, {}))  # type: ignore[attr-defined]
             tracker.start()
             if config is not None:
-                tracker.store_init_configuration(copy.copy(dict(config)))
+                tracker.store_init_configuration(dict(config))
             self._trackers.append(tracker)
 
     def log(
@@ -133,12 +132,8 @@ class TrackerHub:
         names = [one.name for one in self.chosen]
         if name in names and self.process.topology.rank != 0:
             return GeneralTracker(_blank=True)
-        if name in names:
-            raise ValueError(
-                f"tracker {name!r} is not started; call accelerator.init_trackers(project_name) first"
-            )
         raise ValueError(
-            f"{name!r} is no tracker of this Accelerator; there are {', '.join(names) or 'none'}"
+            f"there is no tracker {name!r}; accelerator.init_trackers(project_name) starts {', '.join(names) or 'none'}"
         )
 
     def finish(self) -> None:

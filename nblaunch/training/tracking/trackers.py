@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar
 
 import torch
 
@@ -197,13 +197,22 @@ class MLflowTracker(GeneralTracker):
     ) -> None:
         super().__init__()
         variables = env.snapshot()
+        nested, tags = variables.get("MLFLOW_NESTED_RUN"), variables.get("MLFLOW_TAGS", tags)
+        try:
+            nested_run = nested_run if nested is None else env.as_flag(nested)
+            tags = json.loads(tags) if isinstance(tags, str) else tags
+        except ValueError as error:
+            raise ValueError(
+                "tags of MLflow, or MLFLOW_TAGS, must be a dict as JSON, and MLFLOW_NESTED_RUN true or false: "
+                f"{error}"
+            ) from error
         self.experiment_name = variables.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self._run_options = {
             "run_id": variables.get("MLFLOW_RUN_ID", run_id),
             "run_name": run_name,
-            "nested": _is_nested(variables.get("MLFLOW_NESTED_RUN"), nested_run),
-            "tags": _tags(variables.get("MLFLOW_TAGS", tags)),
+            "nested": nested_run,
+            "tags": tags,
             "description": description,
         }
         self.active_run: Any = None
@@ -254,24 +263,6 @@ class MLflowTracker(GeneralTracker):
         import mlflow
 
         mlflow.end_run()
-
-
-def _is_nested(variable: str | None, argument: bool) -> bool:
-    try:
-        return argument if variable is None else env.as_flag(variable)
-    except ValueError:
-        raise ValueError(f"MLFLOW_NESTED_RUN={variable!r} must be true or false") from None
-
-
-def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    if not isinstance(tags, str):
-        return tags
-    try:
-        return cast(dict[str, Any], json.loads(tags))
-    except ValueError as error:
-        raise ValueError(
-            f"tags={tags!r} of MLflow, or MLFLOW_TAGS, must be a dict as JSON: {error}"
-        ) from error
 
 
 _HPARAM_TYPES = (bool, int, float, str)

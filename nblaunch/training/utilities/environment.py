@@ -9,7 +9,7 @@ import importlib.metadata
 import operator
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -45,58 +45,54 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     """
     check_choice("operation", operation, tuple(_COMPARISONS))
     found = library_or_version
-    if isinstance(found, str) and not isinstance(found, TorchVersion):
+    if isinstance(found, str):
         found = importlib.metadata.version(found)
     return bool(_COMPARISONS[operation](TorchVersion(str(found)), requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether the version of torch meets a requirement: ``is_torch_version(">=", "2.6")``."""
-    return compare_versions(torch.__version__, operation, version)
+    """Return whether the version of torch meets a requirement: ``is_torch_version(">=", "2.6")``.
+
+    It is that of the package, as ``2.6.0``; what torch says of itself, as ``2.6.0+cu124``, is newer than that.
+    """
+    return compare_versions("torch", operation, version)
 
 
-def _finder(name: str, module: str) -> Callable[[], bool]:
-    def is_available() -> bool:
-        return is_installed(module)
+_LIBRARIES = (
+    "aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow msamp pandas peft "
+    "pynvml pytest rich sagemaker schedulefree swanlab tensorboard timm torchao torchdata torchvision tqdm trackio "
+    "transformer_engine transformers triton wandb"
+)
+_NOT_HERE = "hpu megatron_lm mlu musa neuron npu pippy sdaa transformer_engine_mxfp8"
 
-    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
-    is_available.__doc__ = f"Whether ``{module}`` is installed."
+_PACKAGES: Mapping[str, str | None] = {
+    **{name: name for name in _LIBRARIES.split()},
+    "fp8": "torchao",
+    "lomo": "lomo_optim",
+    "torchdata_stateful_dataloader": "torchdata",
+    **dict.fromkeys(_NOT_HERE.split()),
+}
+"""What programs ask for with ``is_..._available()``: the package that it takes; None: there is nothing here for it."""
+
+
+def __getattr__(name: str) -> Callable[..., bool]:
+    """Make a function of :data:`_PACKAGES` at its first use."""
+    subject = name.removeprefix("is_").removesuffix("_available")
+    if subject not in _PACKAGES or name != f"is_{subject}_available":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = _PACKAGES[subject]
+
+    def is_available(*args: Any, **kwargs: Any) -> bool:
+        return package is not None and is_installed(package)
+
+    is_available.__name__ = is_available.__qualname__ = name
+    is_available.__doc__ = (
+        "Whether jobs can use it: no, nblaunch has nothing for it."
+        if package is None
+        else f"Whether ``{package}`` is installed."
+    )
+    globals()[name] = is_available
     return is_available
-
-
-is_aim_available = _finder("aim", "aim")
-is_amdsmi_available = _finder("amdsmi", "amdsmi")
-is_boto3_available = _finder("boto3", "boto3")
-is_clearml_available = _finder("clearml", "clearml")
-is_comet_ml_available = _finder("comet_ml", "comet_ml")
-is_datasets_available = _finder("datasets", "datasets")
-is_deepspeed_available = _finder("deepspeed", "deepspeed")
-is_dvclive_available = _finder("dvclive", "dvclive")
-is_import_timer_available = _finder("import_timer", "import_timer")
-is_lomo_available = _finder("lomo", "lomo_optim")
-is_matplotlib_available = _finder("matplotlib", "matplotlib")
-is_mlflow_available = _finder("mlflow", "mlflow")
-is_msamp_available = _finder("msamp", "msamp")
-is_pandas_available = _finder("pandas", "pandas")
-is_peft_available = _finder("peft", "peft")
-is_pynvml_available = _finder("pynvml", "pynvml")
-is_pytest_available = _finder("pytest", "pytest")
-is_rich_available = _finder("rich", "rich")
-is_sagemaker_available = _finder("sagemaker", "sagemaker")
-is_schedulefree_available = _finder("schedulefree", "schedulefree")
-is_swanlab_available = _finder("swanlab", "swanlab")
-is_tensorboard_available = _finder("tensorboard", "tensorboard")
-is_timm_available = _finder("timm", "timm")
-is_torchdata_available = _finder("torchdata", "torchdata")
-is_torchdata_stateful_dataloader_available = _finder("torchdata_stateful_dataloader", "torchdata")
-is_torchao_available = _finder("torchao", "torchao")
-is_torchvision_available = _finder("torchvision", "torchvision")
-is_tqdm_available = _finder("tqdm", "tqdm")
-is_trackio_available = _finder("trackio", "trackio")
-is_transformer_engine_available = _finder("transformer_engine", "transformer_engine")
-is_transformers_available = _finder("transformers", "transformers")
-is_triton_available = _finder("triton", "triton")
-is_wandb_available = _finder("wandb", "wandb")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -153,52 +149,9 @@ def is_xpu_available(check_device: bool = False) -> bool:
     return torch.xpu.is_available()
 
 
-def _no_backend(name: str) -> Callable[..., bool]:
-    def is_available(check_device: bool = False) -> bool:
-        return False
-
-    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
-    is_available.__doc__ = (
-        f"Whether jobs can compute on {name.upper()} devices: no, there is no backend for them."
-    )
-    return is_available
-
-
-is_mlu_available = _no_backend("mlu")
-is_musa_available = _no_backend("musa")
-is_neuron_available = _no_backend("neuron")
-is_npu_available = _no_backend("npu")
-is_sdaa_available = _no_backend("sdaa")
-
-
 def is_xccl_available() -> bool:
     """Return whether process groups of Intel GPUs can be used."""
     return torch.distributed.is_backend_available("xccl")
-
-
-def is_fp8_available() -> bool:
-    """Return whether the library for training in fp8 is installed: torchao."""
-    return is_torchao_available()
-
-
-def is_transformer_engine_mxfp8_available() -> bool:
-    """Return whether Transformer Engine trains models in fp8 with scales by block: no, see ``AORecipeKwargs``."""
-    return False
-
-
-def is_pippy_available() -> bool:
-    """Return whether models can be cut into a pipeline: no, see ``Accelerator(fsdp_plugin=...)``."""
-    return False
-
-
-def is_megatron_lm_available() -> bool:
-    """Return whether models can be trained by Megatron-LM: no, see ``Accelerator(fsdp_plugin=...)``."""
-    return False
-
-
-def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Return whether jobs can compute on HPU devices: no, there is no backend for them."""
-    return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:

@@ -111,12 +111,11 @@ def find_executable_batch_size(
 
     Args:
         function: takes the batch size as its first argument, which callers leave out.
-        starting_batch_size: the first try.
+        starting_batch_size: the first try of the first call; later calls begin with what has fitted.
         reduce_batch_size_fn: returns the next one to try; None: 9 tenths of the one before.
 
     Raises:
-        TypeError: when it is called: the caller passes the batch size, or the function takes none. One with ``*args``
-            is called as it is.
+        TypeError: when it is called: the caller passes the batch size, or the function takes none.
         RuntimeError: when it is called: not even one sample fits.
     """
     if function is None:
@@ -126,10 +125,12 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
 
+    batch_size = starting_batch_size  # later calls begin with what has fitted
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
         _check_call(function, args)
-        batch_size = starting_batch_size
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
             try:
@@ -146,19 +147,10 @@ def find_executable_batch_size(
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
-        return  # it takes any number, and may know what they are
-    names = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if not names:
-        raise TypeError(f"{function.__name__} takes no batch size as its first argument")
-    if len(args) >= len(names):
-        given = ", ".join(f"{name}={value!r:.40}" for name, value in zip(names[1:], args[1:], strict=False))
+    try:
+        inspect.signature(function).bind_partial(0, *args)
+    except TypeError as error:
         raise TypeError(
-            f"{function.__name__} gets its batch size from find_executable_batch_size; "
-            f"leave it out: {function.__name__}({given})"
-        )
+            f"{function.__name__}: {error}. find_executable_batch_size passes the batch size as its first argument; "
+            "leave it out of the call"
+        ) from None

@@ -21,7 +21,6 @@ from nblaunch.errors import CheckpointError
 from nblaunch.topology import Topology
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
-from nblaunch.training.options import GradientAccumulationPlugin
 from nblaunch.training.strategies.deepspeed import checkpoint
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
@@ -566,10 +565,6 @@ def test_what_prepare_is_given_must_make_an_engine() -> None:
     assert model is module
     with pytest.raises(ValueError, match=r"backward .*prepared"):
         accelerator.backward(model(torch.ones(2, 8)).sum())
-    tail = GradientAccumulationPlugin(num_steps=2, average_tail=True)
-    other = Accelerator(deepspeed_plugin=DeepSpeedPlugin(), gradient_accumulation_plugin=tail)
-    with pytest.raises(ValueError, match="average_tail=True"):
-        other.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
 
 
 def test_without_deepspeed_there_is_nothing_to_stand_for() -> None:

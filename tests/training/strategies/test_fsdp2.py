@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nblaunch
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.training.collectives import dtensor
-from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
+from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.utilities.local_sgd import LocalSGD
 from nblaunch.wire.weights import is_sharded
 from tests.training import ranks
@@ -345,17 +345,6 @@ def test_tied_weights_stay_tied_whatever_the_units_would_be() -> None:
     torch.testing.assert_close(found[0][1], alone)
 
 
-def _train_with_tail(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    plugin = GradientAccumulationPlugin(num_steps=3, average_tail=True)
-    accelerator, *rest = prepared(settings, network(), gradient_accumulation_plugin=plugin)
-    epoch(accelerator, *rest, norm=100.0)  # 4 micro-steps: a window, and a tail of one
-    torch.manual_seed(0)
-    model, optimizer, _ = rest
-    loader = accelerator.prepare(DataLoader(data(), batch_size=8))  # 8 micro-steps: a tail of two
-    epoch(accelerator, model, optimizer, loader, norm=100.0)
-    return accelerator.get_state_dict(model)
-
-
 class Views(nn.Module):
     """Returns views, as linear layers do for sequences, and goes on in place with what its layers return."""
 
@@ -393,11 +382,6 @@ def _train_views(is_sharded: bool, compiler: str = "no") -> dict[str, torch.Tens
 def test_what_a_unit_returns_may_be_changed_in_place(compiler: str) -> None:
     (expected,) = ranks.run(_train_views, 1, False)
     torch.testing.assert_close(ranks.run(_train_views, 2, True, compiler)[0], expected)
-
-
-def test_gradients_that_are_not_reduced_yet_are_rescaled() -> None:
-    (alone,) = ranks.run(_train_with_tail, 1, None)
-    torch.testing.assert_close(ranks.run(_train_with_tail, 2, {})[0], alone, rtol=1e-3, atol=1e-3)
 
 
 def _sync_late(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:

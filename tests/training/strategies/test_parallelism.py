@@ -365,7 +365,6 @@ def test_a_model_that_is_cut_needs_a_parallelism_config() -> None:
     ("sizes", "message"),
     [
         ({"tp_size": 0}, "tp_size must be at least 1, but got 0"),
-        ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
         ({"dp_replicate_size": 2, "tp_size": 2}, "cannot be used with pure data parallelism"),
         ({"cp_backend": "other"}, "cp_backend"),
         ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, "requires a TorchContextParallelConfig"),

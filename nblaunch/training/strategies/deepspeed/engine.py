@@ -7,7 +7,7 @@ is only set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ class EngineOptimizer(AcceleratedOptimizer):
             self._is_overflow = self._step_engine()
             self._backend.step_boundary()
 
-    def reduce_gradients(self, wanted: Container[int] | None = None) -> None:
+    def reduce_gradients(self) -> None:
         """Do nothing: the engine averages gradients in backward."""
 
     def __repr__(self) -> str:

@@ -87,11 +87,6 @@ class DeepSpeedStrategy(Strategy):
                     "each model, with an Accelerator and a plugin of their own: "
                     "Accelerator(deepspeed_plugins={'student': ..., 'teacher': ...})"
                 )
-        if self._setup.accumulation.plugin.average_tail:
-            raise ValueError(
-                "GradientAccumulationPlugin(average_tail=True) can't be used with DeepSpeed, which has put gradients "
-                "away by the time the tail begins"
-            )
         loaders = [obj for obj in objects if isinstance(obj, DataLoader)]
         self._given = EngineInputs(
             optimizer=optimizers[0] if optimizers else None,
@@ -234,9 +229,6 @@ class DeepSpeedStrategy(Strategy):
         self.engine.step()
         set_max_norm(self.engine, self.engine.gradient_clipping())
         return not self.engine.was_step_applied()
-
-    def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
-        raise AssertionError("refused by on_prepare")
 
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float

@@ -200,15 +200,6 @@ class Fsdp2Strategy(DTensorStrategy):
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._reducing(model, True)
 
-    def multiply_gradients(self, model: nn.Module, factor: float) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dtensor.local(parameter.grad).mul_(factor)
-        for module in model.modules():
-            if is_fsdp_module(module):
-                for gradient in fsdp2_units.unsharded_gradients(module):
-                    dtensor.local(gradient).mul_(factor)
-
     # --- states --------------------------------------------------------------------------------------------------
 
     @property

@@ -19,7 +19,7 @@ import inspect
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -324,17 +324,6 @@ def is_reducing(module: nn.Module) -> bool:
         if hasattr(unit, "_get_fsdp_state")
         for group in _groups(unit)
     )
-
-
-def unsharded_gradients(module: nn.Module) -> Iterator[Any]:
-    """Yield gradients that a unit has accumulated unreduced: of unsharded parameters, on this rank alone."""
-    for group in _groups(module):
-        for parameter in group.fsdp_params:
-            if parameter.unsharded_accumulated_grad is not None:
-                yield parameter.unsharded_accumulated_grad
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None and unsharded.grad is not None:
-                yield unsharded.grad
 
 
 def name_in_errors(name: str, module: nn.Module) -> None:
