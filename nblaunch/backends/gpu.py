@@ -153,7 +153,7 @@ class GpuBackend(Backend):
         return gpu.memory_reserved(), gpu.max_memory_reserved(), total
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        return gpu_errors.explain(error, self._last_step, self.device_type)
+        return gpu_errors.explain(error, self._last_step)
 
     def _torch_module(self) -> Any:
         import torch

@@ -33,16 +33,7 @@ IN_A_FORK = (
     "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start "
     "method"
 )
-TOO_OLD = (
-    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
-    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
-    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
-)
 SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 9637888), error: No space left on dev"
-NOT_READY = (
-    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that "
-    "might have already set an error? Error {}"
-)
 
 
 @pytest.mark.parametrize(
@@ -80,40 +71,6 @@ NOT_READY = (
             "can't be used in a fork",
             "forkserver",
         ),
-        (RuntimeError(TOO_OLD), "driver is older than this torch", "a newer driver"),
-        (
-            cuda(
-                "CUDA driver version is insufficient for CUDA runtime version", "cudaErrorInsufficientDriver"
-            ),
-            "driver is older",
-            "a newer driver",
-        ),
-        (
-            cuda("uncorrectable ECC error encountered", "cudaErrorECCUncorrectable"),
-            "a defect",
-            "nvidia-smi -q -d ECC",
-        ),
-        (
-            cuda("uncorrectable NVLink error detected during the execution", "cudaErrorNvlinkUncorrectable"),
-            "a defect",
-            "Xid",
-        ),
-        (
-            cuda("CUDA-capable device(s) is/are busy or unavailable", "cudaErrorDevicesUnavailable"),
-            "Another process",
-            "nvidia-smi -c DEFAULT",
-        ),
-        (
-            RuntimeError(NOT_READY.format("802: system not yet initialized")),
-            "NVSwitch",
-            "nvidia-fabricmanager",
-        ),
-        (
-            RuntimeError(NOT_READY.format("804: forward compatibility was attempted on non supported HW")),
-            "container",
-            "cuda-compat",
-        ),
-        (RuntimeError("No CUDA GPUs are available"), "shows this process no GPU", "CUDA_VISIBLE_DEVICES"),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
             "most often the GPU's memory is full",
@@ -137,15 +94,6 @@ NOT_READY = (
             "no room in /dev/shm",
             "--shm-size",
         ),
-        (
-            nccl(
-                "unhandled cuda error",
-                "ncclUnhandledCudaError: Call to CUDA function failed.",
-                "Cuda failure 217 'peer access is not supported between these two devices'",
-            ),
-            "can't access each other's memory",
-            "NCCL_P2P_DISABLE",
-        ),
     ],
 )
 def test_what_an_error_means_and_what_to_try(error: RuntimeError, meaning: str, advice: str) -> None:
@@ -153,7 +101,6 @@ def test_what_an_error_means_and_what_to_try(error: RuntimeError, meaning: str, 
     assert meaning in first
     assert second.startswith("Try: ")
     assert advice in second
-    assert "{" not in first + second
 
 
 def test_every_kind_of_error_is_tried_here() -> None:
@@ -185,13 +132,6 @@ def test_an_error_that_follows_from_one_of_these_is_explained_by_it() -> None:
     error = RuntimeError("training stopped")
     error.__cause__ = cuda("device-side assert triggered", "cudaErrorAssert")
     assert "out of range" in explain(error)[0]
-
-
-def test_for_which_gpus_and_which_cuda_torch_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
-    assert "older than this torch (built for CUDA 12.8) needs" in explain(RuntimeError(TOO_OLD))[0]
-    assert "was built for (sm_75, sm_90)." in explain(RuntimeError("no kernel image is available for"))[0]
 
 
 def test_what_is_explained_is_the_cause_and_travels_as_itself() -> None:
