@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -353,9 +353,6 @@ class Backend(ABC):
 
     def end_step(self) -> None:
         """Handle the end of the step that began last. Called where :attr:`is_lazy`, before the next one begins."""
-
-    def note_step_kind(self, kind: Hashable) -> None:
-        """Handle that the current step is of another kind than those without ``kind``: lazy devices compile it anew."""
 
     def end_loop(self) -> None:
         """Handle the end of a loader."""

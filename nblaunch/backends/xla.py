@@ -26,14 +26,14 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env, packages
 from nblaunch.backends import first_use, process_group, xla_runtime
 from nblaunch.backends.base import NO_FP8, Backend
-from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
+from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
@@ -331,8 +331,6 @@ class XlaBackend(Backend):
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         import torch.distributed as dist
 
-        num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        self.note_step_kind(OptimizerStep(id(optimizer), num_parameters, len(optimizer.state)))
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if xla_runtime.kind() == "TPU":
@@ -340,7 +338,6 @@ class XlaBackend(Backend):
             xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.note_step_kind(COLLECTIVE)
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
         process_group.average(parameters)
 
@@ -356,16 +353,12 @@ class XlaBackend(Backend):
             self._watch.begin_step(phase, batch)
 
     def end_step(self) -> None:
-        self._sync()
+        self.step_boundary()
         if self._watch is not None:
             self._watch.end_step()
 
-    def note_step_kind(self, kind: Hashable) -> None:
-        if self._watch is not None:
-            self._watch.mark(kind)
-
     def end_loop(self) -> None:
-        self._sync()
+        self.step_boundary()
         if self._watch is not None:
             self._watch.end_loop()
 
@@ -374,11 +367,6 @@ class XlaBackend(Backend):
             self._watch.leave()
 
     def step_boundary(self) -> None:
-        self._sync()
-        if self._watch is not None:
-            self._watch.cut()
-
-    def _sync(self) -> None:
         if self._device is not None:
             xla_runtime.package().sync()
 

@@ -64,10 +64,6 @@ class Gradients:
         strategy, shared = self._preparer.strategy, self._preparer.shared
         accumulation = shared.accumulation = self._preparer.accumulation
         accumulation.advance()
-        if accumulation.num_steps > 1:
-            is_first = accumulation.step % accumulation.num_steps == 1
-            window = (is_first, accumulation.sync_gradients, accumulation.rescale)
-            shared.process.backend.note_step_kind(window)
         if accumulation.rescale != 1.0:
             for model in models or self._preparer.models:
                 strategy.multiply_gradients(model, accumulation.rescale)

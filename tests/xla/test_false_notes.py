@@ -185,15 +185,6 @@ SPMD = {
 }
 NAMED = {
     "item": ("Loops().train(before_step=lambda n, loss: loss.item())", "read from the device in every step"),
-    "print": ("Loops().train(before_step=lambda n, loss: print(loss))", "read from the device in every step"),
-    "one print": (
-        "Loops().train(before_step=lambda n, loss: n == 4 and print(loss))",
-        "a value is read from the device in it",
-    ),
-    "branch": (
-        "Loops().train(before_step=lambda n, loss: n == 4 and bool(loss * 3 > 2))",
-        "a value is read from the device in it",
-    ),
     "batch size": (
         """
     loops = Loops()
@@ -212,25 +203,6 @@ NAMED = {
     loops.train()
 """,
         "its batch is 16x9x8, 16, the others are 16x5x8, 16",
-    ),
-    "new optimizer": (
-        """
-    loops = Loops()
-    loops.train()
-    loops.optimizer = loops.accelerator.prepare(torch.optim.Adam(loops.model.parameters()))
-    loops.train()
-""",
-        "an optimizer is new, or has parameters or state",
-    ),
-    "another backward": (
-        """
-    loops = Loops()
-    def backward_again(number, loss):
-        if number == 4:
-            loops.accelerator.backward(loops.model(torch.ones(16, 8, device=loss.device)).sum())
-    loops.train(before_step=backward_again)
-""",
-        "although its batch is 16x8, 16 as before",
     ),
 }
 
