@@ -70,13 +70,6 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) 
     assert "nothing has to be restarted" in text
 
 
-def test_use_before_the_import_is_guessed_from_the_history(kernel: Kernel) -> None:
-    kernel.run("import os, torch\nx = torch.ones(3)  # x.to('cuda') on a machine that has one")
-    kernel.run("torch.cuda.is_initialized = lambda: True")
-    cell = kernel.run("from nblaunch.backends.cuda import BACKEND\nBACKEND.fork_hazard()")
-    assert "(most likely in cell 1, line 2: `x = torch.ones(3)" in (cell.result or "")
-
-
 def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
     refused = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
     assert refused.error is not None

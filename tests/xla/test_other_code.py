@@ -182,5 +182,3 @@ os.environ["PJRT_DEVICE"], notebook_launcher(device, num_processes=1)
             timeout_s=100,
         )
         assert cell.value == ("CPU", "cpu")
-        kernel.run('os.environ["PJRT_DEVICE"] = "CPU"')
-        assert kernel.run("notebook_launcher(device, num_processes=1)", timeout_s=100).value == "xla:0"
