@@ -112,8 +112,6 @@ class Preparer:
             precision.restore_forward(inner)
         else:
             self.precision.prepare_forward(inner)
-        if not evaluation_mode:
-            self.strategy.before_move(inner)
         if moves and (evaluation_mode or not self.strategy.moves_models):
             with self._replacing(inner):
                 to_device(inner, self.shared.process)
