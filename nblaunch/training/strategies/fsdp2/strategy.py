@@ -78,7 +78,6 @@ class Fsdp2Strategy(DTensorStrategy):
             self._settings.auto_wrap_policy,
             self._settings.transformer_cls_names_to_wrap,
             self._settings.min_num_params,
-            is_trained_in_fp32=self._dtype is not None,
         )
         if self._settings.activation_checkpointing:
             for _, unit in units or [("", inner)]:
@@ -101,8 +100,8 @@ class Fsdp2Strategy(DTensorStrategy):
             warn_of_unsharded(model)
             is_tp = False
         num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, modules, ignored)
-        for unit, module in units:
-            fsdp2_units.name_in_errors(unit, module)
+        for module in modules:
+            fsdp2_units.gather_for_training(module)
         own_bytes = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
