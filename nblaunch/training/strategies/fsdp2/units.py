@@ -302,7 +302,7 @@ def unsharded_gradients(module: nn.Module) -> Iterator[Any]:
 
 
 def gather_for_training(module: nn.Module) -> None:
-    """Have a unit gather its weights outside of ``torch.inference_mode``, whose tensors training could not use later."""
+    """Have a unit gather its weights outside of ``torch.inference_mode``, whose tensors training can't use later."""
     for group in _groups(module):
         for name in ("unshard", "wait_for_unshard"):
             setattr(group, name, _outside_inference_mode(getattr(group, name)))
