@@ -344,10 +344,6 @@ class Backend(ABC):
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients over ranks before an optimizer step, where no wrapper of the model does it."""
 
-    def unwrap_device_loader(self, obj: Any) -> Any:
-        """Return the loader in one of the device's library, as torch_xla's MpDeviceLoader; all else as it is."""
-        return obj
-
     def begin_step(self, phase: str, batch: Any) -> None:
         """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
 

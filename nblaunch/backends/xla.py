@@ -187,14 +187,13 @@ class XlaBackend(Backend):
 
     def prepare_worker(self, topology: Topology) -> None:
         memory.tune_allocator()
-        packages.when_imported(_LOADERS, _read_prepared_loaders_directly)
         if topology.world_size > 1:
             xla_runtime.refuse_spawn(topology)
             if xla_runtime.kind() == "TPU":
                 xla_runtime.join_at_first_use(topology)
             else:
                 xla_runtime.separate_stores(topology)
-            atexit.register(self._report_what_stayed_apart, topology)
+            atexit.register(self._report_exchanged_copies, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
             # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
@@ -202,18 +201,8 @@ class XlaBackend(Backend):
             xla_runtime.package()
             xla_runtime.part("runtime").initialize_cache(folder)
 
-    def _report_what_stayed_apart(self, topology: Topology) -> None:
-        """Report at the end of a worker what it has computed alone, though the job has several ranks."""
-        if topology.rank != 0 or not first_use.is_xla_initialised():
-            return
-        if not process_group.unites("xla"):
-            if xla_runtime.kind() == "CPU":
-                self._note(
-                    f"to torch_xla {topology.world_size} workers are as many worlds of one process, since on the CPU "
-                    "it has no collectives across processes: nothing was reduced between them. nblaunch's Accelerator "
-                    "has them there too"
-                )
-        elif xla_runtime.has_exchanged_copies():
+    def _report_exchanged_copies(self, topology: Topology) -> None:
+        if topology.rank == 0 and first_use.is_xla_initialised() and xla_runtime.has_exchanged_copies():
             self._note(
                 "a collective of torch.distributed was given tensors of the XLA device, for a group of gloo: that "
                 "exchanges copies of them, and they stay as they were. Pass tensor.cpu(), or use nblaunch's Accelerator"
@@ -341,11 +330,6 @@ class XlaBackend(Backend):
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
         process_group.average(parameters)
 
-    def unwrap_device_loader(self, obj: Any) -> Any:
-        # Found by its module: a function that does not use it need not have it imported.
-        loaders = sys.modules.get(_LOADERS)
-        return obj._loader if loaders is not None and isinstance(obj, loaders.MpDeviceLoader) else obj
-
     def begin_step(self, phase: str, batch: Any) -> None:
         if self._device is not None:
             xla_runtime.cut_batch(batch, functools.partial(self._note_once, "rows"))
@@ -389,26 +373,6 @@ def _computed_thirds() -> tuple[float, float]:
     sent = [torch.tensor([1 / 3], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]
     single, double = ((tensor * 2 / 2).cpu().item() for tensor in sent)
     return single, double
-
-
-_LOADERS = "torch_xla.distributed.parallel_loader"
-
-
-def _read_prepared_loaders_directly(loaders: Any) -> None:
-    """Have an MpDeviceLoader around a prepared loader read it in this thread: it brings batches to the device itself.
-
-    Read from torch_xla's own thread, it would run collectives and step boundaries beside those of the loop.
-    """
-    original = loaders.MpDeviceLoader.__iter__
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        is_prepared = getattr(self._loader, "_is_accelerate_prepared", False)
-        return iter(self._loader) if is_prepared else original(self)
-
-    loaders.MpDeviceLoader.__iter__ = iterate
 
 
 def _default_cache() -> str:

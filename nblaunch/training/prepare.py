@@ -81,7 +81,6 @@ class Preparer:
             {OPTIMIZERS: self.prepare_optimizer},
             {SCHEDULERS: lambda scheduler, placement: self.prepare_scheduler(scheduler)},
         )
-        objects = [self.shared.process.backend.unwrap_device_loader(one) for one in objects]
         self.strategy.on_prepare(objects)
         prepared = list(objects)
         for stage in stages:
@@ -198,7 +197,6 @@ class Preparer:
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
         """Return this rank's part of ``loader``."""
-        loader = self.shared.process.backend.unwrap_device_loader(loader)
         if not isinstance(loader, PreparedLoader):
             process = self.shared.process
             target = LoaderTarget(
