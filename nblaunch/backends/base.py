@@ -330,14 +330,6 @@ class Backend(ABC):
         """Explain what the device has to do with ``error``, which ended the function, and what to try, line by line."""
         return ()
 
-    def explain_death(self, printed: str) -> tuple[str, ...]:
-        """Explain, in the launcher, what the device has to do with the death of a worker, line by line.
-
-        Args:
-            printed: the last that it printed, the device's library included.
-        """
-        return ()
-
     def empty_cache(self) -> None:
         """Give cached device memory back."""
 

@@ -22,12 +22,6 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from tests import fake_torch_tpu
 
-NO_CHIP = (
-    "F0000 00:00:17.9 5309 compilation.cc:533] Check failed: context.ok() Failed to create default compilation "
-    "context: NOT_FOUND: failed to retrieve the PjRt client: TPU initialization failed: No jellyfish device found.\n"
-    "*** Check failure stack trace: ***\n    @     0x7f1cefcb1974  absl::log_internal::LogMessage::SendToLog()\n"
-)
-
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,17 +198,6 @@ def test_every_worker_gets_a_chip_of_its_own_and_nothing_left_behind(monkeypatch
     assert common["TPU_SKIP_MDS_QUERY"] == "1", (
         "or libtpu asks a server that is not there for a minute and a half"
     )
-
-
-def test_what_libtpu_writes_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole(monkeypatch)
-    (line,) = BACKEND.explain_death(f"step 5\n{NO_CHIP}")
-    assert line.startswith("there is no TPU: libtpu has found no chip")
-    assert "the PCI bus shows 8 TPU chips" in line
-    assert BACKEND.explain_failure(RuntimeError(NO_CHIP)) == (line,)
-    (line,) = BACKEND.explain_death("TPU initialization failed: The TPU is already in use by process 7.\n")
-    assert line.startswith("libtpu could not start: The TPU is already in use by process 7.")
-    assert BACKEND.explain_death("Killed") == ()
 
 
 @pytest.mark.parametrize("wish", [None, "1"])
