@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,6 @@ def tensors(data: Any) -> Iterator[Any]:
     elif isinstance(data, (list, tuple)):
         for item in data:
             yield from tensors(item)
-
-
-def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:
-    """Return shapes as text: ``32x64, 32, scalar``; empty for none."""
-    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
 
 
 class Backend(ABC):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.backends.base import shapes_in_words, tensors
+from nblaunch.backends.base import tensors
 
 WARM_UP_STEPS = 2
 """Steps of a shape that compile in any case: values that appear in the first are inputs of the second."""
@@ -181,4 +181,6 @@ class CompileWatch:
 
 def describe(batch: Any) -> str:
     """Return the shapes of a batch's tensors, as ``"32x64, 32"``."""
-    return shapes_in_words(tensor.shape for tensor in tensors(batch)) or "no tensors"
+    return (
+        ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors(batch)) or "no tensors"
+    )

@@ -135,19 +135,13 @@ class TorchTpuBackend(Backend):
         )
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
-        notes = []
-        if is_installed("torch_xla"):
-            notes.append(
-                "torch_tpu and torch_xla are both installed, and torch_tpu is used, which this torch fits; "
-                "backend='xla' chooses the other"
-            )
-        if "torch_tpu" in sys.modules and not self._is_preloaded:
-            notes.append(
-                "torch_tpu is imported in this kernel, because torch was imported before nblaunch or a cell imports "
-                "it: the next torch.manual_seed or backward() here takes the TPU chips until the kernel is restarted. "
-                "Import nblaunch before torch, and torch_tpu in no cell"
-            )
-        return tuple(notes)
+        if "torch_tpu" not in sys.modules or self._is_preloaded:
+            return ()
+        return (
+            "torch_tpu is imported in this kernel, because torch was imported before nblaunch or a cell imports "
+            "it: the next torch.manual_seed or backward() here takes the TPU chips until the kernel is restarted. "
+            "Import nblaunch before torch, and torch_tpu in no cell",
+        )
 
     def preload(self) -> None:
         self._is_preloaded = "torch_tpu" not in sys.modules

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import env, packages
+from nblaunch import env
 from nblaunch.backends import first_use, process_group, xla_runtime
 from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.backends.compile_watch import CompileWatch
@@ -91,8 +91,7 @@ class XlaBackend(Backend):
 
     def unavailable_reason(self) -> str:
         if not is_installed("torch_xla"):
-            successor = " (torch_tpu is: backend='torch_tpu' uses that)" if is_installed("torch_tpu") else ""
-            return f"torch_xla is not installed{successor}; on a TPU host: {xla_runtime.INSTALL}"
+            return f"torch_xla is not installed; on a TPU host: {xla_runtime.INSTALL}"
         if xla_runtime.kind() == "TPU":
             return (
                 "PJRT_DEVICE=TPU, but there is no TPU chip on the PCI bus and no /dev/accel*; is this a TPU host, and "
@@ -124,12 +123,6 @@ class XlaBackend(Backend):
         if refusal is not None:
             return refusal
         return tpu.holder_refusal(first_use.is_xla_initialised(), first_use.xla_first_use())
-
-    def launch_notes(self, num_processes: int) -> tuple[str, ...]:
-        mismatch = packages.torch_mismatch("torch_tpu") if is_installed("torch_tpu") else None
-        if mismatch is None or xla_runtime.kind() != "TPU":
-            return ()
-        return (f"torch_xla is used: {mismatch}",)
 
     def count_refusal(self, num_processes: int) -> str | None:
         if xla_runtime.kind() != "TPU":
