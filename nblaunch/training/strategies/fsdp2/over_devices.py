@@ -46,7 +46,7 @@ class DeviceShardsStrategy(Strategy):
                 raise ValueError(
                     f"{field}={getattr(settings, field)!r:.60} can't be used with strategy='spmd': {instead}"
                 )
-        if not settings.reshards:
+        if not settings.reshard_after_forward:
             warn(
                 "with strategy='spmd' the compiler decides how long weights stay gathered: SHARD_GRAD_OP has no effect"
             )

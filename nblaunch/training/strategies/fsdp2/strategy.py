@@ -106,7 +106,9 @@ class Fsdp2Strategy(DTensorStrategy):
             for parameter in model.parameters()
             if is_sharded(parameter)
         )
-        kept = "freed after its forward" if self._settings.reshards else "kept until its backward"
+        kept = (
+            "freed after its forward" if self._settings.reshard_after_forward else "kept until its backward"
+        )
         rest = f"; gathered in {formatting.count(len(units), 'unit')}, each {kept}"
         report_shards(name, num_bytes, own_bytes, rest)
 
@@ -151,7 +153,7 @@ class Fsdp2Strategy(DTensorStrategy):
 
         arguments: dict[str, Any] = {
             "mesh": self._mesh(),
-            "reshard_after_forward": self._settings.reshards,
+            "reshard_after_forward": self._settings.reshard_after_forward,
             "mp_policy": self._settings.precision_policy(self._dtype),
             "offload_policy": self._settings.offload_policy(),
             "ignored_params": ignored,
