@@ -105,6 +105,7 @@ def test_a_trainer_fills_in_what_a_plugin_leaves_open(tmp_path: Path) -> None:
     propagate_args_to_deepspeed(accelerator, arguments)
     assert plugin.get_value("gradient_accumulation_steps") == 3
     assert plugin.get_value("gradient_clipping") == 0.5
+    assert plugin.get_value("train_micro_batch_size_per_gpu") == arguments.per_device_train_batch_size
 
 
 @pytest.mark.parametrize("kit", ["nblaunch", "accelerate"])

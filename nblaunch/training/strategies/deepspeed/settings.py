@@ -27,6 +27,7 @@ _KEYS = {
     "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
     "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
+_BATCHES = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}  # keys that trainers fill in
 _DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": AUTO,
     "gradient_clipping": AUTO,
@@ -99,7 +100,7 @@ class DeepSpeedSettings:
         given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
         is_configured = self.hf_ds_config is not None
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config if is_configured else {})
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config if is_configured else _BATCHES)
         self.deepspeed_config = self.hf_ds_config.config
         for name, value in given.items():
             set_or_check(self.deepspeed_config, _KEYS[name], value, f"DeepSpeedPlugin({name}={value!r})")
