@@ -84,31 +84,28 @@ class Fsdp2Strategy(DTensorStrategy):
                     unit, bool(self._settings.activation_checkpointing_offload)
                 )
         if self.holds_shards:
-            self._shard(inner, units)
+            self._shard(inner, [*(unit for _, unit in units), inner])
         return model
 
-    def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    def _shard(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
         memory.tune_allocator()
         ignored = self._ignored_parameters(model)
         name = type(model).__name__  # before fully_shard makes another class of it
-        units = [*units, ("", model)]
-        modules = [module for _, module in units]
         is_tp = self._parallelism is not None and self._parallelism.tp_enabled
         if is_tp and not is_sharded_model(model):
             warn_of_unsharded(model)
             is_tp = False
-        num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, modules, ignored)
-        for module in modules:
-            fsdp2_units.gather_for_training(module)
+        num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, units, ignored)
+        for unit in units:
+            fsdp2_units.gather_for_training(unit)
         own_bytes = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
             if is_sharded(parameter)
         )
-        kept = (
-            "freed after its forward" if self._settings.reshard_after_forward else "kept until its backward"
-        )
+        is_freed = self._settings.reshard_after_forward
+        kept = "freed after its forward" if is_freed else "kept until its backward"
         rest = f"; gathered in {formatting.count(len(units), 'unit')}, each {kept}"
         report_shards(name, num_bytes, own_bytes, rest)
 
