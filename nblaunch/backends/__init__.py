@@ -2,11 +2,10 @@
 
 base.py            Backend: what a device family is, and how to add one
 cpu.py             CPU cores, gloo
-gpu.py             what the next three have in common: one process per GPU, by a module of torch
+gpu.py             what the next three have in common: one process per GPU, by a module of torch; what errors mean
 cuda.py            NVIDIA GPUs, NCCL
 rocm.py            AMD GPUs, RCCL
 xpu.py             Intel GPUs, XCCL
-gpu_errors.py      what their errors mean
 mps.py             the GPU of a Mac, one process
 xla.py             TPUs, and the CPU in their place
 xla_runtime.py     torch_xla: found and imported, its devices driven as one, its world in a worker

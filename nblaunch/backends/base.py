@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,6 @@ def tensors(data: Any) -> Iterator[Any]:
     elif isinstance(data, (list, tuple)):
         for item in data:
             yield from tensors(item)
-
-
-def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:
-    """Return shapes as text: ``32x64, 32, scalar``; empty for none."""
-    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
 
 
 class Backend(ABC):
@@ -330,32 +325,17 @@ class Backend(ABC):
         """Explain what the device has to do with ``error``, which ended the function, and what to try, line by line."""
         return ()
 
-    def explain_death(self, printed: str) -> tuple[str, ...]:
-        """Explain, in the launcher, what the device has to do with the death of a worker, line by line.
-
-        Args:
-            printed: the last that it printed, the device's library included.
-        """
-        return ()
-
     def empty_cache(self) -> None:
         """Give cached device memory back."""
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients over ranks before an optimizer step, where no wrapper of the model does it."""
 
-    def unwrap_device_loader(self, obj: Any) -> Any:
-        """Return the loader in one of the device's library, as torch_xla's MpDeviceLoader; all else as it is."""
-        return obj
-
     def begin_step(self, phase: str, batch: Any) -> None:
         """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
 
     def end_step(self) -> None:
         """Handle the end of the step that began last. Called where :attr:`is_lazy`, before the next one begins."""
-
-    def note_step_kind(self, kind: Hashable) -> None:
-        """Handle that the current step is of another kind than those without ``kind``: lazy devices compile it anew."""
 
     def end_loop(self) -> None:
         """Handle the end of a loader."""

@@ -38,33 +38,11 @@ _NUM_FRAMES = 200
 _POISONED = "torch refuses GPUs in a forked copy"
 _EARLIER_BACKWARD = "autograd's threading"  # torch's words: torch/csrc/autograd/engine.cpp
 _ASKED = "has asked the {} driver through torch (torch.{}.is_available() is enough), and a forked copy can't use it"
-# Libraries that open GPUs by themselves. Named where one is loaded and a GPU is open, though not through torch.
-_USERS_OF_GPUS = (
-    "bitsandbytes",
-    "cupy",
-    "jax",
-    "jaxlib",
-    "numba.cuda",
-    "pycuda",
-    "tensorflow",
-    "torchao",
-    "triton",
-)
-# What makes torch initialise CUDA, for cells that ran before this was watched.
-_USES = re.compile(
-    r"\.(cuda|xpu)\(|device(_map)?=.?.?(cuda|xpu|auto)|\.to\(.?.?(cuda|xpu|device)|torch\.(cuda|xpu)\.(init|synchronize|current_device|"
-    r"set_device|get_device|mem|empty_cache|Stream|Event|is_bf16)|Accelerator\(|pipeline\("
-)
 # What starts the XLA runtime in the process that calls it; found by trying each in torch_xla 2.9.
 XLA_INITIALISERS = re.compile(
     r"xla_device|torch_xla\.device|device_count\(|get_xla_supported_devices|world_size\(|global_ordinal|"
     r"is_master_ordinal|process_index\(|is_bf16_supported|mark_step|torch_xla\.sync|wait_device_ops|rendezvous\(|"
     r"torch_xla\.manual_seed|metrics_report|start_server|xla://|device=.?.xla|\.to\(.?.xla|xmp\.spawn|Accelerator\("
-)
-# What sets PJRT_DEVICE, or has torch_xla do so; a question for its value is no wish.
-_SETS_XLA_DEVICE = re.compile(
-    r"""PJRT_DEVICE['"](\]\s*=(?!=)|\s*:)|PJRT_DEVICE\s*=\s*['"]?\w|env\s+PJRT_DEVICE\s+\S|"""
-    r"""(setdefault|putenv|setenv)\(\s*['"]PJRT_DEVICE|set_device_type\("""
 )
 _FUNCTION = re.compile(r"(async )?def |class ")
 _NOT_RUN = re.compile(r"^\s*#|\blambda\b")
@@ -102,12 +80,12 @@ def watch() -> None:
     keep_torch_tpu_away()
     if env.read("PYTORCH_NVML_BASED_CUDA_CHECK") is None:
         env.apply({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
-    if _EARLY_IN_TORCH_XLA in sys.modules:
-        _note_default(_was_set_at_start("PJRT_DEVICE"))
-    else:
-        packages.when_imported(
-            _EARLY_IN_TORCH_XLA, lambda module: _note_default(bool(env.read("PJRT_DEVICE")))
-        )
+    if "torch_xla" in sys.modules:
+        _keep_default(_was_set_at_start("PJRT_DEVICE"))
+        return
+    was_set: list[bool] = []
+    packages.when_imported(_EARLY_IN_TORCH_XLA, lambda _: was_set.append(bool(env.read("PJRT_DEVICE"))))
+    packages.when_imported("torch_xla", lambda _: _keep_default(any(was_set)))
 
 
 def watch_torch(device_module: Any) -> None:
@@ -142,8 +120,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
     torch: Any = sys.modules.get("torch")
     name, module = runtime.name, runtime.module
     if torch is not None and getattr(torch, module).is_initialized():
-        where = "" if _first_use else _guess_cell(_USES)
-        return f"has used {name} through torch{where}, and {name} can't be used in a forked copy of it"
+        return f"has used {name} through torch, and {name} can't be used in a forked copy of it"
     failure = fork_failure(lambda: _try_torch(runtime)) if torch is not None else None
     if failure is not None and _POISONED in failure:
         return _ASKED.format(name, module)
@@ -153,12 +130,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
         return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
     if not is_open:
         return None
-    loaded = [library for library in _USERS_OF_GPUS if library in sys.modules]
-    who = f": {' or '.join(loaded)}, perhaps" if loaded else ""
-    return (
-        f"has opened {name} by another way than torch.{module} ({runtime.device_file} is open{who}), useless in a "
-        "forked copy"
-    )
+    return f"has opened {name} by another way than torch.{module} ({runtime.device_file} is open), useless in a fork"
 
 
 def has_open_device(descriptors: Path, device_file: str = CUDA.device_file) -> bool:
@@ -199,14 +171,14 @@ def is_xla_initialised() -> bool:
     return bool(ask()) if ask is not None else False
 
 
-_EARLY_IN_TORCH_XLA = "torch_xla._internal.tpu"  # imported by torch_xla before it looks at PJRT_DEVICE
-_is_default_of_torch_xla = False
+_EARLY_IN_TORCH_XLA = "torch_xla._internal.tpu"  # imported by torch_xla before it sets PJRT_DEVICE
+_default_of_torch_xla = ""
 
 
-def _note_default(was_set: bool) -> None:
-    """Keep whether torch_xla, which is being imported, will find PJRT_DEVICE unset, and set it."""
-    global _is_default_of_torch_xla
-    _is_default_of_torch_xla = not was_set
+def _keep_default(was_set: bool) -> None:
+    """Keep what the import of torch_xla has set PJRT_DEVICE to, where it was not set before."""
+    global _default_of_torch_xla
+    _default_of_torch_xla = "" if was_set else env.read("PJRT_DEVICE") or ""
 
 
 def _was_set_at_start(name: str) -> bool:
@@ -221,17 +193,32 @@ def wanted_xla_device() -> str:
     """Return PJRT_DEVICE as the user set it; empty where it is unset, or what the import of torch_xla made of it.
 
     The import sets it to CPU where it sees no TPU, which is neither a wish nor, in a container that hides the PCI bus,
-    the truth. A line of a cell that sets it is found in the notebook's history.
+    the truth.
     """
     value: str = env.read("PJRT_DEVICE") or ""
-    if _is_default_of_torch_xla and not _guess_cell(_SETS_XLA_DEVICE):
-        return ""
-    return value.upper()
+    return "" if value == _default_of_torch_xla else value.upper()
 
 
 def xla_first_use() -> str:
-    """Name the cell and line that most likely started the XLA runtime; empty where there is none."""
-    return _guess_cell(XLA_INITIALISERS)
+    """Return the cell and line that most likely started the XLA runtime, as :func:`first_match` has it."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return first_match(shell.user_ns.get("In", []) if shell is not None else [])
+
+
+def first_match(cells: Sequence[str]) -> str:
+    """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that starts the runtime, else nothing.
+
+    Functions, lambdas and methods don't count: they run in the workers, most likely.
+    """
+    for number, source in enumerate(cells):
+        is_in_function = False
+        for position, line in enumerate(source.splitlines(), 1):
+            if line[:1] not in ("", " ", "\t", ")"):  # the last ends arguments that take several lines
+                is_in_function = bool(_FUNCTION.match(line))
+            if XLA_INITIALISERS.search(line) and not is_in_function and not _NOT_RUN.search(line):
+                return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
+    return ""
 
 
 def xla_backward_hazard() -> str | None:
@@ -330,29 +317,3 @@ def small_backward() -> None:
 
     # One number: too small for OpenMP, whose threads a fork does not copy either.
     torch.ones((), requires_grad=True).backward()
-
-
-# --- history of the notebook ----------------------------------------------------------------------------------------
-
-
-def _guess_cell(pattern: re.Pattern[str]) -> str:
-    """Return the first match of ``pattern`` in the notebook's cells, as :func:`first_match` has it."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    cells = shell.user_ns.get("In", []) if shell is not None else []
-    return first_match(pattern, cells)
-
-
-def first_match(pattern: re.Pattern[str], cells: Sequence[str]) -> str:
-    """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that matches; empty where none does.
-
-    Functions, lambdas and methods don't count: they run in the workers, most likely.
-    """
-    for number, source in enumerate(cells):
-        is_in_function = False
-        for position, line in enumerate(source.splitlines(), 1):
-            if line[:1] not in ("", " ", "\t", ")"):  # the last ends arguments that take several lines
-                is_in_function = bool(_FUNCTION.match(line))
-            if pattern.search(line) and not is_in_function and not _NOT_RUN.search(line):
-                return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
-    return ""

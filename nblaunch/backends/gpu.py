@@ -3,19 +3,20 @@
     kernel      counts GPUs without the driver's runtime; never makes a context
     worker      device by local rank -> context -> process group (gloo where ranks share a GPU)
 
-How the GPUs of a host are found, and which variables choose among them, is each family's own. Beside it are
-``first_use.py`` (whether a fork is possible) and ``gpu_errors.py`` (what errors mean).
+How the GPUs of a host are found, and which variables choose among them, is each family's own. Beside it is
+``first_use.py`` (whether a fork is possible). At the end of the file is what errors mean, of CUDA and NCCL above all.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nblaunch import formatting
-from nblaunch.backends import first_use, gpu_errors, process_group
+from nblaunch.backends import first_use, process_group
 from nblaunch.backends.base import LOOPBACK, NO_FP8, Backend
 from nblaunch.topology import Topology
 
@@ -32,7 +33,6 @@ class GpuBackend(Backend):
     """What shows in a process that uses such a GPU."""
 
     def __init__(self) -> None:
-        self._last_step = gpu_errors.NO_STEP
         self._note: Callable[[str], None] | None = None
 
     # --- launcher's half -----------------------------------------------------------------------------------------
@@ -142,9 +142,6 @@ class GpuBackend(Backend):
         if "torch" in sys.modules:  # or no GPU can have been used through it
             self._torch_module().empty_cache()
 
-    def begin_step(self, phase: str, batch: Any) -> None:
-        self._last_step = gpu_errors.LastStep(phase, gpu_errors.shapes_of(batch))
-
     def device_memory(self) -> tuple[int, int, int] | None:
         gpu = self._torch_module()
         if not gpu.is_initialized():
@@ -153,9 +150,113 @@ class GpuBackend(Backend):
         return gpu.memory_reserved(), gpu.max_memory_reserved(), total
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        return gpu_errors.explain(error, self._last_step, self.device_type)
+        return explain(error)
 
     def _torch_module(self) -> Any:
         import torch
 
         return getattr(torch, self.device_type)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+_FULL = re.compile(r"(cuda|hip|xpu)\b.*out of memory|out of memory.*(cuda|hip|xpu)\b", re.DOTALL)
+_REFUSALS = ("cublas_status_alloc_failed", "cudnn_status_alloc_failed")
+_OUT_OF_MEMORY = (
+    "GPU memory ran out.",  # the message has the numbers
+    "Try: a smaller batch, with gradient_accumulation_steps for the same steps (find_executable_batch_size); "
+    "mixed_precision='bf16' or 'fp16', where it is not used yet; torch.no_grad() around evaluations; activation "
+    "checkpointing; ending other processes on this GPU, which nvidia-smi or rocm-smi lists.",
+)
+_LATER = (
+    "GPUs report errors later than they happen, so the line above may not be the cause: "
+    "os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in a cell before the launch makes them wait for each operation"
+)
+
+
+def explain(error: BaseException) -> tuple[str, ...]:
+    """Explain an error of a GPU or of NCCL, and what to try, a line each; return nothing for any other error.
+
+    By the message alone: after most of these errors CUDA answers every question with the same one. Errors that only
+    report the loss of another rank are not explained here, but by the end of that rank.
+
+    Args:
+        error: with its causes.
+    """
+    if _is_out_of_memory(error):
+        return _OUT_OF_MEMORY
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        for fault in FAULTS:
+            if isinstance(current, RuntimeError) and re.search(fault.pattern, str(current)):
+                return fault.meaning, f"Try: {fault.advice}."
+        current = current.__cause__ or current.__context__
+    return ()
+
+
+class Fault(NamedTuple):
+    """A kind of error: the pattern of its message (a regular expression), what it means, and what to try."""
+
+    pattern: str
+    meaning: str
+    advice: str
+
+
+FAULTS = (
+    Fault(
+        r"device-side assert triggered",
+        "An operation on the GPU was given a number out of range: most often a class that is not below the number of "
+        "the model's outputs, or a token that its embedding has no row for. Which check it was is in this rank's "
+        "log, as `Assertion ... failed`.",
+        f"the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at its line. {_LATER}",
+    ),
+    Fault(
+        r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
+        "An operation on the GPU reached outside of its memory, which is a mistake of that operation: of a compiled or "
+        "hand-written one, most often.",
+        "without torch.compile, and without libraries that bring operations of their own, as for attention or "
+        f"quantisation. {_LATER}",
+    ),
+    Fault(
+        r"no kernel image is available",
+        "The installed torch has no code for this GPU: it is older, or newer, than those that it was built for.",
+        "another build of torch: https://pytorch.org/get-started lists them by CUDA version, and the oldest GPUs need "
+        "an older torch",
+    ),
+    Fault(
+        r"Cannot re-initialize CUDA in forked subprocess|CUDA error: initialization error",
+        "CUDA was in use in the process that this one was forked from, and can't be used in a fork of it. nblaunch "
+        "forks no workers then; data loaders and multiprocessing do so inside the function.",
+        "datasets and collate functions that stay on the CPU (prepared loaders bring batches to the GPU), or "
+        "DataLoader(..., multiprocessing_context='forkserver'); for the workers, start_method='forkserver'",
+    ),
+    Fault(
+        r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED",
+        "A library of CUDA could not be started: most often the GPU's memory is full, or a number out of range stopped "
+        "the GPU just before.",
+        f"a smaller batch; the same function with backend='cpu'. {_LATER}",
+    ),
+    Fault(
+        r"Duplicate GPU detected",
+        "Two ranks compute on the same GPU, which NCCL refuses.",
+        "accelerator.device, or torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before CUDA is used, instead of "
+        "'cuda' or 'cuda:0'; as many ranks as GPUs at most, or init_process_group('gloo')",
+    ),
+    Fault(
+        r"shared memory segment|/dev/shm/nccl",
+        "NCCL found no room in /dev/shm, through which GPUs without direct links talk; containers have 64 MB there.",
+        "a container with --shm-size=8g, or --ipc=host; slower: os.environ['NCCL_SHM_DISABLE'] = '1' before the launch",
+    ),
+)  # fmt: skip
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a GPU's memory ran out: torch's own error, or one of a library with such a message."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+    text = str(error).lower()
+    is_named = _FULL.search(text) is not None or any(words in text for words in _REFUSALS)
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and is_named)

@@ -18,8 +18,6 @@ from nblaunch.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-_OUT_OF_MEMORY = "MPS backend out of memory"
-
 
 class MpsBackend(Backend):
     """One process on the GPU of a Mac."""
@@ -95,15 +93,6 @@ class MpsBackend(Backend):
             import torch
 
             torch.mps.empty_cache()
-
-    def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        if not isinstance(error, RuntimeError) or _OUT_OF_MEMORY not in str(error):
-            return ()
-        return (
-            "The GPU ran out of its share of the Mac's memory, which other programs use as well.",
-            "Try: a smaller batch, with gradient_accumulation_steps for the same steps; mixed_precision='bf16'; "
-            "activation checkpointing.",
-        )
 
 
 BACKEND = MpsBackend()

@@ -28,7 +28,6 @@ _TIMEOUT = timedelta(minutes=5)
 _DEBUGGED_TIMEOUT = timedelta(days=1)
 _name = ""
 _is_timeout_extended = False
-_was_joined = False
 
 _connections: dict[int, tuple[int, int]] = {}
 """Sockets of gloo's default group, where that has a name: descriptor -> identity, as the number may be reused."""
@@ -46,7 +45,6 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     """
     import torch.distributed as dist
 
-    global _was_joined
     _raise_time_limits()
     if topology.master_port == 0 or dist.is_initialized():
         return
@@ -60,7 +58,6 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     may_break_off = bool(_name) and dist_backend == "gloo"
     before = _open_sockets() if may_break_off else {}
     dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
-    _was_joined = True
     if may_break_off:
         _connections.clear()
         _connections.update({fd: one for fd, one in _open_sockets().items() if before.get(fd) != one})
@@ -93,21 +90,6 @@ def is_joined() -> bool:
     """Return whether this process is in a default group. Imports nothing."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
-
-
-def unites(own_backend: str) -> bool:
-    """Return whether this process is, or was until it left, in a default group with others.
-
-    Args:
-        own_backend: of torch.distributed, whose groups count for nothing.
-    """
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None:
-        return False
-    if not c10d.is_initialized():
-        # Torch keeps how the function itself has joined a group that it has left since.
-        return _was_joined or c10d._default_pg_init_method not in (None, f"{own_backend}://")
-    return bool(c10d.get_world_size() > 1 and c10d.get_backend() != own_backend)
 
 
 def keep_groups() -> None:

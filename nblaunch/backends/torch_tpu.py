@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -49,8 +48,6 @@ MESHES: Mapping[str, Mapping[int, str]] = {
 _BASE_PORT = 8476
 # The first would win over the worker's own chip; the second makes local ranks beyond it an error.
 _LEFT_BEHIND = ("TORCH_TPU_BASE_PORT", "TORCH_TPU_DEVICES_PER_HOST", "NNODES")
-_NO_CHIP = re.compile(r"No \w+ device found|No hardware is found")
-_NOT_STARTED = re.compile(r"TPU initialization failed: *([^\n]+)")
 
 
 class TorchTpuBackend(Backend):
@@ -138,19 +135,13 @@ class TorchTpuBackend(Backend):
         )
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
-        notes = []
-        if is_installed("torch_xla"):
-            notes.append(
-                "torch_tpu and torch_xla are both installed, and torch_tpu is used, which this torch fits; "
-                "backend='xla' chooses the other"
-            )
-        if "torch_tpu" in sys.modules and not self._is_preloaded:
-            notes.append(
-                "torch_tpu is imported in this kernel, because torch was imported before nblaunch or a cell imports "
-                "it: the next torch.manual_seed or backward() here takes the TPU chips until the kernel is restarted. "
-                "Import nblaunch before torch, and torch_tpu in no cell"
-            )
-        return tuple(notes)
+        if "torch_tpu" not in sys.modules or self._is_preloaded:
+            return ()
+        return (
+            "torch_tpu is imported in this kernel, because torch was imported before nblaunch or a cell imports "
+            "it: the next torch.manual_seed or backward() here takes the TPU chips until the kernel is restarted. "
+            "Import nblaunch before torch, and torch_tpu in no cell",
+        )
 
     def preload(self) -> None:
         self._is_preloaded = "torch_tpu" not in sys.modules
@@ -212,12 +203,6 @@ class TorchTpuBackend(Backend):
 
         set_device_states([0], [state["tpu"]], device_type="tpu")
 
-    def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        return explain(str(error)) if isinstance(error, RuntimeError) else ()
-
-    def explain_death(self, printed: str) -> tuple[str, ...]:
-        return explain(printed)
-
 
 def package() -> Any:
     """Import torch_tpu, which adds the device ``tpu`` to torch, and return it.
@@ -254,22 +239,6 @@ def is_initialised() -> bool:
     operations = sys.modules.get("torch_tpu._internal.device._device_ops_backend")
     ask = getattr(operations, "_is_initialized", None)
     return bool(ask()) if ask is not None else False
-
-
-def explain(text: str) -> tuple[str, ...]:
-    """Explain what libtpu or torch_tpu wrote when it could not start; nothing where there is no word of it."""
-    found = _NOT_STARTED.search(text)
-    if found is None:
-        return ()
-    if _NO_CHIP.search(text):
-        return (
-            f"there is no TPU: libtpu has found no chip that this worker can drive ({found[1].strip()}), though the "
-            f"PCI bus shows {_counted(sum(tpu.chips().values()))}. Are the chips passed into this container or virtual "
-            "machine (/dev/vfio)?",
-        )
-    return (
-        f"libtpu could not start: {found[1].strip()}. `nblaunch env` lists what it lacks or who has the chips",
-    )
 
 
 def _counted(num_chips: int) -> str:

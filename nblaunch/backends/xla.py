@@ -26,14 +26,14 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import env, packages
+from nblaunch import env
 from nblaunch.backends import first_use, process_group, xla_runtime
 from nblaunch.backends.base import NO_FP8, Backend
-from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
+from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
@@ -91,8 +91,7 @@ class XlaBackend(Backend):
 
     def unavailable_reason(self) -> str:
         if not is_installed("torch_xla"):
-            successor = " (torch_tpu is: backend='torch_tpu' uses that)" if is_installed("torch_tpu") else ""
-            return f"torch_xla is not installed{successor}; on a TPU host: {xla_runtime.INSTALL}"
+            return f"torch_xla is not installed; on a TPU host: {xla_runtime.INSTALL}"
         if xla_runtime.kind() == "TPU":
             return (
                 "PJRT_DEVICE=TPU, but there is no TPU chip on the PCI bus and no /dev/accel*; is this a TPU host, and "
@@ -124,12 +123,6 @@ class XlaBackend(Backend):
         if refusal is not None:
             return refusal
         return tpu.holder_refusal(first_use.is_xla_initialised(), first_use.xla_first_use())
-
-    def launch_notes(self, num_processes: int) -> tuple[str, ...]:
-        mismatch = packages.torch_mismatch("torch_tpu") if is_installed("torch_tpu") else None
-        if mismatch is None or xla_runtime.kind() != "TPU":
-            return ()
-        return (f"torch_xla is used: {mismatch}",)
 
     def count_refusal(self, num_processes: int) -> str | None:
         if xla_runtime.kind() != "TPU":
@@ -187,14 +180,13 @@ class XlaBackend(Backend):
 
     def prepare_worker(self, topology: Topology) -> None:
         memory.tune_allocator()
-        packages.when_imported(_LOADERS, _read_prepared_loaders_directly)
         if topology.world_size > 1:
             xla_runtime.refuse_spawn(topology)
             if xla_runtime.kind() == "TPU":
                 xla_runtime.join_at_first_use(topology)
             else:
                 xla_runtime.separate_stores(topology)
-            atexit.register(self._report_what_stayed_apart, topology)
+            atexit.register(self._report_exchanged_copies, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
             # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
@@ -202,18 +194,8 @@ class XlaBackend(Backend):
             xla_runtime.package()
             xla_runtime.part("runtime").initialize_cache(folder)
 
-    def _report_what_stayed_apart(self, topology: Topology) -> None:
-        """Report at the end of a worker what it has computed alone, though the job has several ranks."""
-        if topology.rank != 0 or not first_use.is_xla_initialised():
-            return
-        if not process_group.unites("xla"):
-            if xla_runtime.kind() == "CPU":
-                self._note(
-                    f"to torch_xla {topology.world_size} workers are as many worlds of one process, since on the CPU "
-                    "it has no collectives across processes: nothing was reduced between them. nblaunch's Accelerator "
-                    "has them there too"
-                )
-        elif xla_runtime.has_exchanged_copies():
+    def _report_exchanged_copies(self, topology: Topology) -> None:
+        if topology.rank == 0 and first_use.is_xla_initialised() and xla_runtime.has_exchanged_copies():
             self._note(
                 "a collective of torch.distributed was given tensors of the XLA device, for a group of gloo: that "
                 "exchanges copies of them, and they stay as they were. Pass tensor.cpu(), or use nblaunch's Accelerator"
@@ -331,8 +313,6 @@ class XlaBackend(Backend):
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         import torch.distributed as dist
 
-        num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        self.note_step_kind(OptimizerStep(id(optimizer), num_parameters, len(optimizer.state)))
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if xla_runtime.kind() == "TPU":
@@ -340,14 +320,8 @@ class XlaBackend(Backend):
             xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.note_step_kind(COLLECTIVE)
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
         process_group.average(parameters)
-
-    def unwrap_device_loader(self, obj: Any) -> Any:
-        # Found by its module: a function that does not use it need not have it imported.
-        loaders = sys.modules.get(_LOADERS)
-        return obj._loader if loaders is not None and isinstance(obj, loaders.MpDeviceLoader) else obj
 
     def begin_step(self, phase: str, batch: Any) -> None:
         if self._device is not None:
@@ -356,16 +330,12 @@ class XlaBackend(Backend):
             self._watch.begin_step(phase, batch)
 
     def end_step(self) -> None:
-        self._sync()
+        self.step_boundary()
         if self._watch is not None:
             self._watch.end_step()
 
-    def note_step_kind(self, kind: Hashable) -> None:
-        if self._watch is not None:
-            self._watch.mark(kind)
-
     def end_loop(self) -> None:
-        self._sync()
+        self.step_boundary()
         if self._watch is not None:
             self._watch.end_loop()
 
@@ -374,11 +344,6 @@ class XlaBackend(Backend):
             self._watch.leave()
 
     def step_boundary(self) -> None:
-        self._sync()
-        if self._watch is not None:
-            self._watch.cut()
-
-    def _sync(self) -> None:
         if self._device is not None:
             xla_runtime.package().sync()
 
@@ -401,26 +366,6 @@ def _computed_thirds() -> tuple[float, float]:
     sent = [torch.tensor([1 / 3], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]
     single, double = ((tensor * 2 / 2).cpu().item() for tensor in sent)
     return single, double
-
-
-_LOADERS = "torch_xla.distributed.parallel_loader"
-
-
-def _read_prepared_loaders_directly(loaders: Any) -> None:
-    """Have an MpDeviceLoader around a prepared loader read it in this thread: it brings batches to the device itself.
-
-    Read from torch_xla's own thread, it would run collectives and step boundaries beside those of the loop.
-    """
-    original = loaders.MpDeviceLoader.__iter__
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        is_prepared = getattr(self._loader, "_is_accelerate_prepared", False)
-        return iter(self._loader) if is_prepared else original(self)
-
-    loaders.MpDeviceLoader.__iter__ = iterate
 
 
 def _default_cache() -> str:

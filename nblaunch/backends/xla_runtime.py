@@ -129,7 +129,6 @@ def counters() -> Counters:
     metrics = part("debug.metrics")
     # Not metrics_report(): it takes a hundred times longer and initialises the runtime.
     compiled = metrics.metric_data("CompileTime")
-    transfers = metrics.metric_data("TransferFromDeviceTime")
     fallbacks = {
         name: metrics.counter_value(name) or 0
         for name in metrics.counter_names()
@@ -139,7 +138,6 @@ def counters() -> Counters:
         metrics.counter_value("UncachedCompile") or 0,
         compiled[1] / 1e9 if compiled else 0.0,
         fallbacks,
-        transfers[0] if transfers else 0,
         metrics.counter_value(_SCALARS) or 0,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -78,7 +78,6 @@ def failure_of(
     logs: Logs,
     attempt: int,
     past: Sequence[str] = (),
-    explain_death: Callable[[str], Sequence[str]] = lambda printed: (),
 ) -> Failure:
     """Return the failure of an attempt that did not succeed.
 
@@ -88,7 +87,6 @@ def failure_of(
         logs: of the job.
         attempt: number of the attempt.
         past: one line for each attempt that failed before.
-        explain_death: what the device has to do with the death of a worker, by what it printed last.
     """
     if report.hang:
         return _hung(report, report.hang, logs.attempt_path(attempt))
@@ -101,12 +99,7 @@ def failure_of(
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
     printed = logs.read(root.rank, attempt, _LAST_BYTES)
-    evidence = (
-        _device_evidence(root)
-        or _death_evidence(root, printed, explain_death)
-        or memory_evidence(report, root)
-        or _openmp_evidence(printed)
-    )
+    evidence = _device_evidence(root) or memory_evidence(report, root) or _openmp_evidence(printed)
     notes = [*_notes(report, root, pid, logs, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
@@ -197,16 +190,6 @@ def _device_evidence(root: RootCause) -> list[str]:
         return []
     first, *others = root.failed.evidence
     return [f"rank {root.rank}: {first}", *others]
-
-
-def _death_evidence(
-    root: RootCause, printed: str, explain_death: Callable[[str], Sequence[str]]
-) -> list[str]:
-    """Return what the device's library wrote when it ended the worker; empty where the worker raised or left."""
-    if root.failed is not None or root.status is None or root.status.signal_name is None:
-        return []
-    lines = list(explain_death(printed))
-    return [f"rank {root.rank}: {lines[0]}", *lines[1:]] if lines else []
 
 
 def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:

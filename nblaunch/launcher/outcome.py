@@ -122,8 +122,7 @@ def conclude_job(
         error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
         return JobOutcome("interrupted", error), []
     if not report.is_success:
-        backend = attempt.plan.backend
-        failure = failure_of(report, pids, attempt.log, attempt.number, past_failures, backend.explain_death)
+        failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
     unfit, notes = _load_weights(attempt, report, rank_results)
     notes += _load_optimizers(attempt, report, rank_results)

@@ -257,9 +257,7 @@ class JobRunner(Job):
 
     def _record_failure(self, report: AttemptReport) -> str:
         """Record the failure of this attempt in a line, which the errors of later ones repeat; return the line."""
-        failure = failure_of(
-            report, self.pids, self.log, self.attempt, explain_death=self.plan.backend.explain_death
-        )
+        failure = failure_of(report, self.pids, self.log, self.attempt)
         self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
         return self.past_failures[-1]
 

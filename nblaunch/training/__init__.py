@@ -37,8 +37,7 @@ The way of objects through ``prepare``:
       models                 models.py (without_parallel_wrappers, stays_in_place)
                              ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:
                                  casts_models)
-                             ──> strategies/ (before_move: a look at it on the host)
-                             ──> models.py (to the device; FSDP2 and DeepSpeed move it themselves: moves_models)
+                             ──> models.py (to the device; FSDP2, DeepSpeed and XLA's move it themselves: moves_models)
                              ──> strategies/ (setup_module: rank 0's weights; wrap or shard) ──> models.py (compile)
       optimizers             strategies/ ──> models.py (Replacements.hand_to: the parameters that prepare has put in
                                  the place of others; Accelerate's fsdp2_switch_optimizer_parameters)

@@ -60,10 +60,6 @@ def accumulate(preparer: Preparer, models: Sequence[torch.nn.Module]) -> Iterato
     strategy, shared = preparer.strategy, preparer.shared
     accumulation = shared.accumulation = preparer.accumulation
     accumulation.advance()
-    if accumulation.num_steps > 1:
-        is_first = accumulation.step % accumulation.num_steps == 1
-        window = (is_first, accumulation.sync_gradients)
-        shared.process.backend.note_step_kind(window)
     if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
         yield
         return

@@ -74,7 +74,6 @@ class Preparer:
             {OPTIMIZERS: self.prepare_optimizer},
             {SCHEDULERS: lambda scheduler, placement: self.prepare_scheduler(scheduler)},
         )
-        objects = [self.shared.process.backend.unwrap_device_loader(one) for one in objects]
         self.strategy.on_prepare(objects)
         prepared = list(objects)
         for stage in stages:
@@ -105,8 +104,6 @@ class Preparer:
             precision.restore_forward(inner)
         else:
             self.precision.prepare_forward(inner)
-        if not evaluation_mode:
-            self.strategy.before_move(inner)
         if moves and (evaluation_mode or not self.strategy.moves_models):
             with self._replacing(inner):
                 to_device(inner, self.shared.process)
@@ -193,7 +190,6 @@ class Preparer:
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
         """Return this rank's part of ``loader``."""
-        loader = self.shared.process.backend.unwrap_device_loader(loader)
         if not isinstance(loader, PreparedLoader):
             process = self.shared.process
             target = LoaderTarget(

@@ -17,7 +17,8 @@ from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGro
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.shared_state import SharedState, get_shared_state
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
+from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugins
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
 
@@ -223,13 +224,13 @@ class AcceleratorState(View, ProcessMethods):
     def deepspeed_plugins(self) -> dict[str, DeepSpeedSettings] | None:
         """DeepSpeed's plugins by name; None where it does not train."""
         plugins = self._live().plugin
-        return plugins.by_name if isinstance(plugins, NamedSettings) else None
+        return plugins.by_name if isinstance(plugins, DeepSpeedPlugins) else None
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
         """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
         plugins = self._live().plugin
-        return plugins.active if isinstance(plugins, NamedSettings) else None
+        return plugins.active if isinstance(plugins, DeepSpeedPlugins) else None
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -254,9 +255,9 @@ class AcceleratorState(View, ProcessMethods):
         self._named_plugins.select(name)
 
     @property
-    def _named_plugins(self) -> NamedSettings:
+    def _named_plugins(self) -> DeepSpeedPlugins:
         plugins = self._live().plugin
-        if not isinstance(plugins, NamedSettings):
+        if not isinstance(plugins, DeepSpeedPlugins):
             raise ValueError(
                 "DeepSpeed has no plugins here; give the Accelerator deepspeed_plugins={name: ...}"
             )

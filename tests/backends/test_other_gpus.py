@@ -73,7 +73,7 @@ def test_a_rank_has_its_gpu_and_group(install: Install, kind: str, monkeypatch: 
     assert backend.precision_refusal("bf16") is None
     assert backend.device_memory() == (3 << 30, 3 << 30, 16 << 30)
     full = torch.OutOfMemoryError(f"{kind.upper()} out of memory. Tried to allocate 2.00 GiB.")
-    assert f"ran out on {backend.device_type}:1 (Fake GPU) with 16.00 GiB" in backend.explain_failure(full)[0]
+    assert backend.explain_failure(full)[0] == "GPU memory ran out."
 
 
 def test_labels_are_accelerates(install: Install) -> None:
@@ -153,12 +153,6 @@ def test_precisions_of_a_mac_depend_on_torch(
     monkeypatch.setattr(torch, "__version__", release)
     backend = backends.choose("mps")
     assert [name for name in ("no", "fp16", "bf16") if backend.precision_refusal(name) is not None] == refused
-
-
-def test_a_full_mac_is_explained() -> None:
-    backend = backends.discover()["mps"]
-    assert backend.explain_failure(RuntimeError("MPS backend out of memory (MPS allocated: 8.88 GB)"))
-    assert backend.explain_failure(RuntimeError("shapes differ")) == ()
 
 
 @pytest.mark.parametrize(

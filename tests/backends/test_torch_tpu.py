@@ -22,12 +22,6 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from tests import fake_torch_tpu
 
-NO_CHIP = (
-    "F0000 00:00:17.9 5309 compilation.cc:533] Check failed: context.ok() Failed to create default compilation "
-    "context: NOT_FOUND: failed to retrieve the PjRt client: TPU initialization failed: No jellyfish device found.\n"
-    "*** Check failure stack trace: ***\n    @     0x7f1cefcb1974  absl::log_internal::LogMessage::SendToLog()\n"
-)
-
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,20 +103,16 @@ def test_a_torch_that_does_not_fit_is_named(
         assert reason in (BACKEND.overlooked() or "")
 
 
-def test_of_two_packages_the_one_that_fits_this_torch_is_used_and_named(
+def test_of_two_packages_the_one_that_fits_this_torch_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole(monkeypatch, 8, "v5e", "torch_xla")
     assert backends.choose("auto") is BACKEND
-    (note,) = BACKEND.launch_notes(8)
-    assert "torch_tpu is used" in note
-    assert "backend='xla'" in note
+    assert BACKEND.launch_notes(8) == ()
     assert plan._overlooked(BACKEND) == ()
     install(monkeypatch, "torch_tpu", "libtpu", "torch_xla", torch="2.9.0")
     monkeypatch.setattr(xla_runtime, "num_chips", lambda: 8)
     assert backends.choose("auto") is xla.BACKEND
-    (note,) = xla.BACKEND.launch_notes(8)
-    assert "torch_xla is used: torch_tpu 0.2.0 is made for torch >=2.11.0" in note
 
 
 def test_a_wish_for_the_stand_in_of_torch_xla_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,17 +194,6 @@ def test_every_worker_gets_a_chip_of_its_own_and_nothing_left_behind(monkeypatch
     assert common["TPU_SKIP_MDS_QUERY"] == "1", (
         "or libtpu asks a server that is not there for a minute and a half"
     )
-
-
-def test_what_libtpu_writes_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole(monkeypatch)
-    (line,) = BACKEND.explain_death(f"step 5\n{NO_CHIP}")
-    assert line.startswith("there is no TPU: libtpu has found no chip")
-    assert "the PCI bus shows 8 TPU chips" in line
-    assert BACKEND.explain_failure(RuntimeError(NO_CHIP)) == (line,)
-    (line,) = BACKEND.explain_death("TPU initialization failed: The TPU is already in use by process 7.\n")
-    assert line.startswith("libtpu could not start: The TPU is already in use by process 7.")
-    assert BACKEND.explain_death("Killed") == ()
 
 
 @pytest.mark.parametrize("wish", [None, "1"])

@@ -71,10 +71,7 @@ class FakeModule:
     def memory_reserved(self, device: int = 0) -> int:
         return 3 << 30
 
-    max_memory_reserved = memory_allocated = max_memory_allocated = memory_reserved
-
-    def mem_get_info(self, device: int = 0) -> tuple[int, int]:
-        return 1 << 30, 16 << 30
+    max_memory_reserved = memory_reserved
 
     def current_allocated_memory(self) -> int:
         return 0

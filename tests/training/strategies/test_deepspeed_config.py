@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
-from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, EngineInputs, complete
+from nblaunch.training.strategies.deepspeed.config import (
+    DummyOptim,
+    DummyScheduler,
+    EngineInputs,
+    HfDeepSpeedConfig,
+    complete,
+)
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 
 MODEL = nn.Linear(3, 2)  # 8 parameters
@@ -73,6 +79,33 @@ def test_transformers_sees_the_configuration_while_the_plugin_lives() -> None:
     del plugin
     gc.collect()
     assert not integration.is_deepspeed_zero3_enabled()
+
+
+def test_what_a_trainer_writes_into_its_configuration_later_on_reaches_the_engine() -> None:
+    """transformers knows the number of steps only when it trains, with the plugin made long before."""
+    params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
+    given = HfDeepSpeedConfig({**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}})
+    plugin = DeepSpeedPlugin(given)
+    given.config["scheduler"]["params"] = {"warmup_num_steps": 7, "total_num_steps": 90}
+    config = complete(plugin.deepspeed_config, EngineInputs(MODEL, ADAM, DummyScheduler(ADAM)))
+    assert config["scheduler"]["params"] == {"warmup_num_steps": 7, "total_num_steps": 90}
+
+
+def test_a_trainer_fills_in_what_a_plugin_leaves_open(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import propagate_args_to_deepspeed
+
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    assert plugin.hf_ds_config.is_zero3()
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, gradient_accumulation_steps=3, max_grad_norm=0.5
+    )
+    propagate_args_to_deepspeed(accelerator, arguments)
+    assert plugin.get_value("gradient_accumulation_steps") == 3
+    assert plugin.get_value("gradient_clipping") == 0.5
+    assert plugin.get_value("train_micro_batch_size_per_gpu") == arguments.per_device_train_batch_size
 
 
 @pytest.mark.parametrize("kit", ["nblaunch", "accelerate"])

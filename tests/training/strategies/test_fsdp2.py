@@ -465,10 +465,9 @@ def _train_mixed(settings: dict[str, Any] | None, precision: str) -> dict[str, t
     return {name: value.float() for name, value in accelerator.get_state_dict(rest[0]).items()}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_unit_may_have_weights_of_several_dtypes(precision: str) -> None:
+def test_a_unit_may_have_weights_of_several_dtypes_with_mixed_precision() -> None:
     (alone,) = ranks.run(_train_mixed, 1, None, "no")
-    found = ranks.run(_train_mixed, 2, {}, precision)[0]
+    found = ranks.run(_train_mixed, 2, {}, "bf16")[0]
     assert found.keys() == alone.keys()
     # Weights have moved by up to 0.2; Adam makes much of rounding errors of single ones.
     assert max(float((found[name] - alone[name]).abs().mean()) for name in alone) < 0.02
@@ -621,26 +620,6 @@ def _average_locally() -> str:
 
 def test_local_steps_of_whole_models_are_refused() -> None:
     assert "with FSDP every rank holds a shard of one" in ranks.run(_average_locally, 2)[0]
-
-
-def _fail() -> str:
-    accelerator, model, *_ = prepared({}, network())
-    group = model.blocks[1]._get_fsdp_state()._fsdp_param_group
-    group.fsdp_params[0].init_all_gather_outputs = group.fsdp_params[0].alloc_all_gather_outputs = _no_memory
-    try:
-        accelerator.backward(model(torch.ones(2, 6)).mean())
-    except torch.OutOfMemoryError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def _no_memory(*args: Any, **kwargs: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-def test_an_error_while_ranks_exchange_names_the_layer() -> None:
-    for message in ranks.run(_fail, 2):
-        assert message == "in all_gather of blocks.1 (Block): CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def _backends_for(offload: bool) -> list[str | None]:

@@ -161,7 +161,7 @@ def test_fields_of_version_1_have_no_effect_and_say_so() -> None:
 )
 def test_words_of_version_1_for_resharding(settings: dict[str, Any], reshards: Any, is_hybrid: bool) -> None:
     plugin = FullyShardedDataParallelPlugin(**settings)
-    assert plugin.reshards is reshards
+    assert plugin.reshard_after_forward is reshards
     assert plugin.is_hybrid == is_hybrid
 
 

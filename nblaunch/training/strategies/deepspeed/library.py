@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,11 @@ OLDEST = "0.19.2"
 _EXPECTED = (
     "MPU is not provided, setting tp size to 1",  # there is no tensor parallelism
     "**** You are using ZeRO with an untested optimizer",  # any optimizer of torch is taken on purpose
+)
+
+# DeepSpeed (0.19) calls collectives by names that torch 2.13 renamed, at every step; can go when it has followed.
+_DEPRECATED = re.compile(
+    r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", re.IGNORECASE
 )
 
 # The process group that DeepSpeed has taken over last, and the process that did so.
@@ -88,12 +94,10 @@ def load(process: JoinedProcess) -> Any:
 
 
 def quieten() -> None:
-    """Silence warnings that are about DeepSpeed's own code, for the rest of this process.
-
-    DeepSpeed (0.19) calls collectives by names that torch 2.13 renamed, at every step; can go when it has followed.
-    """
-    names = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
-    warnings.filterwarnings("ignore", message=names, category=FutureWarning)
+    """Silence warnings that are about DeepSpeed's own code, for the rest of this process. Called at every step."""
+    # Not again where it is known: Python then forgets what it has shown, and the user's own would appear at every step.
+    if ("ignore", _DEPRECATED, FutureWarning, None, 0) not in warnings.filters:
+        warnings.filterwarnings("ignore", message=_DEPRECATED.pattern, category=FutureWarning)
     logger = logging.getLogger("DeepSpeed")
     if _is_unexpected not in logger.filters:
         logger.addFilter(_is_unexpected)

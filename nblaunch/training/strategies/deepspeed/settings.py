@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed: :class:`DeepSpeedSettings`, and several of them by name.
+"""Settings of DeepSpeed: :class:`DeepSpeedSettings`.
 
 Plain data that checks itself. Nothing here imports DeepSpeed or touches a device. ``config`` fills in "auto" values.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from nblaunch.backends.base import Backend
 from nblaunch.training.options import GradientAccumulationPlugin, check_choice
-from nblaunch.training.strategies.deepspeed.config import AUTO, get, put, read_config, set_or_check
+from nblaunch.training.strategies.deepspeed.config import AUTO, HfDeepSpeedConfig, get, put, set_or_check
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _ZERO = "zero_optimization"
@@ -27,6 +27,7 @@ _KEYS = {
     "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
     "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
+_BATCHES = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}  # keys that trainers fill in
 _DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": AUTO,
     "gradient_clipping": AUTO,
@@ -50,7 +51,8 @@ class DeepSpeedSettings:
 
     Args:
         hf_ds_config: DeepSpeed's configuration: a dict, the path of a JSON file, JSON text, or an object with a dict
-            ``.config``. A dict is copied.
+            ``.config``, each of which is copied; or an ``HfDeepSpeedConfig``, as transformers makes it, whose dict is
+            used itself, so that what a ``Trainer`` writes into it later on counts. Becomes one in any case.
         gradient_accumulation_steps: micro-steps per optimizer step; None: as in the ``Accelerator``.
         gradient_clipping: largest norm of the gradients of a step; None: what ``clip_grad_norm_`` is called with, and
             no clipping where it is not called.
@@ -96,20 +98,24 @@ class DeepSpeedSettings:
     def __post_init__(self) -> None:
         self._refuse_unsupported()
         given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
-        self.deepspeed_config = {} if self.hf_ds_config is None else read_config(self.hf_ds_config)
+        is_configured = self.hf_ds_config is not None
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config if is_configured else _BATCHES)
+        self.deepspeed_config = self.hf_ds_config.config
         for name, value in given.items():
             set_or_check(self.deepspeed_config, _KEYS[name], value, f"DeepSpeedPlugin({name}={value!r})")
-        if self.hf_ds_config is not None and _ZERO not in self.deepspeed_config:
+        if is_configured and _ZERO not in self.deepspeed_config:
             raise ValueError(
                 f"the DeepSpeed configuration has no {_ZERO!r}; set the stage: {{{_ZERO!r}: {{'stage': 2}}}}"
             )
         # A configuration without a stage means what DeepSpeed takes it for.
-        defaults = _DEFAULTS if self.hf_ds_config is None else {**_DEFAULTS, "zero_stage": 0}
+        defaults = {**_DEFAULTS, "zero_stage": 0} if is_configured else _DEFAULTS
         for name, value in defaults.items():
             if get(self.deepspeed_config, _KEYS[name]) is None:
                 put(self.deepspeed_config, _KEYS[name], value)
         for name, key in _KEYS.items():
             setattr(self, name, get(self.deepspeed_config, key))
+        self.hf_ds_config.set_stage_and_offload()
         self._check()
 
     def _refuse_unsupported(self) -> None:
@@ -233,43 +239,6 @@ class DeepSpeedSettings:
     def is_zero3_init_enabled(self) -> bool:
         """Return whether models are sharded while they are built: never by this plugin."""
         return False
-
-
-@dataclass
-class NamedSettings:
-    """The settings of a process by name, one of them selected: those that ``prepare`` uses."""
-
-    by_name: dict[str, DeepSpeedSettings]
-
-    def __post_init__(self) -> None:
-        if not self.by_name:
-            raise ValueError("deepspeed_plugins={} has no plugin")
-        for name, plugin in self.by_name.items():
-            if not isinstance(plugin, DeepSpeedSettings):
-                raise TypeError(
-                    f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
-                    "nblaunch.DeepSpeedPlugin, which has the same fields"
-                )
-        self.select(next(iter(self.by_name)))
-
-    @property
-    def active(self) -> DeepSpeedSettings:
-        """The selected one."""
-        return next(plugin for plugin in self.by_name.values() if plugin.selected)
-
-    def get(self, name: str) -> DeepSpeedSettings:
-        """Return one of them; ValueError where there is none of that name."""
-        if name not in self.by_name:
-            raise ValueError(
-                f"there is no DeepSpeed plugin {name!r}; valid are {', '.join(map(repr, self.by_name))}"
-            )
-        return self.by_name[name]
-
-    def select(self, name: str) -> None:
-        """Use this one from now on."""
-        chosen = self.get(name)
-        for plugin in self.by_name.values():
-            plugin.selected = plugin is chosen
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedSettings:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,14 @@ from nblaunch.training.strategies.deepspeed.engine import (
     set_max_norm,
     total_norm,
 )
-from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings, NamedSettings
+from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 
 
 class DeepSpeedStrategy(Strategy):
     """Trains with one engine per Accelerator, made of the model and the optimizer of one call of ``prepare``.
 
     A model without an optimizer is evaluated only: stage 3 shards it all the same; with stages 1 and 2 it only goes to
-    its device. Of the named settings, those that are selected when a model is set up describe the engine.
+    its device. Of several plugins, the one that is selected when a model is set up describes the engine.
     """
 
     name = "deepspeed"
@@ -56,14 +57,14 @@ class DeepSpeedStrategy(Strategy):
     moves_models = True
     holds_shards = True
 
-    def __init__(self, named: NamedSettings, setup: TrainingSetup) -> None:
+    def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
         reason = setup.process.backend.precision_refusal(setup.precision.name)
         if reason is not None:  # the engine, too, takes formats by name
             raise ValueError(
                 f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"
             )
-        self._named = named
+        self._plugins = plugins
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
         self.engine: Any = None
@@ -97,7 +98,7 @@ class DeepSpeedStrategy(Strategy):
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if deepspeed_library.is_engine(model):
             return model
-        settings = self._named.active
+        settings = self._plugins.active
         optimizer = self._given.optimizer
         if optimizer is None and settings.zero_stage != 3:
             to_device(model, process)
@@ -139,7 +140,7 @@ class DeepSpeedStrategy(Strategy):
             world_size=process.topology.world_size,
             num_steps=self._setup.accumulation.num_steps,
             splits_batches=self._setup.splits_batches,
-            is_train_batch_min=self._named.active.is_train_batch_min,
+            is_train_batch_min=self._plugins.active.is_train_batch_min,
             precision=self._precision.name,
             device_type=process.device.type,
         )
@@ -280,11 +281,44 @@ class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
         return DeepSpeedPlugins({"default": self}).build(setup)
 
 
-class DeepSpeedPlugins(NamedSettings, StrategyPlugin):
+@dataclass
+class DeepSpeedPlugins(StrategyPlugin):
     """The plugins of a process by name, one of them selected: the one that ``prepare`` uses."""
 
     name = DeepSpeedStrategy.name
     is_kept = True
+
+    by_name: dict[str, DeepSpeedSettings]
+
+    def __post_init__(self) -> None:
+        if not self.by_name:
+            raise ValueError("deepspeed_plugins={} has no plugin")
+        for name, plugin in self.by_name.items():
+            if not isinstance(plugin, DeepSpeedPlugin):
+                raise TypeError(
+                    f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
+                    "nblaunch.DeepSpeedPlugin, which has the same fields"
+                )
+        self.select(next(iter(self.by_name)))
+
+    @property
+    def active(self) -> DeepSpeedSettings:
+        """The selected one."""
+        return next(plugin for plugin in self.by_name.values() if plugin.selected)
+
+    def get(self, name: str) -> DeepSpeedSettings:
+        """Return one of them; ValueError where there is none of that name."""
+        if name not in self.by_name:
+            raise ValueError(
+                f"there is no DeepSpeed plugin {name!r}; valid are {', '.join(map(repr, self.by_name))}"
+            )
+        return self.by_name[name]
+
+    def select(self, name: str) -> None:
+        """Use this one from now on."""
+        chosen = self.get(name)
+        for plugin in self.by_name.values():
+            plugin.selected = plugin is chosen
 
     def precision_name(self, asked: str | None, backend: Backend) -> str | None:
         return self.active.precision_name(asked, backend)

@@ -46,7 +46,7 @@ class DeviceShardsStrategy(Strategy):
                 raise ValueError(
                     f"{field}={getattr(settings, field)!r:.60} can't be used with strategy='spmd': {instead}"
                 )
-        if not settings.reshards:
+        if not settings.reshard_after_forward:
             warn(
                 "with strategy='spmd' the compiler decides how long weights stay gathered: SHARD_GRAD_OP has no effect"
             )
@@ -71,7 +71,9 @@ class DeviceShardsStrategy(Strategy):
             module.register_load_state_dict_pre_hook(self._send_parts)
             module.register_forward_hook(self._cut_output)
         memory.trim()
-        self._report(inner)
+        weights = formatting.size(sum(one.numel() * one.element_size() for one in inner.parameters()))
+        text = f"{type(inner).__name__}: {weights} of weights sharded over {self._count} devices"
+        context.current().emit(Note.of_job(text))
         return model
 
     def _shard(self, parameter: nn.Parameter) -> None:
@@ -105,23 +107,6 @@ class DeviceShardsStrategy(Strategy):
             is_new = tensor.grad_fn is not None and not tensor._is_view()
             if is_new and tensor.ndim and tensor.shape[0] % self._count == 0:
                 self._backend.shard(tensor, 0)
-
-    def _report(self, model: nn.Module) -> None:
-        sizes = [one.numel() * one.element_size() for one in model.parameters()]
-        on_each = sum(self._bytes_on_each(one) for one in model.parameters())
-        context.current().emit(
-            Note.of_job(
-                f"{type(model).__name__}: {formatting.size(sum(sizes))} of weights sharded over {self._count} devices, "
-                f"{formatting.size(on_each)} each"
-            )
-        )
-
-    def _bytes_on_each(self, parameter: nn.Parameter) -> int:
-        num_bytes = parameter.numel() * parameter.element_size()
-        if parameter not in self._dimensions:
-            return num_bytes
-        length = parameter.shape[self._dimensions[parameter]]
-        return num_bytes // length * -(-length // self._count)
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
         if isinstance(optimizer, torch.optim.Optimizer):

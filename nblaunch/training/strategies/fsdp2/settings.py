@@ -26,16 +26,11 @@ _DTYPES = {
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _TRUTH = {"true": True, "false": False}  # as files and variables have it
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-# Fields of FSDP version 1 that torch's fully_shard has no counterpart for: field -> why it can be left out.
-_WITHOUT_EFFECT = {
-    "backward_prefetch": "version 2 always gathers the next layer while the one before computes its gradients",
-    "forward_prefetch": "version 2 always gathers the next layer on a stream of its own while one computes",
-    "state_dict_config": "full states go to the main process's CPU memory, shards stay where they are",
-    "optim_state_dict_config": "full states go to the main process's CPU memory, shards stay where they are",
-    "use_orig_params": "version 2 always keeps the original parameters",
-    "sync_module_states": "ranks compare their weights, and those of rank 0 are sent where they differ",
-}
-
+# Fields of FSDP version 1 that torch's fully_shard has no counterpart for.
+_OF_VERSION_1 = (
+    "backward_prefetch", "forward_prefetch", "state_dict_config", "optim_state_dict_config", "use_orig_params",
+    "sync_module_states",
+)  # fmt: skip
 
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -91,7 +86,7 @@ class ShardingSettings:
         param_init_fn: makes the weights of one module that is on the meta device on every rank; it is called with each
             module that has such weights of its own, in CPU memory. None: its ``reset_parameters``.
         limit_all_gathers: accepted; version 2 never gathers further ahead than memory allows.
-        backward_prefetch, forward_prefetch, state_dict_config: of version 1; no effect, and a warning says why.
+        backward_prefetch, forward_prefetch, state_dict_config: of version 1; no effect, and a warning says so.
         optim_state_dict_config, use_orig_params, sync_module_states: likewise.
 
     Raises:
@@ -132,7 +127,9 @@ class ShardingSettings:
         reshards = _TRUTH.get(str(self.reshard_after_forward).lower(), self.reshard_after_forward)
         if isinstance(reshards, str):  # where version 1 has its strategies
             self.sharding_strategy, reshards = _sharding_name(reshards), None
-        if not isinstance(reshards, (int, type(None))) or int(reshards or 0) < 0:
+        if reshards is None:
+            reshards = _SHARDING.get(str(self.sharding_strategy), True)
+        if not isinstance(reshards, int) or reshards < 0:
             raise ValueError(
                 f"reshard_after_forward={reshards!r:.80} is none of: True, False, a number of ranks"
             )
@@ -148,11 +145,10 @@ class ShardingSettings:
         self.transformer_cls_names_to_wrap = _class_names(self.transformer_cls_names_to_wrap)
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
-        for name, why in _WITHOUT_EFFECT.items():
+        for name in _OF_VERSION_1:
             if getattr(self, name):
-                warn(
-                    f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60}) has no effect: {why}"
-                )
+                given = f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60})"
+                warn(f"{given} has no effect: FSDP version 2, torch's fully_shard, has no such setting")
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Have ``save_state`` write states of this type from now on; None: of the default one."""
@@ -191,13 +187,6 @@ class ShardingSettings:
     def saves_shards(self) -> bool:
         """Whether checkpoints have each rank's shards."""
         return bool(self.state_dict_type == "SHARDED_STATE_DICT")
-
-    @property
-    def reshards(self) -> bool | int:
-        """Whether weights are freed after a forward, or over how many ranks they stay; from the two fields for it."""
-        if self.reshard_after_forward is not None:
-            return self.reshard_after_forward
-        return _SHARDING.get(self.sharding_strategy, True)
 
     def offload_policy(self) -> Any:
         """Return torch's object for ``cpu_offload``."""

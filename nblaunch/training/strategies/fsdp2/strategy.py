@@ -23,12 +23,11 @@ from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
-from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy
+from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, share_weights, warn_of_unsharded
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
-from nblaunch.training.strategies.tensor_parallel import share_weights, warn_of_unsharded
 from nblaunch.wire.weights import is_fsdp_module, is_quantised_weight, is_sharded, is_sharded_model
 
 
@@ -78,7 +77,6 @@ class Fsdp2Strategy(DTensorStrategy):
             self._settings.auto_wrap_policy,
             self._settings.transformer_cls_names_to_wrap,
             self._settings.min_num_params,
-            is_trained_in_fp32=self._dtype is not None,
         )
         if self._settings.activation_checkpointing:
             for _, unit in units or [("", inner)]:
@@ -86,29 +84,28 @@ class Fsdp2Strategy(DTensorStrategy):
                     unit, bool(self._settings.activation_checkpointing_offload)
                 )
         if self.holds_shards:
-            self._shard(inner, units)
+            self._shard(inner, [*(unit for _, unit in units), inner])
         return model
 
-    def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    def _shard(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
         memory.tune_allocator()
         ignored = self._ignored_parameters(model)
         name = type(model).__name__  # before fully_shard makes another class of it
-        units = [*units, ("", model)]
-        modules = [module for _, module in units]
         is_tp = self._parallelism is not None and self._parallelism.tp_enabled
         if is_tp and not is_sharded_model(model):
             warn_of_unsharded(model)
             is_tp = False
-        num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, modules, ignored)
-        for unit, module in units:
-            fsdp2_units.name_in_errors(unit, module)
+        num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, units, ignored)
+        for unit in units:
+            fsdp2_units.gather_for_training(unit)
         own_bytes = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
             if is_sharded(parameter)
         )
-        kept = "freed after its forward" if self._settings.reshards else "kept until its backward"
+        is_freed = self._settings.reshard_after_forward
+        kept = "freed after its forward" if is_freed else "kept until its backward"
         rest = f"; gathered in {formatting.count(len(units), 'unit')}, each {kept}"
         report_shards(name, num_bytes, own_bytes, rest)
 
@@ -153,7 +150,7 @@ class Fsdp2Strategy(DTensorStrategy):
 
         arguments: dict[str, Any] = {
             "mesh": self._mesh(),
-            "reshard_after_forward": self._settings.reshards,
+            "reshard_after_forward": self._settings.reshard_after_forward,
             "mp_policy": self._settings.precision_policy(self._dtype),
             "offload_policy": self._settings.offload_policy(),
             "ignored_params": ignored,

@@ -36,14 +36,6 @@ MIN_NUM_PARAMS = 100_000_000
 # Containers that are never called, and a layer of nn.MultiheadAttention whose weights are used without calling it.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
-# The collectives of a unit, as profiles name them.
-_COLLECTIVES = {
-    "unshard": "all_gather",
-    "wait_for_unshard": "all_gather",
-    "post_backward": "reduce_scatter",
-    "finalize_backward": "reduce_scatter",
-}
-
 
 Policy = Callable[..., Any] | str | None
 
@@ -53,8 +45,6 @@ def choose(
     policy: Policy = None,
     class_names: Sequence[str] | None = None,
     min_num_params: int | None = None,
-    *,
-    is_trained_in_fp32: bool = False,
 ) -> list[tuple[str, nn.Module]]:
     """Return the units inside ``model``, innermost first, with their names; ``model`` itself is not among them.
 
@@ -63,8 +53,6 @@ def choose(
         policy: ``auto_wrap_policy`` of the plugin, whose fields the next two are as well.
         class_names: ``transformer_cls_names_to_wrap``.
         min_num_params: of a unit.
-        is_trained_in_fp32: all shards that are trained will be in fp32. Otherwise modules of another dtype than the
-            rest of their unit get units of their own, because those of one unit must be alike.
     """
     is_unit = _rule(model, policy, class_names, min_num_params)
     chosen = [
@@ -72,31 +60,7 @@ def choose(
         for name, module in model.named_modules()
         if module is not model and not isinstance(module, _NEVER_CALLED) and is_unit(module)
     ]
-    chosen = _without_split_ties(model, chosen)
-    if not is_trained_in_fp32:
-        chosen += _without_split_ties(model, _of_other_dtypes(model, dict(chosen)))
-    return sorted(chosen, key=lambda unit: -unit[0].count("."))
-
-
-def _of_other_dtypes(model: nn.Module, units: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside units whose weights are of another dtype than most of the unit's are."""
-    unit_names = {id(unit): name for name, unit in units.items()} | {id(model): ""}
-    counts: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
-    owners: list[tuple[str, nn.Module, str]] = []
-    unit_of = {"": ""}
-    for name, module in model.named_modules():
-        unit_of[name] = unit = unit_names.get(id(module), unit_of[name.rpartition(".")[0]])
-        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        for parameter in trained:
-            counts[unit][parameter.dtype] += parameter.numel()
-        if trained and name not in units and name:
-            owners.append((name, module, unit))
-    most = {unit: counter.most_common(1)[0][0] for unit, counter in counts.items()}
-    return [
-        (name, module)
-        for name, module, unit in owners
-        if any(p.requires_grad and p.dtype != most[unit] for p in module.parameters(recurse=False))
-    ]
+    return sorted(_without_split_ties(model, chosen), key=lambda unit: -unit[0].count("."))
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
@@ -326,27 +290,19 @@ def is_reducing(module: nn.Module) -> bool:
     )
 
 
-def name_in_errors(name: str, module: nn.Module) -> None:
-    """Have errors of a unit's collectives say which unit it was, and which collective."""
-    kind = type(module).__mro__[2].__name__ if len(type(module).__mro__) > 2 else type(module).__name__
-    unit = f"{name} ({kind})" if name else f"the model itself ({kind})"
+def gather_for_training(module: nn.Module) -> None:
+    """Have a unit gather its weights outside of ``torch.inference_mode``, whose tensors training can't use later."""
     for group in _groups(module):
-        for method, collective in _COLLECTIVES.items():
-            setattr(group, method, _named(getattr(group, method), f"in {collective} of {unit}"))
+        for name in ("unshard", "wait_for_unshard"):
+            setattr(group, name, _outside_inference_mode(getattr(group, name)))
 
 
-def _named(method: Callable[..., Any], where: str) -> Callable[..., Any]:
+def _outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Gathered weights are kept, and training can't use the tensors of ``torch.inference_mode``.
-        is_left = torch.is_inference_mode_enabled()
-        try:
-            with torch.inference_mode(False) if is_left else nullcontext():
-                return method(*args, **kwargs)
-        except Exception as error:
-            # In the message, because notes are not shown before Python 3.11; the type stays what it is.
-            if error.args and isinstance(error.args[0], str) and where not in error.args[0]:
-                error.args = (f"{where}: {error.args[0]}", *error.args[1:])
-            raise
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
 
     return call
