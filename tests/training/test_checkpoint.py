@@ -704,17 +704,6 @@ def test_a_flipped_bit_in_the_list_of_files_is_reported(tmp_path: Path) -> None:
     files.read_manifest(folder)
 
 
-def test_a_list_of_files_with_the_order_of_gradients_is_read(tmp_path: Path) -> None:
-    """Older checkpoints have it."""
-    files.Manifest(1).write(tmp_path)
-    path = tmp_path / "nblaunch_checkpoint.json"
-    values = json.loads(path.read_text()) | {"gradient_orders": [[0, 1]]}
-    del values["checksum"]
-    checksum = zlib.crc32(json.dumps(values, sort_keys=True).encode())
-    path.write_text(json.dumps({**values, "checksum": f"crc32:{checksum:08x}"}))
-    assert files.read_manifest(tmp_path) == files.Manifest(1)
-
-
 def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BLOCK_BYTES", 7)
     data = bytes(range(100))
@@ -731,7 +720,7 @@ def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: py
     found = ""
     for rank in range(2):
         with pytest.raises(CheckpointError) as caught:
-            files.check_bytes(tmp_path, manifest, rank, 2)
+            files.check_files(tmp_path, manifest, rank, 2)
         found += str(caught.value)
     assert [found.count(f" {name} has the checksum") for name in "abcd"] == [0, 1, 1, 1]
 

@@ -485,4 +485,4 @@ def test_a_function_that_returns_while_it_saves_is_waited_for(tmp_path: Path, ki
     assert os.listdir(tmp_path) == ["state"]
     manifest = files.read_manifest(tmp_path / "state")
     assert manifest is not None
-    files.check_whole(tmp_path / "state", manifest)
+    files.check_files(tmp_path / "state", manifest)
