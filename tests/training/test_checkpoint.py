@@ -70,6 +70,7 @@ def _train(
     options: dict[str, Any],
     mixed_precision: str = "no",
     sampling: dict[str, Any] | None = None,
+    skips_by_number: bool = True,
 ) -> dict[str, Any]:
     """Three epochs, or what is left of them; what was seen and drawn at every step, and what came of it."""
     set_seed(99 if is_resumed else 5, device_specific=True)
@@ -93,7 +94,8 @@ def _train(
     steps = []
     for epoch in range(first_epoch, 3):
         is_middle = epoch == first_epoch and seen_batches and "use_stateful_dataloader" not in options
-        batches = accelerator.skip_first_batches(loader, seen_batches) if is_middle else loader
+        skipped = seen_batches if skips_by_number else None
+        batches = accelerator.skip_first_batches(loader, skipped) if is_middle else loader
         for inputs, targets, index in batches:
             with accelerator.accumulate(wrapped):
                 accelerator.backward((wrapped(inputs) - targets).pow(2).mean())
@@ -145,6 +147,11 @@ def test_training_continues_exactly_without_skipping_where_loaders_know_their_po
 ) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     _compare(tmp_path / "state", 2, save_at, {"use_stateful_dataloader": True})
+
+
+def test_training_continues_exactly_behind_what_was_seen_at_the_checkpoint(tmp_path: Path) -> None:
+    """The last batches of an epoch are completed with the same rows, those of its start."""
+    _compare(tmp_path / "state", 2, 8, {}, "no", None, False)
 
 
 def test_training_continues_exactly_in_bf16(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
     """Return the states of random generators and loaders that every rank has of its own."""
     # Of loaders that know where they are: what they read differs from rank to rank.
     objects = {
-        files.loader_state(index, live.rank): _as_bytes(resuming.capture_own(loader, live.shared))
+        files.loader_state(index, live.rank): _as_bytes(loader.state_dict())
         for index, loader in enumerate(live.preparer.loaders)
         if loader.use_stateful_dataloader and (live.rank == 0 or loader.reads_on_every_rank)
     }

@@ -80,14 +80,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
     reads_on_every_rank = False
 
-    def own_options(self) -> dict[str, Any]:
-        """Return the arguments that make another loader hand out its batches as this one does."""
-        return {
-            **super().own_options(),
-            "split_batches": self.split_batches,
-            "slice_fn": self.slice_fn,
-        }
-
     @property
     def batches_per_round(self) -> int:  # type: ignore[override]
         """Batches of the underlying order that make one of this rank's."""

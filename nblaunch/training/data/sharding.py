@@ -349,6 +349,9 @@ class EpochPosition:
     samples: int = 0
     batches: int = 0
 
+    def __add__(self, other: EpochPosition) -> EpochPosition:
+        return EpochPosition(self.samples + other.samples, self.batches + other.batches)
+
 
 def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
     """Return ``index_sampler``, or a rank's share of one, without what was read; once."""
