@@ -22,8 +22,8 @@ from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.load_weights import check_weights, load_weights
 from nblaunch.training.checkpoints.save_state import Saver
-from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, restore_random_states
-from nblaunch.training.collectives import operations
+from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
+from nblaunch.training.collectives import operations, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
 
@@ -277,7 +277,7 @@ class _Checkpoint:
             if not self.is_of_this_size:
                 return
             if rank == live.rank:
-                restore_random_states(saved, live.shared.process.backend)
+                rng.restore_states(saved, live.shared.process.backend)
             else:
                 warn(
                     f"checkpoint {self.folder} has no random states of rank {live.rank}, only those of rank 0"

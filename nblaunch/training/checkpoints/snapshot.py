@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import io
-import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +22,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nblaunch.backends.base import Backend
 from nblaunch.training.checkpoints import files, model_files
 from nblaunch.training.checkpoints.files import Manifest
-from nblaunch.training.collectives import dtensor
+from nblaunch.training.collectives import dtensor, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import ProjectConfiguration
@@ -261,7 +258,7 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
         for index, loader in enumerate(live.preparer.loaders)
         if loader.use_stateful_dataloader and (live.rank == 0 or loader.reads_on_every_rank)
     }
-    generators = capture_random_states(live.shared.process.backend)
+    generators = rng.capture_states(live.shared.process.backend)
     generators["step"] = live.preparer.accumulation.step
     return {**objects, files.random_states(live.rank): _as_bytes(generators)}
 
@@ -272,38 +269,7 @@ def _as_bytes(state: Any) -> bytes:
     return buffer.getvalue()
 
 
-# --- random generators ------------------------------------------------------------------------------------------------
-
-
-def capture_random_states(backend: Backend) -> dict[str, Any]:
-    """Return the state of all generators of this process."""
-    state: dict[str, Any] = {
-        "random_state": random.getstate(),
-        "torch_manual_seed": torch.get_rng_state(),
-        "device": dict(backend.rng_state()),
-    }
-    # A library that this process has not imported has drawn nothing.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy_random_seed"] = (str(kind), torch.from_numpy(keys.astype("int64")), *rest)
-    return state
-
-
-def restore_random_states(state: Mapping[str, Any], backend: Backend) -> None:
-    """Put back what :func:`capture_random_states` returned. Parts that ``state`` has not are left as they are."""
-    if "random_state" in state:
-        version, words, gauss = state["random_state"]
-        random.setstate((version, tuple(words), gauss))
-    if "numpy_random_seed" in state:
-        import numpy
-
-        kind, keys, *rest = state["numpy_random_seed"]
-        numpy.random.set_state((kind, numpy.asarray(keys, dtype="uint32"), *rest))
-    if "torch_manual_seed" in state:
-        torch.set_rng_state(state["torch_manual_seed"].cpu())
-    if state.get("device"):
-        backend.set_rng_state(state["device"])
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 class CpuCopies:
