@@ -133,6 +133,8 @@ def test_iteration_counts_completed_epochs_and_reaches_samplers() -> None:
     list(loader)
     assert epochs == [0, 1, 1, 7, 7]
     assert loader.iteration == 8
+    _second_of_two(DataLoader(dataset, sampler=Sampler(dataset))).set_epoch(3)
+    assert epochs[-1] == 3, "below the shard, too"
 
 
 def test_an_empty_loader_yields_nothing() -> None:
