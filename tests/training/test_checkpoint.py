@@ -747,21 +747,16 @@ def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state")
 
 
-def _other_size(folder: str) -> tuple[str, list[float]]:
+def _other_size(folder: str) -> list[float]:
     accelerator, model, _ = _prepared()
-    with pytest.raises(CheckpointError) as caught:
-        accelerator.load_state(folder, any_world_size=False)
     accelerator.load_state(folder)
-    return str(caught.value), accelerator.unwrap_model(model).weight.flatten().tolist()
+    return accelerator.unwrap_model(model).weight.flatten().tolist()
 
 
-def test_another_number_of_processes_is_refused_on_request(tmp_path: Path) -> None:
+def test_another_number_of_processes_loads_it(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared()
     accelerator.save_state(tmp_path / "state")
-    for message, weights in ranks.run(_other_size, 2, str(tmp_path / "state")):
-        assert str(tmp_path / "state") in message
-        assert "1 processes, but this job has 2" in message
-        assert "any_world_size=True" in message
+    for weights in ranks.run(_other_size, 2, str(tmp_path / "state")):
         assert weights == model.weight.flatten().tolist()
 
 

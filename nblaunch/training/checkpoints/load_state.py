@@ -35,7 +35,6 @@ def load_state(
     saver: Saver,
     input_dir: Any,
     load_kwargs: Mapping[str, Any] | None,
-    any_world_size: bool,
     map_location: str | None = None,
     strict: bool = True,
 ) -> None:
@@ -48,7 +47,7 @@ def load_state(
     saver.wait()
     device = live.shared.process.device if map_location == "on_device" else "cpu"
     folder = _common(_on_all_ranks(lambda: _find(live, input_dir)))
-    manifest = _on_all_ranks(lambda: _checked(live, folder, any_world_size))
+    manifest = _on_all_ranks(lambda: _checked(live, folder))
     checkpoint = _Checkpoint(live, folder, manifest, {"map_location": device, **(load_kwargs or {})})
     optimizers, loads = _on_all_ranks(lambda: checkpoint.read(strict))
     if not checkpoint.load_models(device, strict):
@@ -108,19 +107,13 @@ def _common(folder: Path) -> Path:
 # --- is it whole? -----------------------------------------------------------------------------------------------------
 
 
-def _checked(live: CheckpointedObjects, folder: Path, any_world_size: bool) -> Manifest | None:
+def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
     """Return the manifest of a whole checkpoint that this job can load; None where it is another tool's."""
     manifest = files.read_manifest(folder)
     if manifest is None:
         found = len(list(folder.glob("custom_checkpoint_*.pkl")))
         _check_custom(folder, found, len(live.custom))
         return None
-    if manifest.world_size != live.world_size and not any_world_size:
-        raise CheckpointError(
-            f"checkpoint {folder} was saved by {manifest.world_size} processes, but this job has "
-            f"{live.world_size}; its random states don't fit. Start {manifest.world_size} processes, or call "
-            "load_state(..., any_world_size=True) to take over the rest"
-        )
     if manifest.sharded_by and manifest.sharded_by != live.strategy.name:
         raise CheckpointError(
             f"checkpoint {folder} was saved in shards, by the ranks of strategy {manifest.sharded_by!r}, and this "

@@ -53,7 +53,7 @@ def _save(kind: str | None, folder: str) -> list[float]:
 
 def _resume(kind: str | None, folder: str) -> list[float]:
     accelerator, *rest = _prepare(kind)
-    accelerator.load_state(folder, any_world_size=True)
+    accelerator.load_state(folder)
     for parameter in rest[0].parameters():
         dtensor.local(parameter).sum().item()
     return epoch(accelerator, *rest)
