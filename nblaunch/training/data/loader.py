@@ -248,7 +248,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
-        if self._drops_last:
+        # Of others that a lone process reads, none is completed, and the last batch may have any size.
+        is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
+        if self._drops_last or not is_known:
             return -1
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
@@ -256,6 +258,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def _drops_last(self) -> bool:
         return bool(self._drop_last or self.drop_last or getattr(self.batch_sampler, "drop_last", False))
+
+    @property
+    def _are_cut_by_torch(self) -> bool:
+        """Whether batches are cut from an order or a stream, of one size all but the last."""
+        return type(innermost(index_sampler_of(self))) is BatchSampler
 
     def _num_samples(self) -> int | None:
         for counted in (self.get_sampler(), self.sampler, self.dataset):
@@ -447,7 +454,9 @@ class DataLoaderShard(PreparedLoader):
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
         advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
         rows = count(current)
-        is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
+        # Not of a stream: each worker process may end with a short batch. Nor of single samples.
+        is_even = not isinstance(self.dataset, IterableDataset) and self.batch_sampler is not None
+        is_plain = is_placed and not self.use_stateful_dataloader and self._are_cut_by_torch and is_even
         counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
             current = self._take_in(current, is_placed)
@@ -460,7 +469,7 @@ class DataLoaderShard(PreparedLoader):
             if not is_plain:
                 current = self._take_in(current, is_placed)
                 rows = count(current)
-        self._finish_epoch(nested.count_rows(current))
+        self._finish_epoch()
         advance(loop, count(current))
         self._begin_step(shared, loop, current)
         yield current
@@ -471,28 +480,9 @@ class DataLoaderShard(PreparedLoader):
         self._note_position()
         return batch
 
-    @property
-    def _has_equal_batches(self) -> bool:
-        """Whether no batch but the last can differ from the first in its number of rows."""
-        is_plain = type(innermost(self.batch_sampler)) is BatchSampler
-        return is_plain and not isinstance(self.dataset, IterableDataset)
-
-    @property
-    def _counts_last_rows(self) -> bool:
-        """Whether the rows of the last batch are known by counting alone: others of any size came before it.
-
-        Of an iterable dataset, too: a lone process reads it as it is, nothing completes its last batch.
-        """
-        if self.num_processes > 1 or self._has_equal_batches or not self.total_batch_size:
-            return False
-        return self.remainder >= 0 or isinstance(self.dataset, IterableDataset)
-
-    def _finish_epoch(self, rows: int) -> None:
-        """End the epoch, whose last batch has so many rows."""
+    def _finish_epoch(self) -> None:
+        """Note how many rows of the last batch are real, if that is known only now, and that it is the last one."""
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
-        elif self._counts_last_rows:
-            # As many or more: the batch is full, or its first tensor has other things than samples in its rows.
-            self.remainder = rows if rows < self.total_batch_size else 0
         self.end_of_dataloader = True
         self._note_position(is_end=True)
