@@ -537,7 +537,7 @@ def test_nested_batches_move_and_keep_their_types() -> None:
     assert moved["d"].device == "meta"
     edge = nested.send_to_device(namedtuple("Edge", "to")(tensor), torch.device("meta"))
     assert edge.to.is_meta
-    assert nested.count_rows(batch) == 2
+    assert nested.count_rows(batch) == nested.count_rows({"words": ["a", "b", "c"], **batch}) == 2
     assert nested.count_rows([]) == nested.count_rows("text") == 0
     assert nested.count_rows(torch.tensor(1)) == 1
     halves = {"x": torch.ones(1, dtype=torch.bfloat16), "y": (torch.ones(1, dtype=torch.int64), None)}
