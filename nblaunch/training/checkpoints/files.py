@@ -27,11 +27,12 @@ import pathlib
 import pickle
 import re
 import sys
+import threading
 import types
 import zlib
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,29 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
     """Return checksums of files of ``folder``, with their kind: ``crc32:1a2b3c4d``. Threads read several at a time."""
-    pool = ThreadPool(min(_NUM_READERS, len(names)) or 1)
-    try:
-        return dict(zip(names, pool.map(lambda name: _checksum_of_file(folder / name), names), strict=True))
-    finally:
-        pool.close()
-        pool.join()
+    found: dict[str, str] = {}
+    errors: list[OSError] = []
+    left = deque(names)
+
+    def read() -> None:
+        try:
+            while left:
+                name = left.popleft()
+                found[name] = _checksum_of_file(folder / name)
+        except IndexError:  # another thread has taken the last one
+            return
+        except OSError as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=read) for _ in range(min(_NUM_READERS, len(names)) - 1)]
+    for thread in others:
+        thread.start()
+    read()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
 
 
 def _checksum_of_file(path: Path) -> str:
