@@ -617,8 +617,6 @@ class Accelerator(AcceleratorProperties):
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
-        *,
-        any_world_size: bool = True,
         **model_options: Any,
     ) -> None:
         """Load what :meth:`save_state` saved: call it on all ranks, after ``prepare`` of the same objects.
@@ -631,8 +629,6 @@ class Accelerator(AcceleratorProperties):
             input_dir: the folder, as for :meth:`save_state`. None: with automatic naming, the highest number.
             load_kwargs: for :func:`torch.load`, as ``{"weights_only": False}``, which lets the files execute code.
                 Without it, states of registered objects may hold objects of the notebook's own classes.
-            any_world_size: False: refuse a checkpoint of another number of processes, since its random states don't
-                carry over.
             **model_options: ``strict=False`` accepts other names of weights than the models have; ``map_location``:
                 ``"cpu"`` (default) or ``"on_device"``, where weights and optimizers are read to.
 
@@ -641,9 +637,7 @@ class Accelerator(AcceleratorProperties):
             CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
-        load_state.load_state(
-            self._checkpoints, self._saver, input_dir, load_kwargs, any_world_size, **model_options
-        )
+        load_state.load_state(self._checkpoints, self._saver, input_dir, load_kwargs, **model_options)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` and ``load_state`` include these objects, in workers, too, if it is called in a cell.

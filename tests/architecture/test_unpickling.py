@@ -15,7 +15,6 @@ READERS = {
     "nblaunch.start_methods.fork": "the state of random, which the same process has pickled a moment before",
     "nblaunch.start_methods.interpreter": "assignments in an inherited memory file that its launcher made",
     "nblaunch.start_methods.saved_call": "states of generators, in the same memory file as these assignments",
-    "nblaunch.training.data.dispatcher": "part of an object that came under the signature of the job",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
     "nblaunch.wire.worker_commands": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",

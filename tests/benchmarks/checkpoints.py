@@ -147,7 +147,7 @@ def _loaded(kind: str, folder: Path, is_automatic: bool = False) -> set[float]:
             warnings.simplefilter("ignore")  # random states and the order of data are those of two ranks
             job = Job(kind, folder, is_automatic)
             job.fill(0)
-            job.accelerator.load_state(job.target, any_world_size=True)
+            job.accelerator.load_state(job.target)
             return job.values()
     finally:
         context.take()

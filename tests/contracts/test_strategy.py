@@ -58,9 +58,6 @@ class ToyStrategy(Strategy):
         torch.save((parts, [one.state_dict() for one in optimizers]), folder / f"toy_{rank}.pt")
         return True
 
-    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        return [folder / f"toy_{rank}.pt"]
-
     def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         for path in sorted(folder.glob("toy_*.pt")):
             parts, states = torch.load(path, weights_only=True)

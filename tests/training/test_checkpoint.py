@@ -70,6 +70,7 @@ def _train(
     options: dict[str, Any],
     mixed_precision: str = "no",
     sampling: dict[str, Any] | None = None,
+    skips_by_number: bool = True,
 ) -> dict[str, Any]:
     """Three epochs, or what is left of them; what was seen and drawn at every step, and what came of it."""
     set_seed(99 if is_resumed else 5, device_specific=True)
@@ -93,7 +94,8 @@ def _train(
     steps = []
     for epoch in range(first_epoch, 3):
         is_middle = epoch == first_epoch and seen_batches and "use_stateful_dataloader" not in options
-        batches = accelerator.skip_first_batches(loader, seen_batches) if is_middle else loader
+        skipped = seen_batches if skips_by_number else None
+        batches = accelerator.skip_first_batches(loader, skipped) if is_middle else loader
         for inputs, targets, index in batches:
             with accelerator.accumulate(wrapped):
                 accelerator.backward((wrapped(inputs) - targets).pow(2).mean())
@@ -145,6 +147,11 @@ def test_training_continues_exactly_without_skipping_where_loaders_know_their_po
 ) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     _compare(tmp_path / "state", 2, save_at, {"use_stateful_dataloader": True})
+
+
+def test_training_continues_exactly_behind_what_was_seen_at_the_checkpoint(tmp_path: Path) -> None:
+    """The last batches of an epoch are completed with the same rows, those of its start."""
+    _compare(tmp_path / "state", 2, 8, {}, "no", None, False)
 
 
 def test_training_continues_exactly_in_bf16(tmp_path: Path) -> None:
@@ -704,17 +711,6 @@ def test_a_flipped_bit_in_the_list_of_files_is_reported(tmp_path: Path) -> None:
     files.read_manifest(folder)
 
 
-def test_a_list_of_files_with_the_order_of_gradients_is_read(tmp_path: Path) -> None:
-    """Older checkpoints have it."""
-    files.Manifest(1).write(tmp_path)
-    path = tmp_path / "nblaunch_checkpoint.json"
-    values = json.loads(path.read_text()) | {"gradient_orders": [[0, 1]]}
-    del values["checksum"]
-    checksum = zlib.crc32(json.dumps(values, sort_keys=True).encode())
-    path.write_text(json.dumps({**values, "checksum": f"crc32:{checksum:08x}"}))
-    assert files.read_manifest(tmp_path) == files.Manifest(1)
-
-
 def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BLOCK_BYTES", 7)
     data = bytes(range(100))
@@ -731,7 +727,7 @@ def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: py
     found = ""
     for rank in range(2):
         with pytest.raises(CheckpointError) as caught:
-            files.check_bytes(tmp_path, manifest, rank, 2)
+            files.check_files(tmp_path, manifest, rank, 2)
         found += str(caught.value)
     assert [found.count(f" {name} has the checksum") for name in "abcd"] == [0, 1, 1, 1]
 
@@ -751,21 +747,16 @@ def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state")
 
 
-def _other_size(folder: str) -> tuple[str, list[float]]:
+def _other_size(folder: str) -> list[float]:
     accelerator, model, _ = _prepared()
-    with pytest.raises(CheckpointError) as caught:
-        accelerator.load_state(folder, any_world_size=False)
     accelerator.load_state(folder)
-    return str(caught.value), accelerator.unwrap_model(model).weight.flatten().tolist()
+    return accelerator.unwrap_model(model).weight.flatten().tolist()
 
 
-def test_another_number_of_processes_is_refused_on_request(tmp_path: Path) -> None:
+def test_another_number_of_processes_loads_it(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared()
     accelerator.save_state(tmp_path / "state")
-    for message, weights in ranks.run(_other_size, 2, str(tmp_path / "state")):
-        assert str(tmp_path / "state") in message
-        assert "1 processes, but this job has 2" in message
-        assert "any_world_size=True" in message
+    for weights in ranks.run(_other_size, 2, str(tmp_path / "state")):
         assert weights == model.weight.flatten().tolist()
 
 

@@ -254,6 +254,17 @@ def test_metrics_of_batches_that_begin_with_another_dimension_are_whole(options:
     assert seen == list(range(10))
 
 
+def _short_time_first(rows: list[int]) -> dict[str, torch.Tensor]:
+    return {"sequences": torch.zeros(3, len(rows)), "labels": torch.tensor(rows)}
+
+
+def test_metrics_of_a_stream_whose_batches_begin_with_a_shorter_dimension_are_whole() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_Numbers(8), batch_size=4, collate_fn=_short_time_first))
+    seen = [row for batch in loader for row in accelerator.gather_for_metrics(batch["labels"]).tolist()]
+    assert seen == list(range(8))
+
+
 def _compare_on_demand() -> list[str]:
     state = PartialState()
     refused = []

@@ -165,5 +165,5 @@ def test_an_extra_state_may_have_another_size(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         (tmp_path / name).write_bytes(b"no weights")
-        with pytest.raises(CheckpointError, match=f"{name} can't be read; is it damaged"):
+        with pytest.raises(CheckpointError, match=f"{name} (can.t be read; is it|is) damaged"):
             check_weights(nn.Linear(1, 1), tmp_path / name, True)

@@ -133,6 +133,8 @@ def test_iteration_counts_completed_epochs_and_reaches_samplers() -> None:
     list(loader)
     assert epochs == [0, 1, 1, 7, 7]
     assert loader.iteration == 8
+    _second_of_two(DataLoader(dataset, sampler=Sampler(dataset))).set_epoch(3)
+    assert epochs[-1] == 3, "below the shard, too"
 
 
 def test_an_empty_loader_yields_nothing() -> None:
@@ -535,7 +537,7 @@ def test_nested_batches_move_and_keep_their_types() -> None:
     assert moved["d"].device == "meta"
     edge = nested.send_to_device(namedtuple("Edge", "to")(tensor), torch.device("meta"))
     assert edge.to.is_meta
-    assert nested.count_rows(batch) == 2
+    assert nested.count_rows(batch) == nested.count_rows({"words": ["a", "b", "c"], **batch}) == 2
     assert nested.count_rows([]) == nested.count_rows("text") == 0
     assert nested.count_rows(torch.tensor(1)) == 1
     halves = {"x": torch.ones(1, dtype=torch.bfloat16), "y": (torch.ones(1, dtype=torch.int64), None)}

@@ -237,9 +237,10 @@ def _leave_in_the_middle(folder: str) -> str:
     accelerator, *_ = _prepare()
     if accelerator.process_index == 1:
         participant = accelerator._shared.save_round
-        participant.report = participant.leave  # as if the process ended before it could report
+        # As if the process ended before it could report.
+        participant.report = lambda *_: participant.leave()
         accelerator.register_save_state_pre_hook(_disk_full)
-    with pytest.raises((CheckpointError, OSError, TypeError)) as caught:
+    with pytest.raises((CheckpointError, OSError)) as caught:
         accelerator.save_state(folder)
     return str(caught.value)
 
@@ -281,7 +282,7 @@ def _outlive_the_store(folder: str, port: int) -> int:
         while not _is_gone(store):
             time.sleep(0.005)
         accelerator.wait_for_checkpoint()
-        with pytest.raises(CheckpointError, match=r"rank 1 .*save_state.* store"):
+        with pytest.raises(CheckpointError, match=r"save_state can.t reach .* store is gone"):
             accelerator.save_state(f"{folder}_2")
     return len(files.read_manifest(Path(f"{folder}_1")).files) if not accelerator.is_main_process else 0  # type: ignore[union-attr]
 
@@ -364,8 +365,8 @@ def test_nothing_that_another_process_writes_to_the_store_is_executed(tmp_path: 
     "message",
     [
         Round(3, True, (1, 2), "a\udc80b", "c", 4),
-        Whereabouts(3, True, False, 2, {"0/cpu": 7}),
-        Report(3, "a problem", {"a/b.bin": "crc32:00000000"}),
+        Whereabouts(3, True, False, {"0/cpu": 7}),
+        Report(3, "a problem", True),
         SaveOutcome("ValueError", "ünlucky"),
     ],
 )

@@ -262,16 +262,3 @@ def test_the_sampler_is_found_and_replaced_below_batch_samplers() -> None:
     shard.sampler = another
     assert sampler_of(shard) is another
     assert sampler_of([[0, 1]]) is None
-
-
-class _Epochs(SequentialSampler):
-    epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-def test_epochs_reach_the_sampler() -> None:
-    sampler = _Epochs(range(4))
-    BatchSamplerShard(BatchSampler(sampler, 2, False), 2, 0).set_epoch(3)
-    assert sampler.epoch == 3

@@ -27,10 +27,12 @@ import pathlib
 import pickle
 import re
 import sys
+import threading
 import types
 import zlib
+from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +79,9 @@ _PLAIN = [
     pathlib.PurePosixPath,
     types.SimpleNamespace,
 ]
-# How torch.load says that a file names a class or function that it does not trust.
-_NOT_PLAIN = re.compile(
-    r"Unsupported (global|class)|not an allowed global|Can only (build|create|append|extend|SETITEMS?)",
-    re.IGNORECASE,
-)
 _MAX_NAMED = 8  # files in one message
 _BLOCK_BYTES = 2**22  # read at once: fits the caches, and lets other threads run meanwhile
+_NUM_READERS = 8  # threads that read files at the same time
 
 
 def numbered(name: str, index: int) -> str:
@@ -147,11 +145,14 @@ class Manifest:
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Write the manifest, last of all files of ``folder``."""
-        values = {"version": _VERSION, **asdict(self)}
+    def write(self, folder: Path) -> Manifest:
+        """Write the manifest, last of all files of ``folder``; return it with their sizes and checksums."""
+        found = safe_save.files_below(folder)
+        manifest = replace(self, files=found, checksums=checksums(folder, found))
+        values = {"version": _VERSION, **asdict(manifest)}
         text = json.dumps({**values, "checksum": _checksum_of(values)}, indent=2) + "\n"
         (folder / MANIFEST).write_text(text)
+        return manifest
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -169,7 +170,6 @@ def read_manifest(folder: Path) -> Manifest | None:
         if values.pop("checksum") != _checksum_of(values):
             raise ValueError("its checksum is another")
         del values["version"]
-        values.pop("gradient_orders", None)  # of older checkpoints
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -177,8 +177,46 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from error
 
 
-def check_whole(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError where files are missing or have another size than was written, naming them."""
+def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Return checksums of files of ``folder``, with their kind: ``crc32:1a2b3c4d``. Threads read several at a time."""
+    found: dict[str, str] = {}
+    errors: list[OSError] = []
+    left = deque(names)
+
+    def read() -> None:
+        try:
+            while left:
+                name = left.popleft()
+                found[name] = _checksum_of_file(folder / name)
+        except IndexError:  # another thread has taken the last one
+            return
+        except OSError as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=read) for _ in range(min(_NUM_READERS, len(names)) - 1)]
+    for thread in others:
+        thread.start()
+    read()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def _checksum_of_file(path: Path) -> str:
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return f"crc32:{value:08x}"
+
+
+def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Raise CheckpointError where files are missing or are not what was written, naming them.
+
+    Every rank looks at all sizes, and reads a share of the files.
+    """
     found = safe_save.files_below(folder)
     wrong = []
     for name, size in manifest.files.items():
@@ -186,40 +224,18 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
             wrong.append(f"{name} is missing")
         elif found[name] != size:
             wrong.append(f"{name} has {found[name]:,} bytes of {size:,}")
-    _raise_damaged(folder, wrong)
-
-
-def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Return checksums of files of ``folder``, with their kind: ``crc32:1a2b3c4d``."""
-    found = {}
-    for name in names:
-        value = 0
-        with (folder / name).open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                value = zlib.crc32(block, value)
-        found[name] = f"crc32:{value:08x}"
-    return found
-
-
-def check_bytes(folder: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Raise CheckpointError where bytes are not those that were written, naming the files; each rank reads a share."""
     by_size = sorted(manifest.checksums, key=lambda name: (-manifest.files.get(name, 0), name))
+    share = by_size[rank::world_size] if not wrong else []
     try:
-        found = checksums(folder, by_size[rank::world_size])
+        read = checksums(folder, share)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}. {_other_than(folder)}") from error
-    _raise_damaged(
-        folder,
-        [
-            f"{name} has the checksum {value}, and {manifest.checksums[name]} was written: bytes have changed "
-            "since, by a fault of the disk, of memory or of a copy"
-            for name, value in found.items()
-            if value != manifest.checksums[name]
-        ],
-    )
-
-
-def _raise_damaged(folder: Path, wrong: list[str]) -> None:
+    wrong += [
+        f"{name} has the checksum {value}, and {manifest.checksums[name]} was written: bytes have changed since, by a "
+        "fault of the disk, of memory or of a copy"
+        for name, value in read.items()
+        if value != manifest.checksums[name]
+    ]
     if wrong:
         raise CheckpointError(
             f"checkpoint {folder} is damaged: {formatting.first(wrong, _MAX_NAMED, '; ')}. {_other_than(folder)}"
@@ -291,12 +307,13 @@ def read_object(
 
 
 def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointError:
-    """Return what to raise where a file is damaged, or holds objects that only code can make: then with ``advice``."""
+    """Return what to raise where a file is damaged, or has objects that only code can make: then with ``advice``."""
     # torch says first what else one might do, with weights_only=False.
     reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
-    # Of another type are errors of the objects' own code, which have any text.
-    if isinstance(error, pickle.UnpicklingError) and _NOT_PLAIN.search(str(error)):
-        return CheckpointError(f"{path} holds objects of classes that are not trusted ({reason}){advice}")
+    if isinstance(error, pickle.UnpicklingError):
+        return CheckpointError(
+            f"{path} is damaged, or holds objects of classes that are not trusted ({reason}){advice}"
+        )
     return CheckpointError(f"{path} can't be read; is it damaged? ({type(error).__name__}: {reason})")
 
 

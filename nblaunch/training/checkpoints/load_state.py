@@ -22,8 +22,8 @@ from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.load_weights import check_weights, load_weights
 from nblaunch.training.checkpoints.save_state import Saver
-from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, restore_random_states
-from nblaunch.training.collectives import operations
+from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
+from nblaunch.training.collectives import operations, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
 
@@ -35,7 +35,6 @@ def load_state(
     saver: Saver,
     input_dir: Any,
     load_kwargs: Mapping[str, Any] | None,
-    any_world_size: bool,
     map_location: str | None = None,
     strict: bool = True,
 ) -> None:
@@ -47,17 +46,11 @@ def load_state(
         )
     saver.wait()
     device = live.shared.process.device if map_location == "on_device" else "cpu"
-    reading = {"map_location": device, **(load_kwargs or {})}
     folder = _common(_on_all_ranks(lambda: _find(live, input_dir)))
-    manifest = _on_all_ranks(lambda: _checked(live, folder, any_world_size))
-    if manifest is not None:
-        # Each rank reads a share of the files, which it then finds in the file system's cache.
-        _on_all_ranks(lambda: files.check_bytes(folder, manifest, live.rank, live.world_size))
-    optimizers = _on_all_ranks(lambda: _read_optimizers(live, folder, manifest, reading))
-    loads = _on_all_ranks(lambda: list(_read_others(live, folder, manifest, reading)))
-    if not live.load_hooks:  # a hook may take models over, and load them in its own way
-        _on_all_ranks(lambda: _check_weights(live, folder, live.preparer.models, manifest, strict))
-    if not _load_models(live, folder, manifest, device, strict):
+    manifest = _on_all_ranks(lambda: _checked(live, folder))
+    checkpoint = _Checkpoint(live, folder, manifest, {"map_location": device, **(load_kwargs or {})})
+    optimizers, loads = _on_all_ranks(lambda: checkpoint.read(strict))
+    if not checkpoint.load_models(device, strict):
         for index, optimizer in enumerate(live.preparer.optimizers):
             if index == len(optimizers):
                 raise CheckpointError(f"checkpoint {folder} has no {files.numbered(files.OPTIMIZER, index)}")
@@ -86,9 +79,6 @@ def _on_all_ranks(work: Callable[[], Any]) -> Any:
     return value
 
 
-# --- is it whole? -----------------------------------------------------------------------------------------------------
-
-
 def _find(live: CheckpointedObjects, input_dir: Any) -> Path:
     if input_dir is None and not live.project.automatic_checkpoint_naming:
         raise ValueError(
@@ -114,20 +104,16 @@ def _common(folder: Path) -> Path:
     return folder
 
 
-def _checked(live: CheckpointedObjects, folder: Path, any_world_size: bool) -> Manifest | None:
-    """Return the manifest of a checkpoint that this job can load; None where it is another tool's."""
+# --- is it whole? -----------------------------------------------------------------------------------------------------
+
+
+def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
+    """Return the manifest of a whole checkpoint that this job can load; None where it is another tool's."""
     manifest = files.read_manifest(folder)
     if manifest is None:
         found = len(list(folder.glob("custom_checkpoint_*.pkl")))
         _check_custom(folder, found, len(live.custom))
         return None
-    files.check_whole(folder, manifest)
-    if manifest.world_size != live.world_size and not any_world_size:
-        raise CheckpointError(
-            f"checkpoint {folder} was saved by {manifest.world_size} processes, but this job has "
-            f"{live.world_size}; its random states don't fit. Start {manifest.world_size} processes, or call "
-            "load_state(..., any_world_size=True) to take over the rest"
-        )
     if manifest.sharded_by and manifest.sharded_by != live.strategy.name:
         raise CheckpointError(
             f"checkpoint {folder} was saved in shards, by the ranks of strategy {manifest.sharded_by!r}, and this "
@@ -139,6 +125,8 @@ def _checked(live: CheckpointedObjects, folder: Path, any_world_size: bool) -> M
         if here > saved:
             raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
     _check_custom(folder, manifest.custom, len(live.custom))
+    # Each rank reads a share of the files, which all then find in the file system's cache.
+    files.check_files(folder, manifest, live.rank, live.world_size)
     return manifest
 
 
@@ -150,24 +138,150 @@ def _check_custom(folder: Path, saved: int, here: int) -> None:
         )
 
 
-# --- optimizers and weights -------------------------------------------------------------------------------------------
+# --- does it fit? -----------------------------------------------------------------------------------------------------
 
 
-def _read_optimizers(
-    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Return the states of optimizers; none where the strategy reads them with the weights."""
-    found: list[dict[str, Any]] = []
-    if manifest is not None and manifest.sharded_by:
-        return found
-    for index, optimizer in enumerate(live.preparer.optimizers):
-        path = folder / files.numbered(files.OPTIMIZER, index)
-        if manifest is None and not path.is_file():
-            break  # of another tool's strategy, which may lay it elsewhere
-        found.append(files.read_object(path, **reading))
-        if not live.strategy.holds_shards:
-            _check_optimizer(optimizer, found[-1], path)
-    return found
+class _Checkpoint:
+    """A checkpoint on its way into the live objects.
+
+    Args:
+        live: these.
+        folder: where it lies.
+        manifest: its own; None where it is another tool's.
+        reading: arguments of ``torch.load``.
+    """
+
+    def __init__(
+        self, live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
+    ) -> None:
+        self.live = live
+        self.folder = folder
+        self.manifest = manifest
+        self.is_sharded = manifest is not None and bool(manifest.sharded_by)
+        self.is_of_this_size = manifest is None or manifest.world_size == live.world_size
+        self._reading = reading
+        # Of all but optimizers, wherever these are read to: generators take their states from the CPU alone.
+        self._on_cpu = {**reading, "map_location": "cpu"}
+
+    def read(self, strict: bool) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
+        """Return the states of optimizers, and what loads all others but weights; raise where something does not fit.
+
+        Of optimizers there are none where the strategy reads them with the weights.
+        """
+        optimizers = [] if self.is_sharded else list(self._read_optimizers())
+        loads = list(self._read_others())
+        if not self.live.load_hooks:  # a hook may take models over, and load them in its own way
+            self._check_weights(self.live.preparer.models, strict)
+        return optimizers, loads
+
+    def _read_optimizers(self) -> Iterator[dict[str, Any]]:
+        for index, optimizer in enumerate(self.live.preparer.optimizers):
+            path = self.folder / files.numbered(files.OPTIMIZER, index)
+            if self.manifest is None and not path.is_file():
+                return  # of another tool's strategy, which may lay it elsewhere
+            state = files.read_object(path, **self._reading)
+            if not self.live.strategy.holds_shards:
+                _check_optimizer(optimizer, state, path)
+            yield state
+
+    def _check_weights(self, models: Sequence[torch.nn.Module], strict: bool) -> None:
+        """Raise CheckpointError where a file of weights is missing, or one does not fit its model."""
+        if self.is_sharded or (self.manifest is None and self.live.strategy.holds_shards):
+            return  # the strategy looks for its shards
+        for index, model in enumerate(models):
+            check_weights(model, files.weights_file(self.folder, index), strict)
+
+    def load_models(self, device: Any, strict: bool) -> bool:
+        """Load weights; return whether the strategy did it, and loaded optimizers as well."""
+        live, models = self.live, list(self.live.preparer.models)
+        is_loaded = live.strategy.load_shards(self.folder, models, live.preparer.optimizers)
+        if is_loaded:
+            models = []  # hooks find what is left, as with Accelerate
+        hooks = list(live.load_hooks.values())
+        for hook in hooks:
+            hook(models, str(self.folder))
+        if is_loaded:
+            return True
+        if hooks:
+            self._check_weights(models, strict)
+        for index, model in enumerate(models):
+            path = files.weights_file(self.folder, index)
+            load_weights(model, model_files.read_weights(path, device), path, strict)
+        return False
+
+    # --- all else ------------------------------------------------------------------------------------------------
+
+    def _read_others(self) -> Iterator[Callable[[], object]]:
+        """Read the states of schedulers, loaders, scaler, registered objects and generators; yield what loads them."""
+        live, folder = self.live, self.folder
+        for index, scheduler in enumerate(live.preparer.schedulers):
+            saved = files.read_object(folder / files.numbered(files.SCHEDULER, index), **self._on_cpu)
+            yield partial(scheduler.load_state_dict, saved)
+        for index, loader in enumerate(live.preparer.loaders):
+            yield self._read_loader(index, loader)
+        if live.scaler is not None and (folder / files.SCALER_NAME).is_file():
+            saved = files.read_object(folder / files.SCALER_NAME, **self._on_cpu)
+            yield partial(live.scaler.load_state_dict, saved)
+        for index, obj in enumerate(live.custom):
+            saved = files.read_object(folder / files.custom(index), owner=obj, **self._on_cpu)
+            yield partial(obj.load_state_dict, saved)
+        # Last, because loading may draw random numbers.
+        yield self._read_random_states()
+
+    def _read_loader(self, index: int, loader: PreparedLoader) -> Callable[[], object]:
+        live, folder, manifest = self.live, self.folder, self.manifest
+        path = folder / files.numbered(files.SAMPLER, index)
+        if manifest is None or not path.is_file():
+            return partial(
+                warn, f"checkpoint {folder} has no position of loader {index}, which starts its first epoch"
+            )
+        order = files.read_object(path)
+        if not self.is_of_this_size and not resuming.can_continue(loader, order):
+            raise CheckpointError(
+                f"loader {index} was in the middle of an epoch when {manifest.world_size} processes saved it, and "
+                f"{live.world_size} can't go on there: the DataLoader's worker processes, or the dataset itself, share "
+                f"its stream. Start {manifest.world_size} processes, save at the end of an epoch, or read the stream "
+                "with num_workers=0"
+            )
+        own: dict[str, Any] | None = None
+        found = self._of_this_rank(partial(files.loader_state, index))
+        if found is not None and self.is_of_this_size and loader.use_stateful_dataloader:
+            own = files.read_object(found[0], **self._on_cpu)
+
+        def load() -> None:
+            resuming.restore(loader, order, live.shared)
+            if own is not None:
+                loader.load_state_dict(own)
+
+        return load
+
+    def _read_random_states(self) -> Callable[[], object]:
+        live = self.live
+        found = self._of_this_rank(files.random_states)
+        if found is None:
+            return partial(
+                warn, f"checkpoint {self.folder} has no random states; the generators stay as they are"
+            )
+        path, rank = found
+        saved = files.read_object(path, **self._on_cpu)
+
+        def load() -> None:
+            live.preparer.accumulation.step = saved.get("step", 0)
+            if not self.is_of_this_size:
+                return
+            if rank == live.rank:
+                rng.restore_states(saved, live.shared.process.backend)
+            else:
+                warn(
+                    f"checkpoint {self.folder} has no random states of rank {live.rank}, only those of rank 0"
+                )
+
+        return load
+
+    def _of_this_rank(self, name_of: Callable[[int], str]) -> tuple[Path, int] | None:
+        """Return the file that this rank has written, or rank 0's in its place, and the rank; None without either."""
+        found = ((self.folder / name_of(rank), rank) for rank in (self.live.rank, 0))
+        return next((one for one in found if one[0].is_file()), None)
 
 
 def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
@@ -181,121 +295,3 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
             f"{path} does not fit the optimizer: it is of groups of {sizes[0]} parameters, and the optimizer has "
             f"groups of {sizes[1]}"
         )
-
-
-def _check_weights(
-    live: CheckpointedObjects,
-    folder: Path,
-    models: Sequence[torch.nn.Module],
-    manifest: Manifest | None,
-    strict: bool,
-) -> None:
-    """Raise CheckpointError where a file of weights is missing, or one does not fit its model."""
-    is_sharded = live.strategy.holds_shards if manifest is None else bool(manifest.sharded_by)
-    if is_sharded:
-        return  # the strategy looks for its shards
-    for index, model in enumerate(models):
-        check_weights(model, files.weights_file(folder, index), strict)
-
-
-def _load_models(
-    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, device: Any, strict: bool
-) -> bool:
-    """Load weights; return whether the strategy did it, and loaded optimizers as well."""
-    models = list(live.preparer.models)
-    is_loaded = live.strategy.load_shards(folder, models, live.preparer.optimizers)
-    if is_loaded:
-        models = []  # hooks find what is left, as with Accelerate
-    hooks = list(live.load_hooks.values())
-    for hook in hooks:
-        hook(models, str(folder))
-    if is_loaded:
-        return True
-    if hooks:
-        _check_weights(live, folder, models, manifest, strict)
-    for index, model in enumerate(models):
-        path = files.weights_file(folder, index)
-        load_weights(model, model_files.read_weights(path, device), path, strict)
-    return False
-
-
-# --- all else ---------------------------------------------------------------------------------------------------------
-
-
-def _read_others(
-    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
-) -> Iterator[Callable[[], object]]:
-    """Read the states of schedulers, loaders, the scaler, registered objects and generators; yield what loads them.
-
-    On the CPU, wherever weights and optimizers are read to: generators take their states from there alone.
-    """
-    prepared, on_cpu = live.preparer, {**reading, "map_location": "cpu"}
-    for index, scheduler in enumerate(prepared.schedulers):
-        saved = files.read_object(folder / files.numbered(files.SCHEDULER, index), **on_cpu)
-        yield partial(scheduler.load_state_dict, saved)
-    for index, loader in enumerate(prepared.loaders):
-        yield _read_loader(live, folder, manifest, index, loader, on_cpu)
-    if live.scaler is not None and (folder / files.SCALER_NAME).is_file():
-        yield partial(live.scaler.load_state_dict, files.read_object(folder / files.SCALER_NAME, **on_cpu))
-    for index, obj in enumerate(live.custom):
-        saved = files.read_object(folder / files.custom(index), owner=obj, **on_cpu)
-        yield partial(obj.load_state_dict, saved)
-    # Last, because loading may draw random numbers.
-    yield _read_random_states(live, folder, manifest, on_cpu)
-
-
-def _read_loader(
-    live: CheckpointedObjects,
-    folder: Path,
-    manifest: Manifest | None,
-    index: int,
-    loader: PreparedLoader,
-    reading: Mapping[str, Any],
-) -> Callable[[], object]:
-    path = folder / files.numbered(files.SAMPLER, index)
-    if manifest is None or not path.is_file():
-        return partial(
-            warn, f"checkpoint {folder} has no position of loader {index}, which starts its first epoch"
-        )
-    order = files.read_object(path)
-    is_same_size = manifest.world_size == live.world_size
-    if not is_same_size and not resuming.can_continue(loader, order):
-        raise CheckpointError(
-            f"loader {index} was in the middle of an epoch when {manifest.world_size} processes saved it, and "
-            f"{live.world_size} can't go on there: the DataLoader's worker processes, or the dataset itself, share "
-            f"its stream. Start {manifest.world_size} processes, save at the end of an epoch, or read the stream with "
-            "num_workers=0"
-        )
-    own: dict[str, Any] | None = None
-    candidates = [folder / files.loader_state(index, rank) for rank in (live.rank, 0)]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is not None and is_same_size and loader.use_stateful_dataloader:
-        own = files.read_object(found, **reading)
-
-    def load() -> None:
-        resuming.restore(loader, order, live.shared)
-        if own is not None:
-            loader.load_state_dict(own)
-
-    return load
-
-
-def _read_random_states(
-    live: CheckpointedObjects, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
-) -> Callable[[], object]:
-    ranks = (rank for rank in (live.rank, 0) if (folder / files.random_states(rank)).is_file())
-    rank = next(ranks, None)
-    if rank is None:
-        return partial(warn, f"checkpoint {folder} has no random states; the generators stay as they are")
-    saved = files.read_object(folder / files.random_states(rank), **reading)
-
-    def load() -> None:
-        live.preparer.accumulation.step = saved.get("step", 0)
-        if manifest is not None and manifest.world_size != live.world_size:
-            return
-        if rank == live.rank:
-            restore_random_states(saved, live.shared.process.backend)
-        else:
-            warn(f"checkpoint {folder} has no random states of rank {live.rank}, only those of rank 0")
-
-    return load

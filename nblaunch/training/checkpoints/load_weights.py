@@ -11,8 +11,7 @@ of Hugging Face Accelerate call. A device map that cuts a model into pieces is f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,12 +34,12 @@ from nblaunch.wire.weights import (
     with_versions,
 )
 
-_OF_PIECES = (
+_OF_ACCELERATE = (
     "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict", "skip_keys",
     "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0", "keep_in_fp32_modules",
     "offload_8bit_bnb",
 )  # fmt: skip
-"""Arguments that say how a model is cut. They mean nothing for one that stays whole."""
+"""Arguments for a model that is cut into pieces, and ``keep_in_fp32_modules``, which leaves any to Accelerate."""
 _MAX_NAMED = 8  # names in one message
 
 
@@ -55,8 +54,7 @@ def load_checkpoint_in_model(
     dtype: str | torch.dtype | None = None,
     *,
     strict: bool = False,
-    device: str | torch.device = "cpu",
-    **of_pieces: Any,
+    **others: Any,
 ) -> None:
     """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
 
@@ -72,27 +70,22 @@ def load_checkpoint_in_model(
         offload_folder: Accelerate's argument for a map with ``"disk"``.
         dtype: of what has no memory yet and is of floating point; None: as the model says.
         strict: raise where names of the files and the model differ.
-        device: where weights are read to, before they are copied into the model: those of all files, but for the CPU,
-            where they lie on the pages of the files (unless these are of torch's format before 1.6).
-        **of_pieces: Accelerate's other arguments. ``keep_in_fp32_modules``: names of modules that stay in float32 where
-            ``dtype`` is float16; the others are for a map.
+        **others: Accelerate's other arguments, without effect on a model that stays whole. Only with
+            ``keep_in_fp32_modules`` an installed Accelerate loads that, too.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or they don't fit.
-        ImportError: ``device_map`` cuts the model into pieces, and Accelerate is not installed.
+        ImportError: it needs Accelerate, which is not installed.
         TypeError: an unknown argument.
         ValueError: ``dtype`` is not the name of one.
     """
-    _check_names("load_checkpoint_in_model", of_pieces)
     target = _dtype(dtype)
-    if _cuts(device_map):
-        of_pieces |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
-        from_accelerate("load_checkpoint_in_model")(bare_module(model), checkpoint, device_map, **of_pieces)
+    if _needs_accelerate("load_checkpoint_in_model", device_map, others):
+        others |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
+        from_accelerate("load_checkpoint_in_model")(bare_module(model), checkpoint, device_map, **others)
         return
     place = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
-    weights = _read(Path(checkpoint), device)
-    types = _Types(target, of_pieces.get("keep_in_fp32_modules") or ())
-    load_weights(model, weights, Path(checkpoint), strict, place, types.of)
+    load_weights(model, _read(Path(checkpoint)), Path(checkpoint), strict, place, target)
 
 
 def load_checkpoint_and_dispatch(
@@ -104,7 +97,7 @@ def load_checkpoint_and_dispatch(
     *,
     dtype: str | torch.dtype | None = None,
     strict: bool = False,
-    **of_pieces: Any,
+    **others: Any,
 ) -> torch.nn.Module:
     """Load weights into ``model``, one of ``init_empty_weights`` maybe, and put it on its devices.
 
@@ -118,64 +111,41 @@ def load_checkpoint_and_dispatch(
         dtype: convert floating point weights of the files to this type, as ``torch.bfloat16`` or ``"bfloat16"``. What
             is in the model only, as a buffer that is not saved, keeps its own.
         strict: raise where names of the file and the model differ.
-        **of_pieces: as of :func:`load_checkpoint_in_model`; without effect on a model that stays whole, but for
-            ``keep_in_fp32_modules``.
+        **others: as of :func:`load_checkpoint_in_model`.
 
     Returns:
         ``model``.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or they don't fit.
-        ImportError: ``device_map`` cuts the model into pieces, and Accelerate is not installed.
+        ImportError: it needs Accelerate, which is not installed.
         TypeError: an unknown argument.
         ValueError: ``dtype`` is not the name of one.
     """
-    _check_names("load_checkpoint_and_dispatch", of_pieces)
     target = _dtype(dtype)
-    if _cuts(device_map):
-        of_pieces |= {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
-        of_pieces |= {"dtype": target, "strict": strict}
-        dispatched = from_accelerate("load_checkpoint_and_dispatch")(
-            model, checkpoint, device_map, **of_pieces
-        )
+    if _needs_accelerate("load_checkpoint_and_dispatch", device_map, others):
+        others |= {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
+        others |= {"dtype": target, "strict": strict}
+        dispatched = from_accelerate("load_checkpoint_and_dispatch")(model, checkpoint, device_map, **others)
         return cast(torch.nn.Module, dispatched)
     device = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
     weights = _read(Path(checkpoint))
-    types = _Types(target, of_pieces.get("keep_in_fp32_modules") or ())
-    load_weights(model, weights, Path(checkpoint), strict, device, types.of)
+    load_weights(model, weights, Path(checkpoint), strict, device, target)
     if target is not None:
-        _convert(bare_module(model), weights, types)
+        _convert(bare_module(model), weights, target)
     return model.to(device=device)
 
 
-@dataclass(frozen=True)
-class _Types:
-    """The types that weights are converted to; None: as they are.
-
-    Args:
-        dtype: of all but those below.
-        in_fp32: names of modules that stay in float32 where the others are of float16, whose range is small.
-    """
-
-    dtype: torch.dtype | None
-    in_fp32: Sequence[str]
-
-    def of(self, name: str) -> torch.dtype | None:
-        """Return the type for the weight of this name; the rule for names is Accelerate's."""
-        is_kept = any(f"{kept}." in name or kept == name for kept in self.in_fp32)
-        return torch.float32 if is_kept and self.dtype is torch.float16 else self.dtype
-
-
-def _read(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
+def _read(checkpoint: Path) -> dict[str, Any]:
     """Return the weights of all files of a checkpoint."""
     weights: dict[str, Any] = {}
     for file in model_files.files_of(checkpoint):
-        part = model_files.read_weights(file, device)
+        part = model_files.read_weights(file)
         weights = with_versions(weights | part, versions_of(part))
     return weights
 
 
-def _convert(module: nn.Module, weights: Mapping[str, Any], types: _Types) -> None:
+def _convert(module: nn.Module, weights: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Convert the tensors of ``module`` that ``weights`` were loaded into, those of floating point."""
     state = module.state_dict()
     saved, special = _without_wrapper(weights, state), tuple(special_prefixes(module))
@@ -184,21 +154,22 @@ def _convert(module: nn.Module, weights: Mapping[str, Any], types: _Types) -> No
         if not (is_loaded and tensor.is_floating_point()):
             continue
         if isinstance(tensor, torch.nn.Parameter):
-            tensor.data = tensor.data.to(types.of(name))
+            tensor.data = tensor.data.to(dtype)
         else:
-            owner._buffers[name.rpartition(".")[2]] = tensor.to(types.of(name))
+            owner._buffers[name.rpartition(".")[2]] = tensor.to(dtype)
 
 
-def _check_names(function: str, given: Mapping[str, Any]) -> None:
-    for name in given:
-        if name not in _OF_PIECES:
+def _needs_accelerate(
+    function: str, device_map: Mapping[str, Any] | str | None, others: Mapping[str, Any]
+) -> bool:
+    """Return whether Accelerate is to load the model: in pieces, or in several types; raise for an unknown argument."""
+    for name in others:
+        if name not in _OF_ACCELERATE:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
-def _cuts(device_map: Mapping[str, Any] | str | None) -> bool:
     if device_map is None:
         return False
-    return isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk"
+    is_cut = isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk"
+    return is_cut or bool(others.get("keep_in_fp32_modules"))
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -247,7 +218,7 @@ def load_weights(
     source: Path,
     strict: bool = True,
     device: torch.device | None = None,
-    type_of: Callable[[str], torch.dtype | None] = lambda name: None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Load a state dict into the module inside ``model``.
 
@@ -257,11 +228,11 @@ def load_weights(
         source: file or index, for messages.
         strict: names of the files and of the module must be the same.
         device: where what is on the meta device goes; None: the CPU.
-        type_of: name -> type of what is on the meta device and of floating point; None: as the module says.
+        dtype: of what is on the meta device and of floating point; None: as the module says.
     """
     module = bare_module(model)
     rest = _without_wrapper(weights, module.state_dict())
-    done = _fill_bare(module, rest, device or torch.device("cpu"), type_of)
+    done = _fill_bare(module, rest, device or torch.device("cpu"), dtype)
     state = module.state_dict()
     _add_twins(rest, state)
     done |= _drop_quantised(module, rest, state, source)
@@ -317,10 +288,7 @@ def _drop_quantised(
 
 
 def _fill_bare(
-    module: torch.nn.Module,
-    weights: dict[str, Any],
-    device: torch.device,
-    type_of: Callable[[str], torch.dtype | None],
+    module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> set[str]:
     """Put tensors of ``weights`` in the place of those on the meta device; take them out, and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
@@ -330,8 +298,7 @@ def _fill_bare(
         saved = weights.get(name)
         if id(bare) in made or not isinstance(saved, torch.Tensor) or saved.shape != bare.shape:
             continue
-        to = type_of(name) if bare.is_floating_point() else None
-        to = bare.dtype if to is None else to
+        to = dtype if dtype is not None and bare.is_floating_point() else bare.dtype
         filled = (
             torch.empty_like(bare, device=device, dtype=to, requires_grad=False)
             if _loads_itself(owner)

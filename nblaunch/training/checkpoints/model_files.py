@@ -7,7 +7,6 @@ the callers, except that a folder written by :func:`save_sharded` is one that :f
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import zipfile
@@ -48,19 +47,6 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
     is_lazy = (tensor.is_conj(), tensor.is_neg())
     view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), is_lazy)
     return view, tensor.untyped_storage().data_ptr()
-
-
-def _safetensors() -> Any:
-    """Return the library that reads and writes such files, imported here: training does without it."""
-    try:
-        importlib.import_module("safetensors.torch")
-        return importlib.import_module("safetensors")
-    except ImportError as error:
-        raise CheckpointError(
-            "files in safetensors' format need safetensors, which is not installed: pip install safetensors "
-            "(safetensors>=0.9.0rc0 for a Python without the GIL). safe_serialization=False saves in torch's format, "
-            "without it"
-        ) from error
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -107,6 +93,8 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
 
 def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bool = True) -> None:
     """Write a state dict to one file, in safetensors' format or in torch's."""
+    from safetensors.torch import save_file  # imported here: training does without it
+
     if not safe_serialization:
         with path.open("wb") as file:
             torch.save(with_versions(weights, versions_of(weights)), file)
@@ -115,7 +103,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
     versions = {name: kept.get("version") for name, kept in (versions_of(weights) or {}).items()}
     if any(version != 1 for version in versions.values()):  # that of a module which says nothing
         aliases[_VERSIONS] = json.dumps(versions)
-    _safetensors().torch.save_file(tensors, path, metadata={**aliases, "format": "pt"})
+    save_file(tensors, path, metadata={**aliases, "format": "pt"})
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -238,10 +226,9 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
 
     On the CPU, tensors lie on the pages of the file, which are read when they are used and copied when written to.
     """
-    library = _safetensors() if path.suffix == ".safetensors" else None
     try:
-        if library is not None:
-            return _read_safetensors(library, path, device)
+        if path.suffix == ".safetensors":
+            return _read_safetensors(path, device)
         is_zip = zipfile.is_zipfile(path)  # torch's older format can't be mapped
         weights = torch.load(path, map_location=device, weights_only=True, mmap=is_zip)
         return with_versions(weights, versions_of(weights))
@@ -251,11 +238,14 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
         raise unreadable(path, error) from error
 
 
-def _read_safetensors(library: Any, path: Path, device: str | torch.device) -> dict[str, Any]:
-    with library.safe_open(path, framework="pt", device=str(device)) as file:
+def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device=str(device)) as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         header = file.metadata() or {}
-    weights.update({alias: weights[name] for alias, name in header.items() if name in weights})
+    aliases = {alias: name for alias, name in header.items() if alias != "format" and name in weights}
+    weights.update({alias: weights[name] for alias, name in aliases.items()})
     if _VERSIONS not in header:
         return weights
     versions = json.loads(header[_VERSIONS])

@@ -1,6 +1,6 @@
 """Rounds in which ranks save together: a collective without a deadline, through the store of their process group.
 
-    rank 0    opens a round ── who comes? ── decides: who is present, which folder ──> reports ── writes ── outcome
+    rank 0    opens a round ── who comes? ── decides: who is present, which folder ── writes ──> reports ── outcome
     others    where they are: in save_state, or in which collective      ──> write their own files, report ──> outcome
 
 Rank 0 waits until every other rank has come or has *passed*. A rank has passed if it has begun a collective that rank 0
@@ -19,9 +19,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ _IDLE_S = 0.2  # pause while nothing is: how late a rank in a collective notices
 _STOP_S = 5.0  # for the last message of a process that ends
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
 
+T = TypeVar("T")
 Message = TypeVar("Message", "Round", "Whereabouts", "Report", "SaveOutcome")
 
 
@@ -64,17 +66,16 @@ class Whereabouts:
     number: int  # the round that this answers
     is_present: bool  # it has come to ``save_state``
     has_left: bool  # it has left the process group, or its process ends
-    num_read: int  # the last round whose outcome it has read
     collectives: dict[str, int]  # how many it has begun, by process group
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has contributed to a round: the checksums of its files, or the problem that it had."""
+    """How far a rank is with a round that it is present in: its files are written, or it has failed."""
 
     number: int
     problem: str = ""
-    checksums: dict[str, str] = field(default_factory=dict)
+    is_through: bool = False  # it does not wait for the outcome any more
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,19 @@ class _Mail:
         self._store = dist.PrefixStore(_PREFIX, own)
 
     def post(self, key: str, message: Round | Whereabouts | Report | SaveOutcome) -> None:
-        self._store.set(key, schema.dump(message).decode())
+        try:
+            self._store.set(key, schema.dump(message).decode())
+        except RuntimeError as error:
+            raise _lost(error) from error
 
     def read(self, key: str, kind: type[Message]) -> Message | None:
         """Return the message under ``key``; None before there is one."""
-        if not self._store.check([key]):
+        try:
+            text = self._store.get(key) if self._store.check([key]) else None
+        except RuntimeError as error:
+            raise _lost(error) from error
+        if text is None:
             return None
-        text = self._store.get(key)
         try:
             return schema.load(kind, text)
         except ValueError as error:
@@ -114,6 +121,22 @@ class _Mail:
                 f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank has written there. "
                 "Another program writes to the store; was it given this job's address?"
             ) from error
+
+
+def _lost(error: RuntimeError) -> CheckpointError:
+    return CheckpointError(
+        f"save_state can't reach the other ranks, because the job's store is gone ({error}). Has rank 0, or the "
+        "launcher, ended before? Every rank that is to save must call save_state as often as rank 0"
+    )
+
+
+def _wait_for(look: Callable[[], T | None]) -> T:
+    """Return what ``look`` finds, once it finds something. Between looks it pauses, so that an interrupt is raised."""
+    pause_s = _BUSY_S[0]
+    while (found := look()) is None:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _BUSY_S[1])
+    return found
 
 
 class _Side:
@@ -134,7 +157,7 @@ class _Side:
 
 
 class Coordinator(_Side):
-    """Rank 0's side, one round after the other."""
+    """Rank 0's side, one round after the other. ``present`` has the other ranks that take part in this one."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -145,7 +168,7 @@ class Coordinator(_Side):
         self.present: list[int] = []
 
     def open(self) -> list[int]:
-        """Open a round and wait for the other ranks; returns those that have passed. ``present`` has the others."""
+        """Open a round and wait until each of the other ranks is present or has passed; returns the latter."""
         # It may live in this process, and would end with the group.
         self._held = dist.distributed_c10d._get_default_store()
         before = self._mail.read("round", Round)
@@ -153,57 +176,42 @@ class Coordinator(_Side):
         self._is_decided, self.present = False, []
         own = _collectives_begun(self._backend)
         self._mail.post("round", Round(self._number))
-        pending, passed = list(range(1, dist.get_world_size())), []
-        pause = _Pause()
+        others = range(1, dist.get_world_size())
         with waiting():
-            while pending:
-                for rank in list(pending):
-                    found = self._mail.read(f"rank/{rank}", Whereabouts)
-                    if found is None or not (found.has_left or found.number == self._number):
-                        continue
-                    is_ahead = any(
-                        count > own.get(group, count) for group, count in found.collectives.items()
-                    )
-                    if found.has_left or (not found.is_present and is_ahead):
-                        passed.append(rank)
-                    elif found.is_present:
-                        self.present.append(rank)
-                    else:
-                        continue
-                    pending.remove(rank)
-                pause.sleep()
-        self.present.sort()
-        return sorted(passed)
+            has_come = {rank: _wait_for(partial(self._has_come, rank, own)) for rank in others}
+        self.present = [rank for rank in others if has_come[rank]]
+        return [rank for rank in others if not has_come[rank]]
+
+    def _has_come(self, rank: int, own: Mapping[str, int]) -> bool | None:
+        """Return whether a rank is present, False where it has passed; None while it may still come."""
+        found = self._mail.read(f"rank/{rank}", Whereabouts)
+        if found is not None and found.has_left:
+            return False
+        if found is None or found.number != self._number:
+            return None
+        if found.is_present:
+            return True
+        is_ahead = any(count > own.get(group, count) for group, count in found.collectives.items())
+        return False if is_ahead else None
 
     def begin(self, folder: str, target: str, iteration: int) -> None:
         """Let the present ranks write to ``folder``."""
         self._is_decided, self._target = True, target
         self._mail.post("round", Round(self._number, True, tuple(self.present), folder, target, iteration))
 
-    def checksums(self) -> dict[str, str]:
-        """Return checksums of all files of the present ranks, once these are written; raise where one could not."""
-        reports: dict[int, Report] = {}
-        pause = _Pause()
-        while len(reports) < len(self.present):
-            for rank in set(self.present) - reports.keys():
-                where = self._mail.read(f"rank/{rank}", Whereabouts)
-                report = self._mail.read(f"report/{rank}", Report)
-                if report is not None and report.number == self._number:
-                    reports[rank] = report
-                elif where is not None and where.has_left:  # before it has reported
-                    reports[rank] = Report(self._number, _LEFT.format(self._target, rank))
-            pause.sleep()
-        for _, report in sorted(reports.items()):
+    def wait_for_reports(self) -> None:
+        """Wait until the present ranks have written their files; raise CheckpointError where one could not."""
+        for report in [_wait_for(partial(self._report_of, rank)) for rank in self.present]:
             if report.problem:
                 raise CheckpointError(report.problem)
-        return {name: value for report in reports.values() for name, value in report.checksums.items()}
 
-    def wait_until_known(self) -> None:
-        """Wait until the present ranks have the outcome: the store may be this process's own, and end with it."""
-        pause = _Pause()
-        while not all(self._is_through(rank) for rank in self.present):
-            pause.sleep()
-        self._held = None
+    def _report_of(self, rank: int) -> Report | None:
+        where = self._mail.read(f"rank/{rank}", Whereabouts)
+        report = self._mail.read(f"report/{rank}", Report)
+        if report is not None and report.number == self._number:
+            return report
+        has_left = where is not None and where.has_left  # before it has reported
+        return Report(self._number, _LEFT.format(self._target, rank)) if has_left else None
 
     def announce(self, outcome: SaveOutcome) -> None:
         """Publish the outcome."""
@@ -212,23 +220,18 @@ class Coordinator(_Side):
             self._is_decided = True
             self._mail.post("round", Round(self._number, True, tuple(self.present)))
 
-    def _is_through(self, rank: int) -> bool:
-        found = self._mail.read(f"rank/{rank}", Whereabouts)
-        return found is not None and (found.has_left or found.num_read >= self._number)
+    def wait_until_known(self) -> None:
+        """Wait until the present ranks have the outcome: the store may be this process's own, and end with it."""
+        for rank in self.present:
+            _wait_for(partial(self._is_through, rank))
+        self._held = None
 
-
-class _Pause:
-    """Pauses between looks at the store, short ones first; one long wait would hold an interrupt back."""
-
-    def __init__(self) -> None:
-        self.next_s = _BUSY_S[0]
-
-    def sleep(self) -> None:
-        time.sleep(self.next_s)
-        self.lengthen()
-
-    def lengthen(self) -> None:
-        self.next_s = min(2 * self.next_s, _BUSY_S[1])
+    def _is_through(self, rank: int) -> bool | None:
+        where = self._mail.read(f"rank/{rank}", Whereabouts)
+        report = self._mail.read(f"report/{rank}", Report)
+        has_left = where is not None and where.has_left
+        is_through = report is not None and report.number == self._number and report.is_through
+        return True if has_left or is_through else None
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
@@ -240,46 +243,50 @@ class Participant(_Side):
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
         self._rank = rank
-        self._changed = threading.Condition()  # guards what follows
+        # Held to tell rank 0 that this rank is present, and to take the round that it is present for.
+        self._lock = threading.Lock()
         self._is_present = False
-        self._round: Round | None = None
-        self._handled = 0
-        self._awaited = 0
-        self._num_read = 0
-        self._outcomes: dict[int, SaveOutcome] = {}
-        self._lost: Exception | None = None
+        self._num_taken = 0
         self._is_stopping = False
-        self._has_ended = False
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="nblaunch-saves", daemon=True)
+        self._thread = threading.Thread(target=self._answer_rank_0, name="nblaunch-saves", daemon=True)
         self._thread.start()
         # Not atexit, which a process of multiprocessing leaves out. It does nothing in forked children.
         self._finalizer = Finalize(None, self.leave, exitpriority=10)
 
     def arrive(self) -> Round:
         """Come to a round, and wait until rank 0 has decided on it."""
+        self._is_present = True
+        self._wake.set()
         try:
-            with waiting(), self._changed:
-                self._is_present, self._round = True, None
-                self._wake.set()
-                while self._round is None:
-                    self._check_lost()
-                    self._changed.wait()
-                return self._round
+            with waiting():
+                return _wait_for(self._take_round)
         finally:
             self._is_present = False
 
-    def report(self, number: int, problem: str = "", checksums: Mapping[str, str] | None = None) -> None:
-        """Let rank 0 know what this rank has done for round ``number``."""
-        self._mail.post(f"report/{self._rank}", Report(number, problem, dict(checksums or {})))
+    def _take_round(self) -> Round | None:
+        """Return the round that this rank takes part in, once it is decided."""
+        with self._lock:
+            found = self._mail.read("round", Round)
+            if found is not None and found.is_decided and found.number > self._num_taken:
+                self._num_taken = found.number
+                if self._rank in found.present:
+                    self._is_present = False
+                    return found
+        if not self._thread.is_alive():
+            raise CheckpointError(f"rank {self._rank} can't save: it has left the process group")
+        return None
+
+    def report(self, number: int, problem: str = "") -> None:
+        """Let rank 0 know that this rank's files of round ``number`` are written, or what kept them from it."""
+        self._mail.post(f"report/{self._rank}", Report(number, problem, is_through=bool(problem)))
 
     def outcome(self, number: int) -> SaveOutcome:
         """Return how round ``number``, in which this rank was present, has ended; waits for it."""
-        with waiting(), self._changed:
-            while number not in self._outcomes:
-                self._check_lost()
-                self._changed.wait()
-            return self._outcomes.pop(number)
+        try:
+            return _wait_for(partial(self._mail.read, f"outcome/{number}", SaveOutcome))
+        finally:
+            self._mail.post(f"report/{self._rank}", Report(number, is_through=True))
 
     def failure_of(self, number: int) -> str | None:
         """Return why rank 0 has given up round ``number``; None where it has not, so far."""
@@ -292,70 +299,29 @@ class Participant(_Side):
         self._wake.set()
         self._thread.join(_STOP_S)
 
-    def _check_lost(self) -> None:
-        if self._lost is not None:
-            if isinstance(self._lost, CheckpointError):
-                raise self._lost
-            raise CheckpointError(
-                f"rank {self._rank} waits in save_state, but the job's store is gone ({self._lost}). Has rank 0, or "
-                "the launcher, ended before? Every rank that is to save must call save_state as often as rank 0"
-            ) from self._lost
-        if self._has_ended:
-            raise CheckpointError(f"rank {self._rank} can't save: it has left the process group")
-
-    def _run(self) -> None:
+    def _answer_rank_0(self) -> None:
+        pause_s = _BUSY_S[0]
         try:
-            self._answer()
-        except Exception as error:  # raised where a message is awaited
-            self._lost = error
+            with suppress(CheckpointError):  # who waits for a message raises the same
+                while self.is_current() and not self._is_stopping:
+                    is_busy = self._answer()
+                    is_woken = self._wake.wait(pause_s if is_busy else _IDLE_S)
+                    self._wake.clear()
+                    pause_s = min(2 * pause_s, _BUSY_S[1]) if is_busy and not is_woken else _BUSY_S[0]
         finally:
-            with suppress(RuntimeError):  # the store may have gone with its host
-                self._post(self._handled, {}, has_left=True)
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
+            with suppress(CheckpointError):  # the store may have gone with its host
+                self._mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
 
-    def _answer(self) -> None:
-        pause = _Pause()
-        while self.is_current() and not self._is_stopping:
-            is_busy = self._look(_collectives_begun(self._backend))
-            if self._wake.wait(pause.next_s if is_busy else _IDLE_S) or not is_busy:
-                self._wake.clear()
-                pause = _Pause()
-            else:
-                pause.lengthen()
-
-    def _look(self, collectives: dict[str, int]) -> bool:
-        """Answer rank 0; returns whether something is awaited."""
-        current = self._mail.read("round", Round)
-        is_busy = self._is_present
-        if current is not None and current.number > self._handled:
-            if current.is_decided:
-                with self._changed:
-                    self._handled = current.number
-                    if self._rank in current.present:
-                        self._is_present, self._round, self._awaited = False, current, current.number
-                        self._changed.notify_all()
-            else:
-                is_busy = True
-                self._post(current.number, collectives)
-        if self._awaited:
-            found = self._mail.read(f"outcome/{self._awaited}", SaveOutcome)
-            if found is None:
-                return True
-            with self._changed:
-                self._outcomes[self._awaited] = found
-                self._num_read, self._awaited = self._awaited, 0
-                self._changed.notify_all()
-            self._post(self._num_read, collectives)
-        return is_busy
-
-    def _post(self, number: int, collectives: dict[str, int], has_left: bool = False) -> None:
-        # Whether it is present was true before its collectives were counted, if not for the last time.
-        with self._changed:
-            is_present = self._is_present
-        found = Whereabouts(number, is_present, has_left, self._num_read, collectives)
-        self._mail.post(f"rank/{self._rank}", found)
+    def _answer(self) -> bool:
+        """Say where this rank is, if rank 0 asks; return whether it does, or may do so at any moment."""
+        collectives = _collectives_begun(self._backend)  # before it is looked whether the rank is present
+        with self._lock:
+            asked = self._mail.read("round", Round)
+            if asked is None or asked.is_decided:
+                return self._is_present
+            found = Whereabouts(asked.number, self._is_present, False, collectives)
+            self._mail.post(f"rank/{self._rank}", found)
+            return True
 
 
 def _collectives_begun(backend: Backend) -> dict[str, int]:

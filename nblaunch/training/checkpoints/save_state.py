@@ -1,8 +1,8 @@
 """The work behind ``save_state``: ranks meet, the main process writes a folder aside, and gives it its name.
 
     all ranks     meet; the main process makes the folder
-    main process  weights, optimizers, hooks, other states ──> Snapshot ── written aside, committed by a rename
-    others        shards of weights, hooks, random states ──> files of their own in the same folder
+    main process  collects weights, optimizers, hooks, other states ─┐ Snapshot ── written aside, committed by a rename
+    others        collect shards of weights, hooks, random states   ─┘          ── written to the same folder
 
 How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_round``.
 """
@@ -24,14 +24,7 @@ from nblaunch.training.checkpoints import files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Round, SaveOutcome
-from nblaunch.training.checkpoints.snapshot import (
-    CheckpointedObjects,
-    Contribution,
-    CpuCopies,
-    Snapshot,
-    collect,
-    contribute,
-)
+from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, CpuCopies, Snapshot, collect
 from nblaunch.training.joining import is_distributed, waiting
 
 
@@ -41,10 +34,9 @@ class Saver:
     def __init__(self, live: CheckpointedObjects) -> None:
         self._live = live
         self._project = live.project
-        self._pending = 0  # the round whose outcome this rank has not looked at
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
-        self._copies, self._shards = CpuCopies(), CpuCopies()
+        self._copies = CpuCopies()
         self._is_warned = False
         self._side_of_round()  # from now on, rank 0 can ask where this rank is
 
@@ -72,7 +64,7 @@ class Saver:
             coordinator = None if main_process_only else self._side_of_round()
             self._save_as_main(target, coordinator, safe_serialization, asynchronous)
         elif not main_process_only:
-            target = self._save_as_other(asynchronous)
+            target = self._save_as_other(safe_serialization, asynchronous)
         if self._project.automatic_checkpoint_naming:
             self._project.iteration += 1
         return str(target)
@@ -82,17 +74,14 @@ class Saver:
         try:
             self.wait()
         finally:
-            self._copies, self._shards = CpuCopies(), CpuCopies()
+            self._copies = CpuCopies()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raise what kept it from being written."""
         if self._thread is not None:
             self._thread.join()  # an interrupt here leaves it to the next call
             self._thread = None
-        number, self._pending = self._pending, 0
         error, self._thread_error = self._thread_error, None
-        if number:  # what rank 0 says of all, before what went wrong here
-            self._live.shared.save_round.outcome(number).check()
         if error is not None:
             raise error
 
@@ -106,21 +95,8 @@ class Saver:
             shared.save_round = Coordinator(backend) if live.rank == 0 else Participant(backend, live.rank)
         return shared.save_round
 
-    def _open(self, target: Path) -> Staging:
-        if self._project.automatic_checkpoint_naming:
-            if target.exists():
-                raise ValueError(
-                    f"checkpoint {target} exists; continue its numbers with ProjectConfiguration(iteration=...), or "
-                    "load it first: load_state() does that"
-                )
-            target.parent.mkdir(parents=True, exist_ok=True)
-            safe_save.remove_leftovers(target.parent, lambda name: files.iteration_of(Path(name)) is not None)
-        staging = Staging(target)
-        try:
-            staging.create()
-        except OSError as error:  # a full disk, or one without inodes
-            raise CheckpointError(_not_saved(target, 0, error)) from error
-        return staging
+    def _collect(self, folder: Path, safe: bool, asynchronous: bool) -> Snapshot:
+        return collect(self._live, folder, safe, self._copies if asynchronous else None)
 
     # --- the main process ----------------------------------------------------------------------------------------
 
@@ -134,12 +110,7 @@ class Saver:
             staging = self._open(target)
             if coordinator is not None:
                 coordinator.begin(str(staging.folder), str(target), self._project.iteration)
-            snapshot = collect(self._live, staging.folder, safe, self._shards if asynchronous else None)
-            if coordinator is not None and snapshot.shards is None:
-                with waiting():
-                    snapshot.checksums = coordinator.checksums()
-            if asynchronous:
-                snapshot.detach(self._copies)
+            snapshot = self._collect(staging.folder, safe, asynchronous)
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
             raise
@@ -169,6 +140,22 @@ class Saver:
                 "main_process_only=True"
             )
 
+    def _open(self, target: Path) -> Staging:
+        if self._project.automatic_checkpoint_naming:
+            if target.exists():
+                raise ValueError(
+                    f"checkpoint {target} exists; continue its numbers with ProjectConfiguration(iteration=...), or "
+                    "load it first: load_state() does that"
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            safe_save.remove_leftovers(target.parent, lambda name: files.iteration_of(Path(name)) is not None)
+        staging = Staging(target)
+        try:
+            staging.create()
+        except OSError as error:  # a full disk, or one without inodes
+            raise CheckpointError(_not_saved(target, 0, error)) from error
+        return staging
+
     def _write(self, staging: Staging, snapshot: Snapshot, coordinator: Coordinator | None) -> None:
         """Write, commit, and only then remove what is too many."""
         target = staging.target
@@ -176,11 +163,10 @@ class Saver:
             before: Manifest | None = None
             with suppress(CheckpointError):  # a damaged one is about to be replaced
                 before = files.read_manifest(target)
-            if snapshot.shards is not None:
-                snapshot.shards.write(staging.folder)
-                if coordinator is not None:
-                    snapshot.checksums = coordinator.checksums()
-            manifest = snapshot.write(staging.folder)
+            snapshot.write(staging.folder)
+            if coordinator is not None:
+                coordinator.wait_for_reports()
+            manifest = snapshot.manifest.write(staging.folder)
             staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
@@ -192,9 +178,22 @@ class Saver:
             coordinator.wait_until_known()
         self._remove_oldest(target)
 
+    def _remove_oldest(self, newest: Path) -> None:
+        limit = self._project.total_limit
+        if not self._project.automatic_checkpoint_naming or limit is None:
+            return
+        # Only what save_state made where it is: a link or a folder of that name may be anything.
+        others = [
+            path
+            for path in files.in_order(newest.parent)
+            if path != newest and (path / files.MANIFEST).is_file() and not path.is_symlink()
+        ]
+        for path in others[: max(0, len(others) + 1 - limit)]:
+            safe_save.remove_folder(path)
+
     # --- the others ----------------------------------------------------------------------------------------------
 
-    def _save_as_other(self, asynchronous: bool) -> Path:
+    def _save_as_other(self, safe: bool, asynchronous: bool) -> Path:
         """Write this rank's files to the folder of rank 0's choice; returns where the checkpoint will be."""
         participant: Participant | None = self._side_of_round()
         if participant is None:
@@ -212,25 +211,25 @@ class Saver:
                     f"checkpoint {target} was not saved; nothing was changed. Rank {self._live.rank} does not find "
                     f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
                 )
-            contribution = contribute(self._live, folder, self._shards if asynchronous else None)
-        write = partial(self._write_contribution, contribution, participant, round)
-        if contribution.shards is None:
-            write()
-        else:
-            self._start_thread(target, write)
-        self._pending = round.number
+            snapshot = self._collect(folder, safe, asynchronous)
         self._project.iteration = round.iteration
-        if not asynchronous:
-            self.wait()
+        write = partial(self._contribute, snapshot, participant, round)
+        if asynchronous:
+            self._start_thread(target, write)
+        else:
+            with waiting():
+                write()
         return target
 
-    def _write_contribution(self, contribution: Contribution, participant: Participant, round: Round) -> None:
+    def _contribute(self, snapshot: Snapshot, participant: Participant, round: Round) -> None:
+        """Write this rank's files, and wait until all is written."""
         with self._reporting_errors(participant, round):
             try:
-                checksums = contribution.write(self._live, Path(round.folder))
+                snapshot.write(Path(round.folder))
             except OSError as error:  # a full disk
                 raise CheckpointError(_not_saved(Path(round.target), self._live.rank, error)) from error
-        participant.report(round.number, checksums=checksums)
+        participant.report(round.number)
+        participant.outcome(round.number).check()
 
     @contextmanager
     def _reporting_errors(self, participant: Participant, round: Round) -> Iterator[None]:
@@ -239,13 +238,13 @@ class Saver:
             yield
         except BaseException as error:
             failure = participant.failure_of(round.number)
+            problem = failure or _not_saved(Path(round.target), self._live.rank, error)
+            participant.report(round.number, problem)
             if failure is not None:  # the main process has given up, and the folder is gone
                 raise CheckpointError(failure) from error
-            problem = _not_saved(Path(round.target), self._live.rank, error)
-            participant.report(round.number, problem=problem)
             raise
 
-    # --- in a thread, and afterwards -----------------------------------------------------------------------------
+    # --- in a thread ---------------------------------------------------------------------------------------------
 
     def _start_thread(self, target: Path, write: Callable[[], None]) -> None:
         def run() -> None:
@@ -259,19 +258,6 @@ class Saver:
         # No daemon: the end of the process waits for it.
         self._thread = threading.Thread(target=run, name=f"nblaunch-save-{target.name}")
         self._thread.start()
-
-    def _remove_oldest(self, newest: Path) -> None:
-        limit = self._project.total_limit
-        if not self._project.automatic_checkpoint_naming or limit is None:
-            return
-        # Only what save_state made where it is: a link or a folder of that name may be anything.
-        others = [
-            path
-            for path in files.in_order(newest.parent)
-            if path != newest and (path / files.MANIFEST).is_file() and not path.is_symlink()
-        ]
-        for path in others[: max(0, len(others) + 1 - limit)]:
-            safe_save.remove_folder(path)
 
     def _warn_of_open_window(self) -> None:
         accumulation = self._live.preparer.accumulation

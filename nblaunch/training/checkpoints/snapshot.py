@@ -1,8 +1,8 @@
-"""A snapshot of a job's state: what one checkpoint is made of, from the live objects to the files of its folder.
+"""What a checkpoint is made of, from the live objects of a process to the files in its folder.
 
     CheckpointedObjects  the live objects of one process
-    Snapshot           their states: live until detach() has copied them, so that training can go on meanwhile
-    folder             their files; other ranks than the first write theirs by themselves
+    Snapshot             their states, live or copied, so that training can go on meanwhile
+    folder               their files; each rank writes its own
 
 States are kept as plain numbers and tensors, so that reading a checkpoint executes nothing that it contains.
 """
@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import copy
 import io
-import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nblaunch.backends.base import Backend
-from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files
 from nblaunch.training.checkpoints.files import Manifest
-from nblaunch.training.collectives import dtensor
+from nblaunch.training.collectives import dtensor, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import ProjectConfiguration
@@ -126,80 +124,47 @@ def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
 
 @dataclass
 class Snapshot:
-    """What one checkpoint is made of, before it is written: the live states, until :meth:`detach` copies them."""
+    """What this rank writes of one checkpoint."""
 
-    manifest: Manifest  # sizes and checksums are added as files are written
-    weights: list[Mapping[str, Any]]  # of every model that no hook took over
+    manifest: Manifest  # of the whole checkpoint, without its files; the main process completes and writes it
+    weights: list[Mapping[str, Any]]  # of every model that no hook took over; the main process has them
     objects: dict[str, Any]  # state dicts, or their bytes, by file name
     safe_serialization: bool
     # Copies of this rank's that are not written yet; None: they are, or models are whole.
     shards: ShardWriter | None
-    checksums: dict[str, str] = field(default_factory=dict)  # of files that other ranks have written
 
-    def detach(self, copies: CpuCopies) -> None:
-        """Copy everything to memory that training does not write to."""
-        self.weights, self.objects = copies.take((self.weights, self.objects))
-
-    def write(self, folder: Path) -> Manifest:
-        """Write all files to ``folder``; returns the manifest with their sizes and checksums."""
+    def write(self, folder: Path) -> None:
+        """Write this rank's files to ``folder``."""
+        if self.shards is not None:
+            self.shards.write(folder)
         name = files.SAFE_WEIGHTS_NAME if self.safe_serialization else files.WEIGHTS_NAME
         for index, weights in enumerate(self.weights):
             model_files.write_weights(weights, folder / files.numbered(name, index), self.safe_serialization)
         for name, state in self.objects.items():
             files.write_object(state, folder / name)
-        found = safe_save.files_below(folder)
-        known = {name: value for name, value in self.checksums.items() if name in found}
-        known |= files.checksums(folder, found.keys() - known.keys())
-        manifest = replace(self.manifest, models=len(self.weights), files=found, checksums=known)
-        manifest.write(folder)
-        return manifest
-
-
-@dataclass
-class Contribution:
-    """What another rank than the first adds to a checkpoint."""
-
-    objects: dict[str, bytes]  # states of random generators and loaders, by file name
-    shards: ShardWriter | None = None  # as in Snapshot
-
-    def write(self, live: CheckpointedObjects, folder: Path) -> dict[str, str]:
-        """Write it; returns the checksums of all files that are known to be this rank's."""
-        if self.shards is not None:
-            self.shards.write(folder)
-        for name, one in self.objects.items():
-            files.write_object(one, folder / name)
-        shards = live.strategy.shard_files(folder, live.rank) if live.strategy.holds_shards else ()
-        names = [path.relative_to(folder).as_posix() for path in shards]
-        return files.checksums(folder, [*self.objects, *names])
 
 
 def collect(
     live: CheckpointedObjects, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
 ) -> Snapshot:
-    """Return what the main process saves. Ranks and hooks may write to ``folder`` meanwhile.
+    """Return what this rank saves; all that save call it. Hooks, and strategies with shards, may write to ``folder``.
 
-    With ``copies``, which take copies of shards, the strategy may write these later.
+    Without ``copies`` it is the live states; with them it is their copies, so that training can go on.
     """
-    is_sharded, shards = _save_shards(live, folder, copies)
+    is_main = live.rank == 0
+    saves_models = is_main or live.strategy.holds_shards  # all that hold shards: then it is a collective
+    is_sharded, shards = _save_shards(live, folder, copies) if saves_models else (False, None)
     with _cancelled_by_errors(shards):
         weights = [] if is_sharded else _full_weights(live)
-        optimizers = [] if is_sharded else _full_optimizers(live)
+        optimizers = _full_optimizers(live) if saves_models and not is_sharded else []
         weights = _run_hooks(live, folder, weights)
-        manifest = _manifest(live, is_sharded)
-        objects = _objects(live, optimizers)
+        manifest = _manifest(live, is_sharded, len(weights))
+        objects: dict[str, Any] = _common_objects(live, optimizers) if is_main else {}
+        objects |= _own_objects(live)
+        weights = weights if is_main else []
+        if copies is not None:
+            weights, objects = copies.take((weights, objects), "objects")
         return Snapshot(manifest, weights, objects, safe_serialization, shards)
-
-
-def contribute(live: CheckpointedObjects, folder: Path, copies: CpuCopies | None = None) -> Contribution:
-    """Do another rank's part of :func:`collect`: its shards of models and optimizers, the hooks, its own states."""
-    holds_shards = live.strategy.holds_shards
-    is_sharded, shards = _save_shards(live, folder, copies) if holds_shards else (False, None)
-    with _cancelled_by_errors(shards):
-        weights = [] if is_sharded else _full_weights(live)
-        if holds_shards and not is_sharded:
-            _full_optimizers(live)  # a collective, of which only the main process keeps the result
-        _run_hooks(live, folder, weights)
-        return Contribution(_own_objects(live), shards)
 
 
 def _save_shards(
@@ -207,11 +172,12 @@ def _save_shards(
 ) -> tuple[bool, ShardWriter | None]:
     """Return whether models and optimizers are saved in shards, and what writes them; None: they are written."""
     prepared, strategy = live.preparer, live.strategy
-    shards = None
     if copies is not None:
-        shards = strategy.shard_writer(prepared.models, prepared.optimizers, copies.take)
-    if shards is not None:
-        return True, shards
+        shards = strategy.shard_writer(
+            prepared.models, prepared.optimizers, partial(copies.take, part="shards")
+        )
+        if shards is not None:
+            return True, shards
     return strategy.save_shards(folder, prepared.models, prepared.optimizers), None
 
 
@@ -253,10 +219,11 @@ def _run_hooks(
     return list(weights)
 
 
-def _manifest(live: CheckpointedObjects, is_sharded: bool) -> Manifest:
+def _manifest(live: CheckpointedObjects, is_sharded: bool, num_models: int) -> Manifest:
     prepared = live.preparer
     return Manifest(
         world_size=live.world_size,
+        models=num_models,
         optimizers=len(prepared.optimizers),
         schedulers=len(prepared.schedulers),
         loaders=len(prepared.loaders),
@@ -265,7 +232,8 @@ def _manifest(live: CheckpointedObjects, is_sharded: bool) -> Manifest:
     )
 
 
-def _objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _common_objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the states that are the same on all ranks."""
     prepared = live.preparer
     objects: dict[str, Any] = {}
     for index, one in enumerate(optimizers):
@@ -279,18 +247,18 @@ def _objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any]]) -> 
     for index, obj in enumerate(live.custom):
         # As bytes at once: what a user's object holds can't be known, nor copied safely.
         objects[files.custom(index)] = _as_bytes(obj.state_dict())
-    return objects | _own_objects(live)
+    return objects
 
 
 def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
     """Return the states of random generators and loaders that every rank has of its own."""
     # Of loaders that know where they are: what they read differs from rank to rank.
     objects = {
-        files.loader_state(index, live.rank): _as_bytes(resuming.capture_own(loader, live.shared))
+        files.loader_state(index, live.rank): _as_bytes(loader.state_dict())
         for index, loader in enumerate(live.preparer.loaders)
         if loader.use_stateful_dataloader and (live.rank == 0 or loader.reads_on_every_rank)
     }
-    generators = capture_random_states(live.shared.process.backend)
+    generators = rng.capture_states(live.shared.process.backend)
     generators["step"] = live.preparer.accumulation.step
     return {**objects, files.random_states(live.rank): _as_bytes(generators)}
 
@@ -301,82 +269,44 @@ def _as_bytes(state: Any) -> bytes:
     return buffer.getvalue()
 
 
-# --- random generators ------------------------------------------------------------------------------------------------
-
-
-def capture_random_states(backend: Backend) -> dict[str, Any]:
-    """Return the state of all generators of this process."""
-    state: dict[str, Any] = {
-        "random_state": random.getstate(),
-        "torch_manual_seed": torch.get_rng_state(),
-        "device": dict(backend.rng_state()),
-    }
-    # A library that this process has not imported has drawn nothing.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy_random_seed"] = (str(kind), torch.from_numpy(keys.astype("int64")), *rest)
-    return state
-
-
-def restore_random_states(state: Mapping[str, Any], backend: Backend) -> None:
-    """Put back what :func:`capture_random_states` returned. Parts that ``state`` has not are left as they are."""
-    if "random_state" in state:
-        version, words, gauss = state["random_state"]
-        random.setstate((version, tuple(words), gauss))
-    if "numpy_random_seed" in state:
-        import numpy
-
-        kind, keys, *rest = state["numpy_random_seed"]
-        numpy.random.set_state((kind, numpy.asarray(keys, dtype="uint32"), *rest))
-    if "torch_manual_seed" in state:
-        torch.set_rng_state(state["torch_manual_seed"].cpu())
-    if state.get("device"):
-        backend.set_rng_state(state["device"])
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 class CpuCopies:
     """Copies nested state dicts, into the same memory every time.
 
-    New memory is what costs most of a first copy: the system clears it page by page. So the copies are kept, and only
-    one state can be held at a time.
+    New memory is what costs most of a first copy: the system clears it page by page. So the copies are kept, and of
+    each part only one state can be held at a time.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def take(self, state: Any) -> Any:
-        """Return ``state`` with a copy of every tensor; what was taken before is overwritten.
+    def take(self, state: Any, part: str = "") -> Any:
+        """Return ``state`` with a copy of every tensor; what was taken of this ``part`` before is overwritten.
 
         Tensors that show the same memory share a copy, too. Leaves that are no tensors are kept as they are.
         """
-        before, self._kept = self._kept, {}
-        return self._copy(state, (), before, {})
+        return self._copy(state, (part,), {})
 
-    def _copy(
-        self,
-        state: Any,
-        path: tuple[Any, ...],
-        before: Mapping[tuple[Any, ...], torch.Tensor],
-        seen: dict[Any, Any],
-    ) -> Any:
+    def _copy(self, state: Any, path: tuple[Any, ...], seen: dict[Any, Any]) -> Any:
         if is_sharded(state):
-            held = self._copy(dtensor.local(state), path, before, seen)
+            held = self._copy(dtensor.local(state), path, seen)
             return dtensor.on_host(state, held)
         if isinstance(state, torch.Tensor):
             view, _ = model_files.view_of(state)
             held = seen.get(view) if view is not None else None
             if held is None:
-                held = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())
+                held = seen[view] = self._kept[path] = _copy_into(self._kept.get(path), state.detach())
             return held
         if isinstance(state, Mapping):
             # A dict of a kind stays one, as the Counter of a MultiStepLR. Copies of other mappings may share items.
             made = copy.copy(state) if isinstance(state, dict) else {}
             for key, value in state.items():
-                made[key] = self._copy(value, (*path, key), before, seen)
+                made[key] = self._copy(value, (*path, key), seen)
             return made
         if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
-            return type(state)(self._copy(item, (*path, i), before, seen) for i, item in enumerate(state))
+            return type(state)(self._copy(item, (*path, i), seen) for i, item in enumerate(state))
         return state
 
 

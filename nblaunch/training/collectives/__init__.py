@@ -3,5 +3,5 @@
 operations.py   gather, reduce, broadcast and the like, over nested structures of tensors
 nested.py       walk these structures
 dtensor.py      sharded tensors
-rng.py          random states: seed them, make them equal over ranks
+rng.py          random states: seed them, make them equal over ranks, keep them for checkpoints
 """

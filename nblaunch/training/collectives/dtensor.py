@@ -79,16 +79,14 @@ def gather(state: Any, keep: bool) -> Any:
 
     With ``keep=False`` this rank only contributes, and gets None for each sharded tensor.
     """
-    if is_sharded(state):
-        full = _on_its_mesh(state.detach()).full_tensor()
-        return full.cpu() if keep else None
-    if isinstance(state, torch.Tensor):
-        return state.detach()
-    if isinstance(state, Mapping):
-        return {key: gather(value, keep) for key, value in state.items()}
-    if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
-        return type(state)(gather(value, keep) for value in state)
-    return state
+
+    def full(leaf: Any) -> Any:
+        if is_sharded(leaf):
+            whole = _on_its_mesh(leaf.detach()).full_tensor()
+            return whole.cpu() if keep else None
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    return nested.map_leaves(full, state)
 
 
 def _on_its_mesh(shard: Any) -> Any:

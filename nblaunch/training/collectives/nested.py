@@ -140,17 +140,17 @@ def convert_to_fp32(tensor: Any) -> Any:
 def count_rows(batch: Any) -> int:
     """Return the samples in a batch: the first dimension of its first tensor; 0 where there is no tensor.
 
-    Called at every step, so it stops at the first tensor and builds nothing.
+    Called at every step: of most batches, the first leaf is that tensor.
     """
-    while True:
-        if isinstance(batch, torch.Tensor):
-            return batch.size(0) if batch.dim() else 1
-        if isinstance(batch, (list, tuple)) and batch:
-            batch = batch[0]
-        elif isinstance(batch, Mapping):
-            batch = next(iter(batch.values()), None)
+    first = batch
+    while not isinstance(first, torch.Tensor):
+        if isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        elif isinstance(first, Mapping) and first:
+            first = next(iter(first.values()))
         else:
-            return 0
+            return find_batch_size(batch) or 0
+    return first.size(0) if first.dim() else 1
 
 
 # --- several batches, parts of batches -------------------------------------------------------------------------------

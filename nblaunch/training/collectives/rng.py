@@ -1,15 +1,17 @@
-"""Random numbers: seeding all generators, and making ranks agree on one."""
+"""Random numbers: seeding all generators, making ranks agree on one, and their states for checkpoints."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy
 import torch
 
 from nblaunch import context, env
+from nblaunch.backends.base import Backend
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import current_topology
 from nblaunch.training.options import RNG_TYPES, check_choice
@@ -69,3 +71,31 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
     else:
         gpu = getattr(torch, rng_type)
         gpu.set_rng_state(operations.broadcast_alike(gpu.get_rng_state()))
+
+
+# --- for checkpoints --------------------------------------------------------------------------------------------------
+
+
+def capture_states(backend: Backend) -> dict[str, Any]:
+    """Return the state of all generators of this process."""
+    kind, keys, *rest = numpy.random.get_state()
+    return {
+        "random_state": random.getstate(),
+        "numpy_random_seed": (str(kind), torch.from_numpy(keys.astype("int64")), *rest),
+        "torch_manual_seed": torch.get_rng_state(),
+        "device": dict(backend.rng_state()),
+    }
+
+
+def restore_states(state: Mapping[str, Any], backend: Backend) -> None:
+    """Put back what :func:`capture_states` returned. Parts that ``state`` has not are left as they are."""
+    if "random_state" in state:
+        version, words, gauss = state["random_state"]
+        random.setstate((version, tuple(words), gauss))
+    if "numpy_random_seed" in state:
+        kind, keys, *rest = state["numpy_random_seed"]
+        numpy.random.set_state((kind, numpy.asarray(keys, dtype="uint32"), *rest))
+    if "torch_manual_seed" in state:
+        torch.set_rng_state(state["torch_manual_seed"].cpu())
+    if state.get("device"):
+        backend.set_rng_state(state["device"])

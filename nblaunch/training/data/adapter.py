@@ -1,4 +1,4 @@
-"""What prepared loaders are made of: the loader that reads, its options, and the state of the epoch being read.
+"""What prepared loaders are made of: the loader that reads, its options, its epochs and the state of that being read.
 
     DataLoaderAdapter ── base_dataloader: torch's DataLoader, or torchdata's StatefulDataLoader
 
@@ -10,11 +10,14 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.packages import is_installed
+from nblaunch.training.data.sharding import EpochPosition
 from nblaunch.training.shared_state import get_shared_state
 
 FINISHED = "_iterator_finished"  # torchdata's entry, in every state: the epoch was read to its end
@@ -54,6 +57,29 @@ class DataLoaderStateMixin:
         return -1
 
 
+@dataclass
+class Epochs:
+    """Where a loader is in its epochs. It shares this with loaders of the rest of one, see ``beginning_at``.
+
+    Args:
+        completed: epochs that were read to their end, by which samplers shuffle.
+        left: those that were left before, as with ``break``.
+        start: states of the generators that decide the order, at the start of the epoch.
+        resumed_start: what these are to be at the start of the next one, as a loaded state has them.
+        global_start: the same of torch's global generator, where that decides the order.
+        saved_position: where in it the epoch was in the checkpoint that was loaded, until one is read.
+        state: of a loader that knows its position, as of the batch in hand; None: it was not read.
+    """
+
+    completed: int = 0
+    left: int = 0
+    start: list[torch.Tensor] = field(default_factory=list)
+    resumed_start: list[torch.Tensor] = field(default_factory=list)
+    global_start: torch.Tensor | None = None
+    saved_position: EpochPosition | None = None
+    state: dict[str, Any] | None = None
+
+
 if TYPE_CHECKING:
     Base = DataLoader  # it has what its base has
 else:
@@ -78,9 +104,11 @@ class DataLoaderAdapter(Base):
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **options: Any
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
-        self._position: dict[str, Any] | None = None
-        make = stateful_loader if use_stateful_dataloader else DataLoader
-        self.base_dataloader = make(dataset, batch_sampler=batch_sampler, **options)
+        self.epochs = Epochs()
+        self.base_dataloader = self._make_base(dataset, batch_sampler=batch_sampler, **options)
+
+    def _make_base(self, dataset: Any, **options: Any) -> Any:
+        return (stateful_loader if self.use_stateful_dataloader else DataLoader)(dataset, **options)
 
     def __getattr__(self, name: str) -> Any:
         if "base_dataloader" not in self.__dict__:  # while it is being made, or unpickled
@@ -118,7 +146,7 @@ class DataLoaderAdapter(Base):
             AttributeError: the loader was made without ``use_stateful_dataloader=True``.
         """
         self._check_stateful("state_dict")
-        return self._with_order({}, False) if self._position is None else self._position
+        return self._with_order({}, False) if self.epochs.state is None else self.epochs.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on, in the next iteration, behind the batch at which :meth:`state_dict` was called.
@@ -131,18 +159,17 @@ class DataLoaderAdapter(Base):
         order = state_dict.get(ORDER, {})
         # At the end of an epoch the next one starts afresh; torchdata would draw its order twice to find that out.
         is_fresh = state_dict.get(FINISHED, True) or "position" in order
-        self._forget_state()
+        self._forget_base_state()
         base.load_state_dict({} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER})
         self._resume_order_state(order)
-        self._position = state_dict
+        self.epochs.state = state_dict
 
     def _check_stateful(self, name: str) -> None:
         if not self.use_stateful_dataloader:
             raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
 
-    def _forget_state(self) -> None:
-        """Drop a state that was loaded, or noted while an epoch was read."""
-        self._position = None
+    def _forget_base_state(self) -> None:
+        """Let the loader that reads begin its next epoch at the start, though a state was loaded."""
         if self.use_stateful_dataloader:
             vars(self.base_dataloader)["next_iter_state"] = None  # torchdata's: load_state_dict({}) leaves it
 
@@ -150,7 +177,7 @@ class DataLoaderAdapter(Base):
         """Keep the state as of now: called before the next batch is read ahead, and when there is none."""
         if self.use_stateful_dataloader:
             base: Any = self.base_dataloader
-            self._position = self._with_order({**base.state_dict(), FINISHED: is_end}, is_end)
+            self.epochs.state = self._with_order({**base.state_dict(), FINISHED: is_end}, is_end)
 
     def _with_order(self, state: dict[str, Any], is_end: bool) -> dict[str, Any]:
         order = self._order_state(is_end)

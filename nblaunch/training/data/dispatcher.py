@@ -1,6 +1,6 @@
 """A prepared loader whose data one process reads for all.
 
-    rank 0    reads a round of batches │ joins them │ broadcasts [kind, rows, is_last], structure if new, tensors
+    rank 0    reads a round of batches │ joins them │ broadcasts structure, rows and is_last │ broadcasts tensors
     all       take their part of the rows
 
 Rank 0 always knows the next round before it sends one, so that all ranks know which one is the last. What goes wrong
@@ -9,7 +9,6 @@ while it reads is sent to the others, which would wait for ever.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -21,8 +20,6 @@ from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.shared_state import SharedState, get_shared_state
-
-_END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -80,14 +77,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
     reads_on_every_rank = False
 
-    def own_options(self) -> dict[str, Any]:
-        """Return the arguments that make another loader hand out its batches as this one does."""
-        return {
-            **super().own_options(),
-            "split_batches": self.split_batches,
-            "slice_fn": self.slice_fn,
-        }
-
     @property
     def batches_per_round(self) -> int:  # type: ignore[override]
         """Batches of the underlying order that make one of this rank's."""
@@ -128,26 +117,20 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _send(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         """Yield joined rounds, with the number of real rows and whether each is the last one; once it was sent."""
-        structure = b""
         rounds = self._rounds(shared, skipped)
         while True:
             try:
                 found = next(rounds, None)
             except Exception as error:
-                _send_status(_FAILED)
                 operations.broadcast_object_list([f"{type(error).__name__}: {error}"])
                 raise
             if found is None:
-                _send_status(_END)
+                operations.broadcast_object_list([None])
                 return
             whole, num_rows, is_last = found
             whole = nested.map_tensors(torch.Tensor.contiguous, self._to_device(whole))
-            described = pickle.dumps(nested.get_data_structure(whole))
-            is_same = described == structure
-            _send_status(_SAME_STRUCTURE if is_same else _NEW_STRUCTURE, num_rows, is_last)
-            if not is_same:
-                operations.broadcast_object_list([described])
-                structure = described
+            described = nested.get_data_structure(whole), num_rows, is_last
+            operations.broadcast_object_list([described])
             nested.map_tensors(operations.broadcast_alike, whole)
             yield whole, num_rows, is_last
             if is_last:
@@ -198,30 +181,20 @@ class DataLoaderDispatcher(PreparedLoader):
     # --- the others ----------------------------------------------------------------------------------------------
 
     def _receive(self) -> Iterator[tuple[Any, int, bool]]:
-        described = b""
         while True:
-            header = operations.broadcast_alike(torch.zeros(3, dtype=torch.int64))
-            kind, num_rows, is_last = header.tolist()
-            if kind == _END:
+            (described,) = operations.broadcast_object_list([None])
+            if described is None:
                 return
-            if kind == _FAILED:
-                raise RuntimeError(
-                    f"rank 0, which reads the data for all, failed: {operations.broadcast_object_list([None])[0]}"
-                )
-            if kind == _NEW_STRUCTURE:
-                described = operations.broadcast_object_list([None])[0]
-            structure = pickle.loads(described)  # from rank 0 over the process group, as in gather_object
+            if isinstance(described, str):
+                raise RuntimeError(f"rank 0, which reads the data for all, failed: {described}")
+            structure, num_rows, is_last = described
             whole = nested.recursively_apply(
                 TensorInformation.empty, structure, self.device, test_type=nested.is_tensor_information
             )
             nested.map_tensors(operations.broadcast_alike, whole)
-            yield whole, num_rows, bool(is_last)
+            yield whole, num_rows, is_last
             if is_last:
                 return
-
-
-def _send_status(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
-    operations.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
 
 
 def _check_leaves(batch: Any) -> None:

@@ -12,6 +12,7 @@ The loader whose rank 0 reads for all is in ``dispatcher.py``; which samples bel
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -66,12 +67,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: the epoch that is read first.
         num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
 
-    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``num_partial_epochs`` counts those that
-    were left before their end, as with ``break``; ``epoch_start`` has the states, at the start of the epoch, of the
-    generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one;
-    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read: stateful
-    loaders go on there by themselves; ``global_start``, the state of torch's global generator at its start, where that
-    decides the order.
+    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``epochs`` has all that is kept of them;
+    ``shard`` is the rank's share of an order or a stream, where it reads one.
     """
 
     def __init__(
@@ -96,15 +93,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 batch_size=getattr(self.batch_sampler, "batch_size", None),
                 sampler=sampler_of(self.batch_sampler),
             )
-        shards = (BatchSamplerShard, IterableDatasetShard)
-        self.shard = next(
-            (
-                part
-                for part in [*nested_samplers(index_sampler_of(self)), dataset]
-                if isinstance(part, shards)
-            ),
-            None,
-        )
+        self.shard = self._find_shard()
         self.split_batches = self.shard is not None and self.shard.split_batches
         self.num_processes: int = num_processes or (self.shard.num_processes if self.shard is not None else 1)
         self.device = None if device is None else torch.device(device)
@@ -112,42 +101,39 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
         self.iteration = iteration
-        self.num_partial_epochs = 0
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
-        self._follower: PreparedLoader | None = None
-        self.epoch_start: list[torch.Tensor] = []
-        self._resumed_start: list[torch.Tensor] = []
         self._loop: Loop | None = None
+        self._is_rest = False
         self._begins_at = EpochPosition()
-        self.saved_position: EpochPosition | None = None
-        self.global_start: torch.Tensor | None = None
         self._global_now: torch.Tensor | None = None
 
-    def own_options(self) -> dict[str, Any]:
-        """Return the arguments that make another loader hand out its batches as this one does."""
-        return {
-            "device": self.device,
-            "rng_types": self.rng_types,
-            "synchronized_generator": self.synchronized_generator,
-            "use_stateful_dataloader": self.use_stateful_dataloader,
-            "iteration": self.iteration,
-            "num_processes": self.num_processes,
-            "_drop_last": self._drop_last,
-            "_non_blocking": self._non_blocking,
-        }
+    def _find_shard(self) -> Any:
+        parts = [*nested_samplers(index_sampler_of(self)), self.dataset]
+        return next(
+            (part for part in parts if isinstance(part, (BatchSamplerShard, IterableDatasetShard))), None
+        )
+
+    @property
+    def iteration(self) -> int:
+        """Epochs that were read to their end, here or in a loader of the rest of one; may be set."""
+        return self.epochs.completed
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.epochs.completed = iteration
 
     # --- reading -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        position = self.saved_position if self.use_stateful_dataloader else None
-        for loader in self.followed():
-            loader.saved_position = None
-            if loader is not self:
-                loader._forget_state()  # the epoch that it is of goes on here
+        position = self.epochs.saved_position if self.use_stateful_dataloader else None
+        self.epochs.saved_position = None
         if position is not None:
-            yield from self._read_rest(position)
+            rest = self.beginning_at(position)
+            for batch in rest:
+                self.end_of_dataloader, self.remainder = rest.end_of_dataloader, rest.remainder
+                yield batch
             return
         shared = get_shared_state()
         self._start_epoch()
@@ -158,8 +144,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             shared.process.backend.end_loop()
             is_complete = True
             self.iteration += 1
-            for loader in self.followed():
-                loader.iteration = self.iteration
         except GeneratorExit:
             shared.process.backend.leave_loop()
             raise
@@ -174,9 +158,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             is_look = not (is_complete or has_trained) and loop.step - first_step <= 1
             is_epoch = not is_look and loop.state is WorkerState.TRAINING
             if is_epoch and not is_complete:
-                self.num_partial_epochs += 1
-                for loader in self.followed():
-                    loader.num_partial_epochs = self.num_partial_epochs
+                self.epochs.left += 1
             shared.loops.end(loop, is_epoch)
             if is_epoch:
                 shared.report_epoch(loop)
@@ -191,7 +173,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # Making an iterator draws a number; it was drawn before.
         with torch.random.fork_rng(devices=[], enabled=shared.take_resuming() and global_now is None):
             batches: Iterator[Any] = iter(self.base_dataloader)
-        if num_skipped and not self._skips_indices:
+        if num_skipped:
             batches = islice(batches, num_skipped, None)
         if global_now is not None:
             batches = chain(list(islice(batches, 1)), batches)  # the order is drawn with the first batch
@@ -232,34 +214,26 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
         Once that is done, the generator goes on as the checkpoint has it: others draw from it, too.
         """
-        starts = [loader.global_start for loader in self.followed() if loader.global_start is not None]
-        for loader in self.followed():
-            loader.global_start = None
-        if starts:
+        start, self.epochs.global_start = self.epochs.global_start, None
+        if start is not None:
             self._global_now = torch.get_rng_state()
-            torch.set_rng_state(starts[0])
+            torch.set_rng_state(start)
 
     def _resume_order(self, generators: Sequence[torch.Generator]) -> None:
         """Begin an epoch in the order that a loaded state contains, and note it for the next state."""
-        for generator, state in zip(generators, self._resumed_start, strict=False):
+        for generator, state in zip(generators, self.epochs.resumed_start, strict=False):
             generator.set_state(state)
-        self._resumed_start = []
-        self.epoch_start = [generator.get_state() for generator in generators]
+        self.epochs.resumed_start = []
+        self.epochs.start = [generator.get_state() for generator in generators]
 
     def _begin_loop(self, shared: SharedState) -> Loop:
         is_training = shared.is_training
-        epoch = self.iteration + self.num_partial_epochs + 1 if is_training else 0
+        epoch = self.iteration + self.epochs.left + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
-        behind, skipped = self._rounds_behind, self.skip_batches
-        length = length_of(self)
+        behind, length = self._rounds_behind, length_of(self)
         if length >= 0:  # the bar is that of the whole epoch, and begins in the middle
-            length += behind + (skipped if self._skips_indices else 0)
-        return shared.loops.begin(length, epoch, state, behind + skipped)
-
-    @property
-    def _skips_indices(self) -> bool:
-        """Whether batches are skipped by their indices, so that none of them is read."""
-        return isinstance(self.batch_sampler, SkipBatchSampler) or isinstance(self.sampler, SkipBatchSampler)
+            length += behind
+        return shared.loops.begin(length, epoch, state, behind + self.skip_batches)
 
     def _take_skip(self) -> int:
         """Return how many batches to leave out now; none from the next time on."""
@@ -272,7 +246,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
-        if self._drops_last:
+        # Of others that a lone process reads, none is completed, and the last batch may have any size.
+        is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
+        if self._drops_last or not is_known:
             return -1
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
@@ -280,6 +256,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def _drops_last(self) -> bool:
         return bool(self._drop_last or self.drop_last or getattr(self.batch_sampler, "drop_last", False))
+
+    @property
+    def _are_cut_by_torch(self) -> bool:
+        """Whether batches are cut from an order or a stream, of one size all but the last."""
+        return type(innermost(index_sampler_of(self))) is BatchSampler
 
     def _num_samples(self) -> int | None:
         for counted in (self.get_sampler(), self.sampler, self.dataset):
@@ -303,10 +284,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def position(self) -> EpochPosition:
         """What all ranks have read of the epoch, with the batch in hand; of none where no epoch is read."""
-        begun, step = self._begins_at, 0 if self._loop is None else self._loop.step - self._rounds_behind
-        return EpochPosition(
-            begun.samples + step * self._round.samples, begun.batches + step * self._round.batches
-        )
+        return self._begins_at if self._loop is None else self._position_at(self._loop.step)
+
+    def _position_at(self, step: int) -> EpochPosition:
+        return self._begins_at + self.rounds(step - self._rounds_behind)
 
     @property
     def has_portable_position(self) -> bool:
@@ -316,74 +297,80 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_shared_here = self.num_processes == 1 or self.shard is not None or self.batches_per_round > 1
         return self.num_workers == 0 and (is_shared_here or self.split_batches)
 
-    @property
-    def _round(self) -> EpochPosition:
-        """What all ranks read where this one gets a batch."""
+    def rounds(self, number: int) -> EpochPosition:
+        """Return what all ranks read where this one gets so many batches."""
         batches = 1 if self.split_batches else self.num_processes
-        return EpochPosition(self.total_batch_size or batches, batches)
+        return EpochPosition(number * (self.total_batch_size or batches), number * batches)
 
     @property
     def _rounds_behind(self) -> int:
         """Batches of this rank, as it has them now, that make up what is read already where the epoch begins."""
-        return self._begins_at.samples // self._round.samples
+        return self._begins_at.samples // self.rounds(1).samples
 
     def beginning_at(self, position: EpochPosition) -> PreparedLoader:
-        """Return a loader of the rest of the epoch; later epochs may be read from either, whole."""
-        options = {**inherited_options(self), **self.own_options()}
+        """Return a loader of the rest of the epoch; later epochs may be read from either, whole.
+
+        Where whole rounds of batches were read, the rest ends as the epoch does, with the same rows for completion.
+        """
+        rest = copy.copy(self)  # with the same ``epochs``
+        rest._loop = None
+        self._forget_base_state()
+        num_rounds = position.samples // self.rounds(1).samples
+        is_whole = position == self.rounds(num_rounds)
         dataset: Any = self.dataset
+        if isinstance(dataset, IterableDataset) and is_whole:
+            rest.skip_batches += num_rounds  # they are read and dropped
+            return rest
         if isinstance(dataset, IterableDataset):
             dataset = rest_of_stream(dataset, self.batch_size is not None, position)
-            options.update(batch_size=self.batch_size, drop_last=self.drop_last)
+            sampling: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         else:
-            options.update(
-                index_sampler_options(self, rest_of_index_sampler(index_sampler_of(self), position))
+            index_sampler = index_sampler_of(self)
+            sampling = index_sampler_options(
+                self,
+                SkipBatchSampler(index_sampler, num_rounds * self.batches_per_round)
+                if is_whole
+                else rest_of_index_sampler(index_sampler, position),
             )
-        rest = type(self)(dataset, **options)
-        rest._begins_at = position
-        rest.follow(self)
+        rest.base_dataloader = self._make_base(dataset, **sampling, **inherited_options(self))
+        rest.shard = rest._find_shard()
+        rest._is_rest = True
+        rest._begins_at = self._begins_at + position
         return rest
 
-    def _read_rest(self, position: EpochPosition) -> Iterator[Any]:
-        """Read the rest of an epoch, of which another number of ranks has read the first part."""
-        rest = self.beginning_at(position)
-        self._resumed_start = []
-        for batch in rest:
-            self.end_of_dataloader, self.remainder = rest.end_of_dataloader, rest.remainder
-            if self.use_stateful_dataloader:
-                self._position = rest.state_for_followed()
-            yield batch
+    def _note_position(self, is_end: bool = False) -> None:
+        if not self._is_rest:
+            super()._note_position(is_end)
+        elif self.use_stateful_dataloader:
+            # The state of what reads would be one of another order.
+            order = self._order_state(is_end)
+            if self._loop is not None and not is_end:
+                order["position"] = vars(self._position_at(self._loop.step + 1))
+            self.epochs.state = {FINISHED: is_end, ORDER: order}
 
-    def _forget_state(self) -> None:
-        super()._forget_state()
-        self._resumed_start = []
-        self.saved_position = None
+    def order_state(self, is_inside: bool, is_end: bool) -> dict[str, Any]:
+        """Return the epoch, and the states of the generators by which its order was drawn, or is to be drawn.
 
-    def state_for_followed(self) -> dict[str, Any]:
-        """Return a state for the loader that this one follows: torchdata's own would be that of another order."""
-        return {FINISHED: self.end_of_dataloader, ORDER: self._order_now()}
-
-    def _order_now(self) -> dict[str, Any]:
-        order = self._order_state(self.end_of_dataloader)
-        return order if self.end_of_dataloader else {**order, "position": vars(self.position)}
+        Args:
+            is_inside: the epoch is being read.
+            is_end: it was read to its end: return those of the next one.
+        """
+        generators = self.epochs.start if is_inside else [one.get_state() for one in self._generators()]
+        return {
+            "iteration": self.iteration + is_end,
+            "num_partial_epochs": self.epochs.left,
+            "generators": generators,
+        }
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
-        """Return epochs and generators; empty in a first epoch that draws nothing, where torchdata's lacks nothing."""
-        is_inside = self.epoch_start and not is_end
-        generators = self.epoch_start if is_inside else [one.get_state() for one in self._generators()]
-        iteration = self.iteration + is_end
-        order: dict[str, Any] = {}
-        if iteration or generators:
-            order = {"iteration": iteration, "generators": generators}
-        if self.num_partial_epochs:
-            order["num_partial_epochs"] = self.num_partial_epochs
-        return order
+        return self.order_state(bool(self.epochs.start) and not is_end, is_end)
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:
-        self.iteration = state.get("iteration", 0)
-        self.num_partial_epochs = state.get("num_partial_epochs", 0)
-        self._resumed_start = state.get("generators", [])
-        position = state.get("position")
-        self.saved_position = None if position is None else EpochPosition(**position)
+        epochs, position = self.epochs, state.get("position")
+        epochs.completed = state.get("iteration", 0)
+        epochs.left = state.get("num_partial_epochs", 0)
+        epochs.resumed_start = state.get("generators", [])
+        epochs.saved_position = None if position is None else EpochPosition(**position)
 
     # --- for users -----------------------------------------------------------------------------------
 
@@ -408,7 +395,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of ``epoch``, counted from 0."""
         self.iteration = epoch
-        self.num_partial_epochs = 0
+        self.epochs.left = 0
         self._hand_epoch(epoch)
 
     def _hand_epoch(self, epoch: int) -> None:
@@ -416,17 +403,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         pass_epoch(index_sampler_of(self), epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-
-    def follow(self, loader: Any) -> None:
-        """Go on in the epoch that ``loader`` is in, and let it know of the epochs that are completed here."""
-        self.iteration = loader.iteration
-        self.num_partial_epochs = loader.num_partial_epochs
-        self._resumed_start = loader._resumed_start
-        self._follower = loader
-
-    def followed(self) -> list[PreparedLoader]:
-        """Return this loader, and those whose epoch it goes on in."""
-        return [self, *(self._follower.followed() if self._follower is not None else ())]
 
     reads_on_every_rank = True
     """Whether each rank has a position of its own in the data."""
@@ -476,7 +452,9 @@ class DataLoaderShard(PreparedLoader):
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
         advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
         rows = count(current)
-        is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
+        # Not of a stream: each worker process may end with a short batch. Nor of single samples.
+        is_even = not isinstance(self.dataset, IterableDataset) and self.batch_sampler is not None
+        is_plain = is_placed and not self.use_stateful_dataloader and self._are_cut_by_torch and is_even
         counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
             current = self._take_in(current, is_placed)
@@ -489,7 +467,7 @@ class DataLoaderShard(PreparedLoader):
             if not is_plain:
                 current = self._take_in(current, is_placed)
                 rows = count(current)
-        self._finish_epoch(nested.count_rows(current))
+        self._finish_epoch()
         advance(loop, count(current))
         self._begin_step(shared, loop, current)
         yield current
@@ -500,28 +478,9 @@ class DataLoaderShard(PreparedLoader):
         self._note_position()
         return batch
 
-    @property
-    def _has_equal_batches(self) -> bool:
-        """Whether no batch but the last can differ from the first in its number of rows."""
-        is_plain = type(innermost(self.batch_sampler)) is BatchSampler
-        return is_plain and not isinstance(self.dataset, IterableDataset)
-
-    @property
-    def _counts_last_rows(self) -> bool:
-        """Whether the rows of the last batch are known by counting alone: others of any size came before it.
-
-        Of an iterable dataset, too: a lone process reads it as it is, nothing completes its last batch.
-        """
-        if self.num_processes > 1 or self._has_equal_batches or not self.total_batch_size:
-            return False
-        return self.remainder >= 0 or isinstance(self.dataset, IterableDataset)
-
-    def _finish_epoch(self, rows: int) -> None:
-        """End the epoch, whose last batch has so many rows."""
+    def _finish_epoch(self) -> None:
+        """Note how many rows of the last batch are real, if that is known only now, and that it is the last one."""
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
-        elif self._counts_last_rows:
-            # As many or more: the batch is full, or its first tensor has other things than samples in its rows.
-            self.remainder = rows if rows < self.total_batch_size else 0
         self.end_of_dataloader = True
         self._note_position(is_end=True)

@@ -75,32 +75,27 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
     Raises:
         ValueError: ``num_batches`` is negative.
     """
-    prepared = dataloader if isinstance(dataloader, PreparedLoader) else None
-    if num_batches is None:
-        if prepared is not None and prepared.saved_position is not None:
-            return prepared.beginning_at(prepared.saved_position)
-        if prepared is not None and prepared.use_stateful_dataloader:
-            return prepared  # its own state may hold a position in a stream that nothing else knows
-        num_batches = 0
-    if num_batches < 0:
+    if num_batches is not None and num_batches < 0:
         raise ValueError(f"num_batches={num_batches} is negative")
+    if isinstance(dataloader, PreparedLoader):
+        return _rest_of(dataloader, num_batches)
     dataset, options = dataloader.dataset, inherited_options(dataloader)
-    is_stream = isinstance(dataset, IterableDataset)
-    if is_stream:
+    if isinstance(dataset, IterableDataset):
         options.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
-    else:
-        num_skipped = num_batches * (1 if prepared is None else prepared.batches_per_round)
-        index_sampler = SkipBatchSampler(index_sampler_of(dataloader), num_skipped)
-        options.update(index_sampler_options(dataloader, index_sampler))
-    if prepared is not None:
-        options.update(prepared.own_options(), skip_batches=num_batches)
-        skipping = type(prepared)(dataset, **options)
-        skipping.follow(prepared)
-        return skipping
-    if is_stream:
-        return SkipDataLoader(dataset, num_batches, is_stateful(dataloader), **options)
+        return SkipDataLoader(dataset, num_batches or 0, is_stateful(dataloader), **options)
+    index_sampler = SkipBatchSampler(index_sampler_of(dataloader), num_batches or 0)
+    options.update(index_sampler_options(dataloader, index_sampler))
     made: DataLoader = (stateful_loader if is_stateful(dataloader) else DataLoader)(dataset, **options)
     return made
+
+
+def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
+    saved = loader.epochs.saved_position
+    if num_batches is None and saved is not None:
+        return loader.beginning_at(saved)
+    if num_batches is None and loader.use_stateful_dataloader:
+        return loader  # its own state may hold a position in a stream that nothing else knows
+    return loader.beginning_at(loader.rounds(num_batches or 0))
 
 
 # --- for checkpoints --------------------------------------------------------------------------------------------------
@@ -108,16 +103,14 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
 
 def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     """Return where ``loader`` is."""
-    reading = _being_read(loader, shared)
-    is_read = reading in shared.loaders.entered()
-    is_mid_epoch = is_read and not reading.end_of_dataloader
+    # It is read itself, or in its place a loader of the rest of its epoch.
+    entered = shared.loaders.entered()
+    reading = next((one for one in entered if getattr(one, "epochs", None) is loader.epochs), None)
+    is_mid_epoch = reading is not None and not reading.end_of_dataloader
     # With its last batch returned, an epoch counts as done: what follows is the next one.
-    is_done = is_read and reading.end_of_dataloader
-    generators = reading.epoch_start if is_mid_epoch else [one.get_state() for one in reading._generators()]
+    is_done = reading is not None and not is_mid_epoch
     state = {
-        "iteration": reading.iteration + (1 if is_done else 0),
-        "num_partial_epochs": reading.num_partial_epochs,
-        "generators": generators,
+        **loader.order_state(is_mid_epoch, is_done),
         "is_mid_epoch": is_mid_epoch,
         "position": asdict(reading.position) if is_mid_epoch and reading.has_portable_position else None,
     }
@@ -125,15 +118,6 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     if isinstance(sampler, SeedableRandomSampler):
         state["seed"] = sampler.initial_seed
     return state
-
-
-def capture_own(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
-    """Return the state by which ``loader``, one that knows its position, goes on by itself."""
-    reading = _being_read(loader, shared)
-    if reading is loader:
-        return loader.state_dict()
-    # A stream that has no position for any number of ranks was read from its start, as ``loader`` would have.
-    return reading.state_for_followed() if reading.has_portable_position else reading.state_dict()
 
 
 def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
@@ -149,26 +133,18 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     The first part of the epoch is left out by :func:`skip_first_batches`, or by a loader that resumes by itself.
     """
     loader.set_epoch(state["iteration"])
-    loader.num_partial_epochs = state.get("num_partial_epochs", 0)  # checkpoints of older versions have none
-    loader.global_start = None
+    epochs = loader.epochs
+    epochs.left = state["num_partial_epochs"]
+    epochs.global_start = epochs.saved_position = None
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
         if generator is torch.default_generator and state["is_mid_epoch"]:
-            loader.global_start = saved.cpu()  # the checkpoint has its present state, too
+            epochs.global_start = saved.cpu()  # the checkpoint has its present state, too
         else:
             generator.set_state(saved.cpu())
     sampler = loader.get_sampler()
     if "seed" in state and isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = state["seed"]
-    loader.saved_position = None
     if state["is_mid_epoch"]:
         shared.is_resuming = True
         if can_continue(loader, state):
-            loader.saved_position = EpochPosition(**state["position"])
-
-
-def _being_read(loader: PreparedLoader, shared: SharedState) -> PreparedLoader:
-    """Return the loader that reads what ``loader`` would: itself, or one made of it that begins further on."""
-    for other in shared.loaders.entered():
-        if isinstance(other, PreparedLoader) and loader in other.followed():
-            return other
-    return loader
+            epochs.saved_position = EpochPosition(**state["position"])

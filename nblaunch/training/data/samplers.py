@@ -65,8 +65,6 @@ class SkipBatchSampler(BatchSampler):
         skip_batches: how many.
     """
 
-    passes_epoch_on = True
-
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
@@ -95,10 +93,6 @@ class SkipBatchSampler(BatchSampler):
         skipped, self.skip_batches = self.skip_batches, 0
         yield from islice(iter(self.batch_sampler), skipped, None)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the batch sampler and to what it is made of."""
-        pass_epoch(self.batch_sampler, epoch)
-
 
 def index_sampler_of(loader: DataLoader) -> Any:
     """Return what ``DataLoader._index_sampler`` is: the batch sampler, or the sampler where there is none."""
@@ -116,9 +110,9 @@ def nested_samplers(index_sampler: Any) -> list[Any]:
 
 
 def pass_epoch(index_sampler: Any, epoch: int) -> None:
-    """Call ``set_epoch``, once, of every one in ``index_sampler`` that has it."""
+    """Call ``set_epoch`` of every one in ``index_sampler`` that has it."""
     for one in nested_samplers(index_sampler):
-        if hasattr(one, "set_epoch") and not getattr(one, "passes_epoch_on", False):
+        if hasattr(one, "set_epoch"):
             one.set_epoch(epoch)
 
 

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from nblaunch.training.board_reports import length_of
-from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, pass_epoch
+from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler
 
 
 class BatchSamplerShard(BatchSampler):
@@ -49,8 +49,6 @@ class BatchSamplerShard(BatchSampler):
         ValueError: ``split_batches`` with a batch size that ranks don't divide, or with a batch sampler that has no
             ``batch_size``.
     """
-
-    passes_epoch_on = True
 
     def __init__(
         self,
@@ -209,10 +207,6 @@ class BatchSamplerShard(BatchSampler):
         rows += islice(_cycle(head), size * num_batches - len(rows))
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the batch sampler and to what it is made of."""
-        pass_epoch(self.batch_sampler, epoch)
-
 
 class SampleShard(BatchSamplerShard):
     """One rank's share of a sampler of single indices, for loaders that hand out samples without batches.
@@ -348,6 +342,9 @@ class EpochPosition:
 
     samples: int = 0
     batches: int = 0
+
+    def __add__(self, other: EpochPosition) -> EpochPosition:
+        return EpochPosition(self.samples + other.samples, self.batches + other.batches)
 
 
 def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:

@@ -292,10 +292,6 @@ class Strategy(ABC):
         """
         return None
 
-    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        """Return the files in ``folder`` that :meth:`save_shards` wrote on ``rank``, as far as their names show."""
-        return ()
-
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         """Load what :meth:`save_shards` wrote, over any number of ranks; False: ``folder`` has full states."""
         return False

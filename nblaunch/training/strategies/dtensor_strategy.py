@@ -115,9 +115,6 @@ class DTensorStrategy(Strategy):
                 self._saving_group = dist.new_group(backend="gloo", timeout=_NO_DEADLINE)
         return CopiedShards(models, optimizers, copy, self._saving_group)
 
-    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        return sorted(folder.glob(f"*/__{rank}_*.distcp"))
-
     def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         from torch.distributed.checkpoint import state_dict as states
 

@@ -329,7 +329,7 @@ def _save(stage: int, precision: str, folder: str) -> tuple[list[Any], list[Any]
     return further, _epoch(accelerator, *parts, MAX_NORM)
 
 
-def _resume(stage: int, precision: str, folder: str, any_world_size: bool) -> list[Any]:
+def _resume(stage: int, precision: str, folder: str) -> list[Any]:
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage),
         gradient_accumulation_steps=STEPS,
@@ -337,7 +337,7 @@ def _resume(stage: int, precision: str, folder: str, any_world_size: bool) -> li
     )
     parts = _prepare(accelerator)
     accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())  # as diffusers' scripts
-    accelerator.load_state(folder, any_world_size=any_world_size)
+    accelerator.load_state(folder)
     return _epoch(accelerator, *parts, MAX_NORM)
 
 
@@ -351,7 +351,7 @@ def test_training_goes_on_where_it_was_saved_on_any_number_of_ranks(
     folder = str(tmp_path / "state")
     further, again = ranks.run(_save, 2, stage, precision, folder)[0]
     assert again == further
-    resumed = ranks.run(_resume, world_size, stage, precision, folder, world_size != 2)[0]
+    resumed = ranks.run(_resume, world_size, stage, precision, folder)[0]
     if world_size == 2:
         assert resumed == further
     tolerance = TOLERANCE if precision == "no" else 0.05
@@ -372,16 +372,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ranks.run(_save_whole, 2, str(tmp_path / "whole"))
     ranks.run(_save, 2, 2, "no", str(folder))
 
-    def refused(stage: int, any_world_size: bool = False) -> str:
+    def refused(stage: int) -> str:
         with pytest.raises(CheckpointError) as caught:
-            _resume(stage, "no", str(folder), any_world_size)
+            _resume(stage, "no", str(folder))
         return str(caught.value)
 
     assert (
         "was saved with zero_optimization.stage=1 or 2, and this engine has stage 3"
         in ranks.run(refused, 2, 3)[0]
     )
-    assert "was saved by 2 processes, but this job has 1" in ranks.run(refused, 1, 2)[0]
     folder, sharded = tmp_path / "whole", folder
     assert "saved without DeepSpeed" in ranks.run(refused, 2, 2)[0]
     folder = sharded

@@ -53,7 +53,7 @@ def _save(kind: str | None, folder: str) -> list[float]:
 
 def _resume(kind: str | None, folder: str) -> list[float]:
     accelerator, *rest = _prepare(kind)
-    accelerator.load_state(folder, any_world_size=True)
+    accelerator.load_state(folder)
     for parameter in rest[0].parameters():
         dtensor.local(parameter).sum().item()
     return epoch(accelerator, *rest)
@@ -485,4 +485,4 @@ def test_a_function_that_returns_while_it_saves_is_waited_for(tmp_path: Path, ki
     assert os.listdir(tmp_path) == ["state"]
     manifest = files.read_manifest(tmp_path / "state")
     assert manifest is not None
-    files.check_whole(tmp_path / "state", manifest)
+    files.check_files(tmp_path / "state", manifest)

@@ -43,11 +43,6 @@ def save(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess
             torch.save(bare_module(model).state_dict(), folder / f"{_tag(index)}.bin")
 
 
-def of_rank(folder: Path, rank: int) -> list[Path]:
-    """Return the files that :func:`save` has written on ``rank``, of those that each rank has of its own."""
-    return sorted(folder.glob(f"{_NAME}*/*zero_pp_rank_{rank}_mp_rank_*.pt"))
-
-
 def load(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess) -> None:
     """Load what :func:`save` wrote. All ranks must call it."""
     for index, model in enumerate(models):

@@ -257,9 +257,6 @@ class DeepSpeedStrategy(Strategy):
         checkpoint.save(folder, models, self._setup.process)
         return True
 
-    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        return checkpoint.of_rank(folder, rank)
-
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         checkpoint.load(folder, models, self._setup.process)
         return True
