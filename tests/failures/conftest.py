@@ -157,8 +157,7 @@ def assert_as_before(kernel: Kernel) -> None:
 
 def source_line(cell: Cell) -> str:
     """The first source line that IPython marks in the cell's traceback: what the eye falls on."""
-    assert cell.error is not None, cell.describe()
-    for line in cell.error.lines:
+    for line in cell.raised.lines:
         if line.lstrip("-").startswith("> "):
             return line.partition("> ")[2].strip().partition(" ")[2].strip()
     raise AssertionError(f"no source line is marked\n{cell.describe()}")

@@ -78,10 +78,9 @@ parents == {{os.getpid()}}, [value == os.getpid() for value in values], job.atte
             timeout_s=50,
         )
         assert cell.value == (True, [False, False], 1, "forkserver"), load
-        shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
-        assert "raised ValueError: flaky" in shown
-        assert "by forkserver" in shown
-        assert "a thread other than the main one" in shown
+        assert "raised ValueError: flaky" in cell.shown
+        assert "by forkserver" in cell.shown
+        assert "a thread other than the main one" in cell.shown
 
 
 def test_a_restart_finds_everything_as_it_was_at_the_launch(alone: Kernel, tmp_path: Path) -> None:
@@ -127,17 +126,15 @@ def test_what_a_later_start_cannot_do_is_refused_at_the_launch(alone: Kernel) ->
     cell = alone.run(
         "notebook_launcher(train, (), 2, background=True, max_restarts=1)", raises="PayloadError"
     )
-    assert cell.error is not None
-    assert " gate (TypeError" in cell.error.value
-    assert "Without max_restarts, or without background=True" in cell.error.value
+    assert " gate (TypeError" in cell.raised.value
+    assert "Without max_restarts, or without background=True" in cell.raised.value
     assert alone.processes() == []
     cell = alone.run(
         "notebook_launcher(train, (), 2, background=True, max_restarts=1, start_method='fork')",
         raises="ValueError",
     )
-    assert cell.error is not None
     for text in ("start_method='fork'", "background=True", "max_restarts=1"):
-        assert text in cell.error.value
+        assert text in cell.raised.value
     assert alone.run("notebook_launcher(train, (), 2, background=True).result(30)").result == "False"
     assert alone.run("notebook_launcher(train, (), 2, max_restarts=1)").result == "False"
     leaked = alone.run("[link for link in descriptors().values() if 'nblaunch-call' in link]")

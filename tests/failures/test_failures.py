@@ -66,10 +66,10 @@ def _check_shown(cell: Cell, case: Case) -> None:
         assert case.value in cell.stderr
         return
     assert source_line(cell).startswith(case.line), cell.describe()
-    assert len(cell.error.lines) <= MAX_LINES, cell.describe()
+    assert len(cell.raised.lines) <= MAX_LINES, cell.describe()
     for text in case.shows:
-        assert text in cell.error.text, cell.describe()
-    assert "/nblaunch/" not in cell.error.text, cell.describe()
+        assert text in cell.raised.text, cell.describe()
+    assert "/nblaunch/" not in cell.raised.text, cell.describe()
 
 
 def _check_evidence(kernel: Kernel, cell: Cell, case: Case) -> None:
@@ -90,8 +90,8 @@ def _check_evidence(kernel: Kernel, cell: Cell, case: Case) -> None:
     assert sorted(rank for ranks in fates for rank in ranks.split(", ")) == ["0", "2"], text
     assert set(fates.values()) <= {"lost the connection to it", "stopped by the launcher"}, text
     if cell.error is not None:
-        assert found[0] in cell.error.text
-        assert others[0] in cell.error.text
+        assert found[0] in cell.raised.text
+        assert others[0] in cell.raised.text
 
 
 def _check_traceback(kernel: Kernel, case: Case) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.failures.conftest import across_methods, assert_as_before, value_of
-from tests.kernels import Cell, Kernel
+from tests.kernels import Kernel
 
 TIMEOUT_S = 1.0
 
@@ -109,11 +109,10 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
         ),
         raises="JobHung",
     )
-    assert cell.error is not None
     for text in shape.lines:
-        assert text in cell.error.value, cell.describe()
-    assert len(cell.error.lines) <= 25, cell.describe()
-    assert f"complete logs: {value_of(shared, 'str(nblaunch.last_job().log_dir)')}" in cell.error.value
+        assert text in cell.raised.value, cell.describe()
+    assert len(cell.raised.lines) <= 25, cell.describe()
+    assert f"complete logs: {value_of(shared, 'str(nblaunch.last_job().log_dir)')}" in cell.raised.value
     shared.run("job = nblaunch.last_job()")
     if shape is SHAPES[0]:
         # The rank that the others waited for has failed, and its diagnosis is shown once: in the exception.
@@ -137,20 +136,18 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: S
         + LAUNCH.format(method="fork", timeout_s=shape.timeout_s, on_hang="report")
     )
     # A report that comes while ranks still join the group only supposes a hang, and gives no seconds.
-    cell.wait_for(lambda cell: re.search(r"no progress for \d+ s:", _shown(cell)), 30, "the time")
-    cell.wait_for(lambda cell: shape.lines[-1] in _shown(cell), 30, "the report")
-    cell.wait_for(lambda cell: "waiting in all_reduce (cell " in _shown(cell), 30, "the state of a rank")
-    assert _shown(cell).count(shape.lines[-1]) == 1
+    cell.wait_for(lambda cell: re.search(r"no progress for \d+ s:", cell.shown), 30, "the time")
+    cell.wait_for(lambda cell: shape.lines[-1] in cell.shown, 30, "the report")
+    cell.wait_for(lambda cell: "waiting in all_reduce (cell " in cell.shown, 30, "the state of a rank")
+    assert cell.shown.count(shape.lines[-1]) == 1
     assert not cell.is_done
-    seconds = [int(found) for found in re.findall(r"no progress for (\d+) s:", _shown(cell))]
+    seconds = [int(found) for found in re.findall(r"no progress for (\d+) s:", cell.shown)]
     assert seconds
     assert min(seconds) >= int(shape.timeout_s)
     for text in shape.lines:
-        assert text in _shown(cell), cell.describe()
+        assert text in cell.shown, cell.describe()
     shared.interrupt()
-    assert cell.wait(20).error is not None
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(20).raised.name == "KeyboardInterrupt"
     assert_as_before(shared)
 
 
@@ -168,10 +165,9 @@ notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", inte
 """,
         raises="JobHung",
     )
-    assert cell.error is not None
     position = "rank 0: the function has returned, and what it returned is being pickled: Cell In["
-    assert position in cell.error.value
-    assert "in __reduce__: threading.Event().wait()" in cell.error.value
+    assert position in cell.raised.value
+    assert "in __reduce__: threading.Event().wait()" in cell.raised.value
     assert_as_before(shared)
 
 
@@ -210,9 +206,8 @@ def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, kind: str) -
         + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop"),
         raises="JobHung",
     )
-    assert cell.error is not None
-    assert "ranks 0, 2: waiting in all_reduce, " in cell.error.value, cell.describe()
-    assert "The ranks are in different collectives" in cell.error.value
+    assert "ranks 0, 2: waiting in all_reduce, " in cell.raised.value, cell.describe()
+    assert "The ranks are in different collectives" in cell.raised.value
     assert_as_before(shared)
 
 
@@ -229,13 +224,12 @@ def test_ranks_in_a_c_loop_after_their_last_step_hang(shared: Kernel, in_collect
         TRAIN.format(body=body + C_LOOP) + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop"),
         raises="JobHung",
     )
-    assert cell.error is not None
     ranks = "rank 1" if in_collective else "ranks 0-2"
-    assert f"{ranks}: Cell In[" in cell.error.value, cell.describe()
-    assert "in train: import collections, itertools; collections.deque(" in cell.error.value
-    assert "(computing)" in cell.error.value
+    assert f"{ranks}: Cell In[" in cell.raised.value, cell.describe()
+    assert "in train: import collections, itertools; collections.deque(" in cell.raised.value
+    assert "(computing)" in cell.raised.value
     if in_collective:
-        assert "ranks 0, 2 wait for rank 1, which has not entered the collective." in cell.error.value
+        assert "ranks 0, 2 wait for rank 1, which has not entered the collective." in cell.raised.value
     assert_as_before(shared)
 
 
@@ -249,14 +243,12 @@ def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, body: s
     cell = shared.submit(
         TRAIN.format(body=body) + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop")
     )
-    cell.wait_for(lambda cell: "ranks 0-2 have shown no step" in _shown(cell), 30, "the suspicion")
-    cell.wait_for(lambda cell: "ranks 0-2: Cell In[" in _shown(cell), 5, "the stacks")
-    assert "no progress" not in _shown(cell)
+    cell.wait_for(lambda cell: "ranks 0-2 have shown no step" in cell.shown, 30, "the suspicion")
+    cell.wait_for(lambda cell: "ranks 0-2: Cell In[" in cell.shown, 5, "the stacks")
+    assert "no progress" not in cell.shown
     assert not cell.is_done
     shared.interrupt()
-    assert cell.wait(20).error is not None
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(20).raised.name == "KeyboardInterrupt"
     assert_as_before(shared)
 
 
@@ -296,7 +288,7 @@ done
 """
     )
     assert cell.result == "True"
-    assert "no progress" not in _shown(cell)
+    assert "no progress" not in cell.shown
 
 
 @pytest.mark.timeout(60)
@@ -342,8 +334,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     shared.wait_until(are_there, 20, "the ranks to be where they wait")
     assert expected[0] in text.splitlines()[0], text
     assert "have not entered" not in text, "ranks that have worked a moment ago do not hang"
-    cell = shared.run("job.cancel(); job.result()", raises="JobCancelled")
-    assert cell.error is not None
+    shared.run("job.cancel(); job.result()", raises="JobCancelled")
     assert value_of(shared, "job.stacks()") == "no worker runs any more"
     assert_as_before(shared)
 
@@ -369,7 +360,3 @@ for _ in range(3):
 """
     )
     assert_as_before(shared)
-
-
-def _shown(cell: Cell) -> str:
-    return cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)

@@ -131,9 +131,8 @@ def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: Stat
     cell.wait(30)
     elapsed_s = time.monotonic() - begun_s
     shared.wait_for_no_processes(state.end_s)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt", cell.describe()
-    assert len(cell.error.lines) <= 25, cell.describe()
+    assert cell.raised.name == "KeyboardInterrupt", cell.describe()
+    assert len(cell.raised.lines) <= 25, cell.describe()
     assert elapsed_s >= state.at_least_s, cell.describe()
     words = sorted(file.name for file in tmp_path.iterdir())
     if state.leaves_word:
@@ -161,9 +160,7 @@ def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path:
     for rank in (0, 1):
         cell.wait_for_text(f"[{rank}] in finally")
     shared.interrupt()
-    cell.wait(30)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(30).raised.name == "KeyboardInterrupt"
     assert shared.processes() == []
     assert_as_before(shared)
 
@@ -187,9 +184,7 @@ job = notebook_launcher(
 def assert_interrupt_costs_nothing(kernel: Kernel, cell: Cell) -> None:
     """Interrupt a launch whose ranks set ``model.weight`` to 7 and return 10 and 11."""
     kernel.interrupt()
-    cell.wait(30)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt", cell.describe()
+    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
     kernel.run("job = nblaunch.last_job()")
     assert value_of(kernel, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
     assert_as_before(kernel)
@@ -269,9 +264,7 @@ notebook_launcher(train, (Slow(1, 1),), num_processes=2, return_all=True, interr
     )
     cell.wait_for_text("[0] sending", timeout_s=30)
     shared.interrupt()
-    cell.wait(30)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt", cell.describe()
+    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
     assert value_of(shared, "nblaunch.last_job().result()") == [10, 11]
     assert "could not be copied back: rank 0" in cell.stdout + cell.stderr
     assert_as_before(shared)
@@ -303,8 +296,7 @@ notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S}, max_restar
     cell.wait_for_text("[1] in finally", timeout_s=30)
     shared.interrupt()
     cell.wait(30)
-    assert cell.error is not None
-    assert (cell.error.name, cell.error.value) == ("ValueError", "bad shape"), cell.describe()
+    assert (cell.raised.name, cell.raised.value) == ("ValueError", "bad shape"), cell.describe()
     assert value_of(shared, "nblaunch.last_job().status") == "failed"
     assert_as_before(shared)
 
@@ -322,8 +314,7 @@ def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, 
     )
     shared.interrupt()
     cell.wait(30)  # imports take their time and are not broken off in the middle
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.raised.name == "KeyboardInterrupt"
     assert "Traceback" not in cell.stderr + cell.stdout, cell.describe()
     assert shared.processes() == []
     assert_as_before(shared)
@@ -372,8 +363,7 @@ def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: 
             raises="KeyboardInterrupt",
             timeout_s=40,
         )
-        assert cell.error is not None
-        assert "/nblaunch/" not in cell.error.text
+        assert "/nblaunch/" not in cell.raised.text
         shared.run("at_fork.clear()")
         assert value_of(shared, "(nblaunch.last_job().status, job)") == ("interrupted", None)
         assert_as_before(shared)
@@ -401,9 +391,7 @@ def wait(folder):
     )
     cell.wait_for(lambda cell: (tmp_path / "loading").exists(), 30, "the call to be loaded")
     shared.interrupt()
-    cell.wait(30)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(30).raised.name == "KeyboardInterrupt"
     table = cell.displays[-1].data["text/plain"]
     assert [line.split()[1] for line in table.splitlines()[1:3]] == ["stopped", "stopped"], table
     assert "exit code" not in table

@@ -63,15 +63,14 @@ def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> 
         raises="WorkerDied",
         timeout_s=60,
     )
-    assert cell.error is not None
-    text = cell.error.value
+    text = cell.raised.value
     assert "was killed by SIGKILL" in text, cell.describe()
     assert "Memory ran out: the system killed" in text, cell.describe()
     assert "Peak memory of each process: rank 0 " in text, cell.describe()
     assert "each built a model of " in text, cell.describe()
     assert "notebook_launcher(train, (model,))" in text, cell.describe()
     assert "limit 1.47 GB" in text, cell.describe()
-    assert len(cell.error.lines) <= 25, cell.describe()
+    assert len(cell.raised.lines) <= 25, cell.describe()
     assert limited.is_alive
     assert_as_before(limited)
 
@@ -92,15 +91,14 @@ notebook_launcher(train, num_processes=2)
 """,
         raises="RuntimeError",
     )
-    assert cell.error is not None
-    assert "can't allocate memory" in cell.error.value
+    assert "can't allocate memory" in cell.raised.value
     for text in (
         "Memory ran out: an allocation was refused.",
         "Peak memory of each process",
         "built a model of",
         "rank 1 (pid ",
     ):
-        assert text in cell.error.text, cell.describe()
-    assert len(cell.error.lines) <= 25, cell.describe()
+        assert text in cell.raised.text, cell.describe()
+    assert len(cell.raised.lines) <= 25, cell.describe()
     assert value_of(shared, "'Memory ran out: an allocation was refused.' in sys.last_value.__notes__")
     assert_as_before(shared)

@@ -62,23 +62,20 @@ launch({made}{options})
 def test_code_of_an_exception_can_not_hide_it(odd_kernel: Kernel, body: str) -> None:
     cell = fail(odd_kernel, body)
     assert "caught" in cell.stdout
-    assert cell.error is not None
-    assert "complete log: " in cell.error.text
+    assert "complete log: " in cell.raised.text
 
 
 @pytest.mark.parametrize("notes", ["5", "'one note'", "[3, None]"])
 def test_notes_may_be_anything(odd_kernel: Kernel, notes: str) -> None:
     cell = fail(odd_kernel, f"__notes__ = {notes}")
     assert "caught" in cell.stdout
-    assert cell.error is not None
-    assert "Odd: lost" in cell.error.text
+    assert "Odd: lost" in cell.raised.text
 
 
 def test_notes_of_the_user_are_shown(odd_kernel: Kernel) -> None:
     cell = fail(odd_kernel, "__notes__ = [f'seen in file {i}' for i in range(50)]")
-    assert cell.error is not None
-    assert "seen in file 49" in cell.error.text
-    assert len(cell.error.lines) <= MAX_LINES
+    assert "seen in file 49" in cell.raised.text
+    assert len(cell.raised.lines) <= MAX_LINES
 
 
 def test_a_large_attribute_stays_behind(odd_kernel: Kernel) -> None:
@@ -112,13 +109,12 @@ launch({kind}(message))
         raises=kind,
         timeout_s=60,
     )
-    assert cell.error is not None
     assert f"True {kind} True" in cell.stdout
-    assert len(cell.error.lines) <= MAX_LINES, cell.error.lines[:MAX_LINES]
-    assert len(cell.error.text) < 10_000
-    assert len(cell.error.value) < 10_000  # what a saved notebook keeps
+    assert len(cell.raised.lines) <= MAX_LINES, cell.raised.lines[:MAX_LINES]
+    assert len(cell.raised.text) < 10_000
+    assert len(cell.raised.value) < 10_000  # what a saved notebook keeps
     assert len(cell.stdout) < 30_000
-    for shown in (cell.error.text, cell.error.value):
+    for shown in (cell.raised.text, cell.raised.value):
         assert "left out" in shown
         assert "the end" in shown
 
@@ -133,9 +129,8 @@ notebook_launcher(train, num_processes=2)
 """,
         raises="WorkerDied",
     )
-    assert cell.error is not None
-    assert "code in it closes descriptors that it has not opened" in cell.error.text
-    assert len(cell.error.lines) <= MAX_LINES
+    assert "code in it closes descriptors that it has not opened" in cell.raised.text
+    assert len(cell.raised.lines) <= MAX_LINES
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -166,8 +161,7 @@ notebook_launcher(train, num_processes=2)
         raises="RecursionError",
         timeout_s=20,
     )
-    assert cell.error is not None
-    assert len(cell.error.lines) <= MAX_LINES
+    assert len(cell.raised.lines) <= MAX_LINES
 
 
 def test_a_syntax_error_is_shown_with_the_users_lines_alone(odd_kernel: Kernel) -> None:
@@ -181,11 +175,10 @@ notebook_launcher(train, num_processes=2)
 """,
         raises="SyntaxError",
     )
-    assert cell.error is not None
-    assert cell.error.text.count('compile("rate = = 3", "settings.py", "exec")') == 1, cell.describe()
-    assert "in train" in cell.error.text
-    assert "/nblaunch/" not in cell.error.text, cell.describe()
-    assert len(cell.error.lines) <= MAX_LINES, cell.describe()
+    assert cell.raised.text.count('compile("rate = = 3", "settings.py", "exec")') == 1, cell.describe()
+    assert "in train" in cell.raised.text
+    assert "/nblaunch/" not in cell.raised.text, cell.describe()
+    assert len(cell.raised.lines) <= MAX_LINES, cell.describe()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has exception groups from 3.11 on")

@@ -65,8 +65,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
 """
     )
     assert cell.result == "[2.0, 2.0]"
-    shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
-    assert "bytes of output are lost: there was no room for" in shown, cell.describe()
+    assert "bytes of output are lost: there was no room for" in cell.shown, cell.describe()
     assert_as_before(shared)
 
 
@@ -82,8 +81,7 @@ notebook_launcher(train, num_processes=2, log_dir={str(small_disk)!r})
 """,
         raises="ValueError",
     )
-    assert cell.error is not None
-    assert cell.error.value == "the loss is nan"
+    assert cell.raised.value == "the loss is nan"
     assert_as_before(shared)
 
 
@@ -113,9 +111,8 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
 """,
         raises="JobHung",
     )
-    assert cell.error is not None
-    assert f"its stack can't be written: the disk of {small_disk} is full" in cell.error.value
-    assert "blocked" not in cell.error.value
+    assert f"its stack can't be written: the disk of {small_disk} is full" in cell.raised.value
+    assert "blocked" not in cell.raised.value
     assert_as_before(shared)
 
 
@@ -131,8 +128,7 @@ notebook_launcher(train, num_processes=1, log_dir={str(small_disk)!r})
 """,
         raises="WorkerDied",
     )
-    assert cell.error is not None
-    assert f"may be missing: the disk of {small_disk} is full" in cell.error.value
+    assert f"may be missing: the disk of {small_disk} is full" in cell.raised.value
 
 
 @pytest.mark.timeout(120)
@@ -145,9 +141,8 @@ def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
     launch = f"notebook_launcher(add_up, num_processes=2, start_method={method!r}, log_dir={log_dir!r})"
     for num_free in range(8):
         cell = shared.run(launch, raises="LaunchError")
-        assert cell.error is not None
-        assert f"no inodes (entries of files) are left on {disk_without_inodes}" in cell.error.value
-        assert "NBLAUNCH_LOG_DIR" in cell.error.value
+        assert f"no inodes (entries of files) are left on {disk_without_inodes}" in cell.raised.value
+        assert "NBLAUNCH_LOG_DIR" in cell.raised.value
         for name in os.listdir(disk_without_inodes):
             if name.isdigit():
                 continue
@@ -216,15 +211,14 @@ finally:
 """,
         raises="LaunchError",
     )
-    assert cell.error is not None
     for text in (
         "worker 2 of 4",
         "Resource temporarily unavailable",
         "the 2 workers that had started were ended",
     ):
-        assert text in cell.error.value
-    assert "ulimit -u" in cell.error.value
-    assert len(cell.error.lines) <= 25
+        assert text in cell.raised.value
+    assert "ulimit -u" in cell.raised.value
+    assert len(cell.raised.lines) <= 25
     assert shared.processes() == []
     assert_as_before(shared)
 
@@ -257,12 +251,11 @@ def test_a_limit_on_processes_is_named(pids_group: Path, tmp_path: Path, method:
                 f"notebook_launcher(add_up, num_processes=8, start_method={method!r}, threads_per_process=1)",
                 raises="LaunchError",
             )
-            assert cell.error is not None
-            assert "the system refused" in cell.error.value or "could not be started" in cell.error.value
-            assert "ulimit -u" in cell.error.value
+            assert "the system refused" in cell.raised.value or "could not be started" in cell.raised.value
+            assert "ulimit -u" in cell.raised.value
             # A process is refused, or the thread of the rendezvous store, whichever comes first.
-            assert re.search("Resource temporarily unavailable|can't start new thread", cell.error.value)
-            assert len(cell.error.lines) <= 25, cell.describe()
+            assert re.search("Resource temporarily unavailable|can't start new thread", cell.raised.value)
+            assert len(cell.raised.lines) <= 25, cell.describe()
             kernel.wait_for_no_processes(3.0)
             (pids_group / "pids.max").write_text("max")
             assert_as_before(kernel)

@@ -60,9 +60,8 @@ notebook_launcher(train, ({str(tmp_path)!r},), 3)
         raises="LookupError",
     )
     shared.run("escalation.COLLECT_S = usual_s")
-    assert cell.error is not None
-    assert cell.error.value == "the first"
-    assert "rank 0: ValueError: 0 is later; rank 1: ValueError: 1 is later" in cell.error.lines
+    assert cell.raised.value == "the first"
+    assert "rank 0: ValueError: 0 is later; rank 1: ValueError: 1 is later" in cell.raised.lines
     assert_as_before(shared)
 
 
@@ -91,9 +90,8 @@ print([job.logs(0, attempt) for attempt in range(3)], job.status)
         "(2.0, 2)",
         "['attempt 0\\n', 'attempt 1\\n', 'attempt 2\\n'] done",
     ]
-    shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
-    assert "rank 0 raised ValueError: flaky 0" in shown
-    assert "restart 2 of at most 3" in shown
+    assert "rank 0 raised ValueError: flaky 0" in cell.shown
+    assert "restart 2 of at most 3" in cell.shown
     assert_as_before(shared)
 
 
@@ -114,11 +112,10 @@ notebook_launcher(train, num_processes=2, max_restarts=2)
         raises="ValueError",
         timeout_s=50,
     )
-    assert cell.error is not None
-    assert cell.error.value == "flaky 2"
-    assert "attempt 0: rank 1 raised ValueError: flaky 0" in cell.error.text, cell.describe()
-    assert "attempt 1: rank 1 was killed by SIGKILL" in cell.error.text, cell.describe()
-    assert len(cell.error.lines) <= 25
+    assert cell.raised.value == "flaky 2"
+    assert "attempt 0: rank 1 raised ValueError: flaky 0" in cell.raised.text, cell.describe()
+    assert "attempt 1: rank 1 was killed by SIGKILL" in cell.raised.text, cell.describe()
+    assert len(cell.raised.lines) <= 25
     assert_as_before(shared)
 
 
@@ -165,8 +162,7 @@ def test_stop_ends_loops_at_the_same_step(shared: Kernel, function: str, method:
     )
     shared.wait_until(lambda: "under way" in value_of(shared, "job.logs(2)"), 30, "the loop")
     cell = shared.run("job.stop()\njob.result(), job.status")
-    shown = shared.run("job").displays[0].data["text/plain"]
-    assert f"{function}: stopped early on request after " in shown
+    assert f"{function}: stopped early on request after " in shared.run("job").shown
     steps, status = cell.value
     assert status == "done"
     assert len(set(steps)) == 1

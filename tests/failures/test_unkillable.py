@@ -46,13 +46,11 @@ def test_the_cell_returns_and_names_the_process(
     assert folder.is_entered.wait(10)
     for _ in range(6):
         kernel.interrupt()
-    cell.wait(30)
-    assert cell.error is not None, cell.describe()
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(30).raised.name == "KeyboardInterrupt"
     kernel.run("pid = nblaunch.last_job().pids[0]")
     pid = value_of(kernel, "pid")
-    assert f"rank 0 (pid {pid}) did not end" in cell.error.value
-    assert "state D, in request_wait_answer" in cell.error.value
+    assert f"rank 0 (pid {pid}) did not end" in cell.raised.value
+    assert "state D, in request_wait_answer" in cell.raised.value
     assert psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP
 
     assert value_of(kernel, "relaunch()") == [3.0, 3.0]

@@ -92,15 +92,12 @@ def test_launch_failure_and_interrupt(kernel: Kernel, method: str) -> None:
     failed = kernel.run(
         f"notebook_launcher(fail, num_processes=2, start_method={method!r})", raises="LookupError"
     )
-    assert failed.error is not None
-    assert failed.error.value == "of rank 1"
-    assert "/nblaunch/" not in failed.error.text
+    assert failed.raised.value == "of rank 1"
+    assert "/nblaunch/" not in failed.raised.text
     waiting = kernel.submit(f"notebook_launcher(wait, num_processes=2, start_method={method!r})")
     waiting.wait_for_text("waiting")
     kernel.interrupt()
-    waiting.wait()
-    assert waiting.error is not None
-    assert waiting.error.name == "KeyboardInterrupt"
+    assert waiting.wait().raised.name == "KeyboardInterrupt"
     assert kernel.run("notebook_launcher(meet, num_processes=2)").value == 3
 
 

@@ -144,9 +144,8 @@ def test_one_that_has_prepared_objects_is_refused_at_the_line_that_uses_it(share
     prepared = f"{CELL}\naccelerator.prepare(model, optimizer)\ndef train():\n    return {use}\n"
     for how in ("num_processes=2", "engine='inline'"):
         cell = shared.run(f"{prepared}notebook_launcher(train, (), {how})", raises="RuntimeError")
-        assert cell.error is not None
-        assert "has prepared objects there" in cell.error.value
-        assert use in cell.error.text
+        assert "has prepared objects there" in cell.raised.value
+        assert use in cell.raised.text
     shared.run("accelerator.free_memory()")
     shared.run("notebook_launcher(train, (), 2)")
 
@@ -251,9 +250,8 @@ print(notebook_launcher(train, (), 2, return_all=True))
         cell = shared.run(
             f"notebook_launcher(print, (1, theirs), 2, start_method={method!r})", raises="ValueError"
         )
-        assert cell.error is not None
-        assert "args[1] is an accelerate.Accelerator" in cell.error.value
-        assert "inside the function" in cell.error.value
+        assert "args[1] is an accelerate.Accelerator" in cell.raised.value
+        assert "inside the function" in cell.raised.value
     shared.run("theirs.free_memory(); notebook_launcher(train, (theirs,)[:0], 2)")
 
 
@@ -327,5 +325,4 @@ def test_other_attribute_errors_are_left_alone(shared: Kernel) -> None:
         f"{THEIRS}\ndef train():\n    return torch.nosuch\nnotebook_launcher(train, (), 2)",
         raises="AttributeError",
     )
-    assert cell.error is not None
-    assert "Accelerator" not in cell.error.text
+    assert "Accelerator" not in cell.raised.text

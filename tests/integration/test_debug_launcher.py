@@ -25,6 +25,5 @@ def test_runs_on_cpu_processes_that_know_each_other(kernel: Kernel) -> None:
 def test_its_errors_are_the_functions(kernel: Kernel) -> None:
     kernel.run("from nblaunch import debug_launcher\ndef fails():\n    raise ValueError('of the function')")
     cell = kernel.run("debug_launcher(fails)", raises="ValueError")
-    assert cell.error is not None
-    assert cell.error.value == "of the function"
-    assert "in fails()" in cell.error.text
+    assert cell.raised.value == "of the function"
+    assert "in fails()" in cell.raised.text

@@ -224,8 +224,7 @@ notebook_launcher(train, num_processes=1)
 """,
         raises="WorkerDied",
     )
-    assert cell.error is not None
-    assert "SIGKILL" in cell.error.value
+    assert "SIGKILL" in cell.raised.value
     stacks = "(nblaunch.last_job().log_dir / 'attempt_0' / 'rank_0.stacks').read_text()"
     assert shared.run(stacks).value == ""
     assert "Segmentation fault" in cell.stdout

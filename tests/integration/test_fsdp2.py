@@ -170,9 +170,8 @@ notebook_launcher(fail, (Net(),), 2)
 """,
         raises="OutOfMemoryError",
     )
-    assert cell.error is not None
-    assert "in all_gather of blocks.2 (Block): CUDA out of memory" in cell.error.text
-    assert "rank 1 (pid " in cell.error.text
+    assert "in all_gather of blocks.2 (Block): CUDA out of memory" in cell.raised.text
+    assert "rank 1 (pid " in cell.raised.text
 
 
 def test_parts_are_views_of_the_kernels_pages(sharding: Kernel) -> None:

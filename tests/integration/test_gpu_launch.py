@@ -79,8 +79,7 @@ def test_use_before_the_import_is_guessed_from_the_history(kernel: Kernel) -> No
 
 def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
     refused = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
-    assert refused.error is not None
-    assert "valid are 1 to 1, or None for all; backend='cpu' lets several share one" in refused.error.value
+    assert "valid are 1 to 1, or None for all; backend='cpu' lets several share one" in refused.raised.value
     cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
     assert len(cell.value) == 2
     assert "workers share a made-up device" in cell.stdout
@@ -111,8 +110,7 @@ def fill():
 """
     )
     cell = made_up.run("notebook_launcher(fill, num_processes=2, backend='cpu')", raises="OutOfMemoryError")
-    assert cell.error is not None
-    shown = cell.error.text
+    shown = cell.raised.text
     assert "rank 1: GPU memory ran out on cuda:0 (Tesla T4) with 16.00 GiB: 12.00 GiB allocated" in shown
     assert "14.00 GiB reserved by this rank" in shown
     assert "Try: a smaller batch" in shown
@@ -122,8 +120,7 @@ def fill():
 def test_a_device_that_can_not_be_asked_does_not_hide_the_error(made_up: Kernel) -> None:
     made_up.run("def fail():\n    raise ValueError('asks for it')")
     cell = made_up.run("notebook_launcher(fail)", raises="ValueError")
-    assert cell.error is not None
-    assert "(asking the device about this failed: LookupError: no such device)" in cell.error.text
+    assert "(asking the device about this failed: LookupError: no such device)" in cell.raised.text
 
 
 # A module that uses the device when it is imported, as bitsandbytes does: by name, it travels as a name.
@@ -191,9 +188,7 @@ def train(is_endless):
     cell = kernel.submit("notebook_launcher(train, (True,), 2)")
     cell.wait_for(lambda cell: cell.stdout.count("in touchy") == 2, what="both ranks to run")
     kernel.interrupt()
-    assert cell.wait().error is not None
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
 
 
 def test_the_table_shows_how_busy_the_device_is(made_up: Kernel, tmp_path: Path) -> None:

@@ -105,9 +105,7 @@ def test_a_job_that_was_interrupted_or_cancelled(shared: Kernel, background: boo
         cell = shared.submit("notebook_launcher(train, (model, 'wait'), 2)")
         cell.wait_for_text("waits")
         shared.interrupt()
-        reply = cell.wait().error
-        assert reply is not None
-        assert reply.name == "KeyboardInterrupt"
+        assert cell.wait().raised.name == "KeyboardInterrupt"
     assert shared.run("del model, train; left()").value == GONE
 
 
@@ -141,8 +139,7 @@ before, [ref() is not None for ref in kept], job.status, job.logs(), len(job.met
     assert cell.value == ([True, True], [False, False], "done", "printed\n", 1, None)
     for method in ("result", "results", "weights"):
         gone = shared.run(f"job.{method}()", raises="RuntimeError")
-        assert gone.error is not None
-        assert "release() was called" in gone.error.value
+        assert "release() was called" in gone.raised.value
 
 
 def test_what_a_failed_job_releases(shared: Kernel) -> None:
@@ -168,6 +165,5 @@ def test_a_running_job_is_not_released(shared: Kernel) -> None:
     shared.run(PREPARED)
     shared.run("job = notebook_launcher(train, (model, 'wait'), 1, background=True)")
     refused = shared.run("job.release()", raises="RuntimeError")
-    assert refused.error is not None
-    assert "cancel()" in refused.error.value
+    assert "cancel()" in refused.raised.value
     assert shared.run("job.cancel(); job.wait(); job.release(); job.status").result == "'cancelled'"

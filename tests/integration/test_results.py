@@ -250,10 +250,9 @@ def test_the_rest_of_an_unpicklable_result_is_kept(shared: Kernel, method: str) 
         f"model = nn.Linear(2, 2)\nnotebook_launcher(train, (model,), 2, start_method={method!r})",
         raises="ResultError",
     )
-    assert cell.error is not None
-    assert "result['deep'][1]['lock']" in cell.error.value
-    assert "lock" in cell.error.value
-    assert ".partial" in cell.error.value
+    assert "result['deep'][1]['lock']" in cell.raised.value
+    assert "lock" in cell.raised.value
+    assert ".partial" in cell.raised.value
     cell = shared.run(
         """
 partial = nblaunch.last_job().exception().partial
@@ -276,9 +275,8 @@ notebook_launcher(train, num_processes=2, return_all=True)
 """,
         raises="ResultError",
     )
-    assert cell.error is not None
-    assert "rank 1" in cell.error.value
-    assert "result[0]" in cell.error.value
+    assert "rank 1" in cell.raised.value
+    assert "result[0]" in cell.raised.value
     assert shared.run("nblaunch.last_job().exception().partial[0].why").result is not None
     # Where rank 1's value was not requested, it does not matter.
     assert shared.run("notebook_launcher(train, num_processes=2)").result == "'fine'"
@@ -303,8 +301,7 @@ notebook_launcher(train, (model,), 2)
 """,
         raises="ResultError",
     )
-    assert cell.error is not None
-    assert "not in this process" in cell.error.value
+    assert "not in this process" in cell.raised.value
     assert shared.run("model.weight.unique().tolist()").result == "[3.0]"
 
 

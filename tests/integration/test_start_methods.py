@@ -78,10 +78,9 @@ notebook_launcher(fail, (7,), 2, start_method={method!r})
 """,
         raises="LookupError",
     )
-    assert failing.error is not None
-    assert failing.error.value == "over 7"
-    assert "raise LookupError" in failing.error.text
-    assert "/nblaunch/" not in failing.error.text
+    assert failing.raised.value == "over 7"
+    assert "raise LookupError" in failing.raised.text
+    assert "/nblaunch/" not in failing.raised.text
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
@@ -170,14 +169,12 @@ value, nblaunch.last_job().plan.start_method
         refused = shared.run(
             "notebook_launcher(where, num_processes=2, start_method='fork')", raises="LaunchError"
         )
-        assert refused.error is not None
-        assert "this process has used the device, says the test" in refused.error.value
-        assert "start_method='fork'" in refused.error.value
-        assert "start_method='auto'" in refused.error.value
+        assert "this process has used the device, says the test" in refused.raised.value
+        assert "start_method='fork'" in refused.raised.value
+        assert "start_method='auto'" in refused.raised.value
         many = shared.run("notebook_launcher(where, num_processes=3)", raises="ValueError")
-        assert many.error is not None
-        assert "num_processes=3" in many.error.value
-        assert "1 to 2" in many.error.value
+        assert "num_processes=3" in many.raised.value
+        assert "1 to 2" in many.raised.value
     finally:
         shared.run("backends._built_in()['cpu'] = real")
 
@@ -236,9 +233,8 @@ def test_what_cannot_be_pickled_goes_by_fork_and_is_named_elsewhere(
         cell = shared.run(
             f"notebook_launcher({call}, num_processes=2, start_method={method!r})", raises="PayloadError"
         )
-        assert cell.error is not None
-        assert f" {name} (" in cell.error.value, cell.error.value
-        assert "start_method='fork'" in cell.error.value
+        assert f" {name} (" in cell.raised.value, cell.raised.value
+        assert "start_method='fork'" in cell.raised.value
     assert shared.processes() == []
 
 

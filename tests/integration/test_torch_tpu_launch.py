@@ -86,8 +86,7 @@ def test_a_kernel_that_has_imported_torch_tpu_may_launch_until_it_takes_the_chip
     assert [by_parent for *_, by_parent, _ in cell.value] == [True] * 4
     assert "Import nblaunch before torch" in cell.stdout
     cell = kernel.run("torch.manual_seed(0); notebook_launcher(lambda: 1)", raises="LaunchError")
-    assert cell.error is not None
-    assert "restart the kernel" in cell.error.text
+    assert "restart the kernel" in cell.raised.text
 
 
 def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(start: Start, tmp_path: Path) -> None:
@@ -107,8 +106,7 @@ def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(start: Start, 
         raises="LaunchError",
         timeout_s=120,
     )
-    assert cell.error is not None
-    assert "a module that it needs uses the device" in cell.error.text
+    assert "a module that it needs uses the device" in cell.raised.text
 
 
 def test_a_worker_that_libtpu_ends_says_that_there_is_no_tpu(start: Start) -> None:
@@ -124,7 +122,6 @@ notebook_launcher(abort, dashboard="none")
         raises="WorkerDied",
         timeout_s=120,
     )
-    assert cell.error is not None
-    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.error.text
-    assert "compilation.cc:533] Check failed" in cell.error.text
-    assert "absl::LogMessage" not in cell.error.text
+    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.raised.text
+    assert "compilation.cc:533] Check failed" in cell.raised.text
+    assert "absl::LogMessage" not in cell.raised.text

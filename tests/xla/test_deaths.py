@@ -33,9 +33,8 @@ notebook_launcher(die, (nn.Linear(3, 2),), num_processes=2)
         raises="WorkerDied",
         timeout_s=60,
     )
-    assert cell.error is not None
-    assert f"was killed by {name}" in cell.error.value
-    assert "memory" in cell.error.value
+    assert f"was killed by {name}" in cell.raised.value
+    assert "memory" in cell.raised.value
     assert shared.processes() == []
     cell = shared.run("notebook_launcher(lambda: Accelerator().num_processes, num_processes=2)", timeout_s=40)
     assert cell.value == 2
@@ -81,11 +80,10 @@ notebook_launcher(build_in_function, num_processes=8)
             raises="WorkerDied",
             timeout_s=80,
         )
-        assert cell.error is not None
-        print(cell.error.value)
-        assert "SIGKILL" in cell.error.value
-        assert "memory" in cell.error.value
-        assert "(model,)" in cell.error.value, "the way out: build it once and pass it"
+        print(cell.raised.value)
+        assert "SIGKILL" in cell.raised.value
+        assert "memory" in cell.raised.value
+        assert "(model,)" in cell.raised.value, "the way out: build it once and pass it"
         assert kernel.processes() == []
         cell = kernel.run("1 + 1")
         assert cell.value == 2, "the kernel lives on"

@@ -90,8 +90,7 @@ def test_fp16_is_refused(probing: Kernel) -> None:
     cell = probing.run(
         "notebook_launcher(probe, num_processes=1, mixed_precision='fp16')", raises="ValueError"
     )
-    assert cell.error is not None
-    assert "use mixed_precision='bf16'" in cell.error.value
+    assert "use mixed_precision='bf16'" in cell.raised.value
 
 
 def test_training_in_bf16_learns(start_xla: StartKernel) -> None:

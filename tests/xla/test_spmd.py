@@ -69,8 +69,7 @@ def test_it_is_refused_where_it_can_not_be(start_xla: StartKernel) -> None:
         ("strategy='zero'", "valid are 'auto', 'spmd'"),
     ):
         cell = kernel.run(f"notebook_launcher(train, (build(),), {arguments})", raises="ValueError")
-        assert cell.error is not None
-        assert text in cell.error.value
+        assert text in cell.raised.value
     cell = kernel.run(
         """
 def late(model):
@@ -82,8 +81,7 @@ notebook_launcher(late, (build(),), num_processes=1)
         raises="RuntimeError",
         timeout_s=40,
     )
-    assert cell.error is not None
-    assert "before the device is first used" in cell.error.value
+    assert "before the device is first used" in cell.raised.value
 
 
 def test_bf16_is_what_is_reported(start_xla: StartKernel) -> None:

@@ -148,8 +148,7 @@ notebook_launcher(fail, (build(),), num_processes=2)
         raises="RuntimeError",
         timeout_s=60,
     )
-    assert cell.error is not None
-    assert len(cell.error.lines) <= 30, cell.describe()
+    assert len(cell.raised.lines) <= 30, cell.describe()
     cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=2)[2]", timeout_s=60)
     assert cell.value == 360
 
@@ -171,9 +170,7 @@ notebook_launcher(endless, (build(),), num_processes=2)
     )
     digits.wait_until(begun.exists, 60, "the workers to compute", cell)
     digits.interrupt()
-    cell.wait(30)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(30).raised.name == "KeyboardInterrupt"
     assert digits.processes() == []
     cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=2)[2]", timeout_s=60)
     assert cell.value == 360
