@@ -90,7 +90,7 @@ def kernel(
 def call(started: Kernel, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of a benchmark inside a kernel; arguments and value are plain data."""
     values = ", ".join(map(repr, args))
-    module, name = _module_of(function), function.__name__
+    module, name = function.__module__, function.__name__
     cell = started.run(
         f"import json, {module}\njson.dumps({module}.{name}({values}))", timeout_s=CELL_TIMEOUT_S
     )
@@ -103,12 +103,6 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
-
-
-def _module_of(function: Callable[..., Any]) -> str:
-    """Its importable name, also where the module was started as a script."""
-    file = Path(function.__code__.co_filename).resolve().relative_to(ROOT)
-    return ".".join(file.with_suffix("").parts)
 
 
 @dataclass(frozen=True)

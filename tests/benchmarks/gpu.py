@@ -1,7 +1,7 @@
 """What a training step and a launch cost on GPUs: steps against hand-written loops, launches against accelerate.
 
-    python -m tests.benchmarks.gpu            # about 4 minutes on one GPU or two
-    python -m tests.benchmarks.gpu --cpu      # the same code with few steps on CPU cores: its numbers mean nothing
+    python -m tests.benchmarks gpu            # about 4 minutes on one GPU or two
+    python -m tests.benchmarks gpu --cpu      # the same code with few steps on CPU cores: its numbers mean nothing
 
 Steps are taken inside one launched job, in turn by a hand-written loop and by ours, after a barrier each time: with a
 model so small that the host decides how fast it trains, and with one that keeps the GPU busy.
@@ -16,7 +16,6 @@ by torchrun in turn, from the call to the same step.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import math
@@ -31,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
-from tests.benchmarks.bench import CELL_TIMEOUT_S, ROOT, Row, batches, call, free_port, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, ROOT, Row, batches, call, free_port, kernel
 from tests.kernels import KernelTimeout
 
 MIN_STEPS, MIN_LAUNCH = 0.98, 3.0
@@ -81,7 +80,11 @@ SHAPES = {"small": (128, 1024), "tiny": (4, 16), "large": (16, 128, 768), "tiny 
 NUM_LAYERS = {"small": 4, "tiny": 4, "large": 8, "tiny large": 1}
 
 
-def measure() -> Iterator[Row]:
+def measure(cpu: bool = False) -> Iterator[Row]:
+    if cpu:
+        yield Row("a rehearsal on CPU cores", "its numbers mean nothing")
+        yield from rows(REHEARSAL, 2)
+        return
     count = BACKEND.device_count() if BACKEND.affinity() else 0
     if not count:
         yield Row("GPUs of this machine", "none: nothing to measure")
@@ -445,16 +448,3 @@ def _own_loop(accelerator: Any, name: str, dataset: Any) -> Callable[[int], None
             optimizer.zero_grad()
 
     return loop
-
-
-def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Steps and launches on GPUs.")
-    parser.add_argument("--cpu", action="store_true", help="try the code of the benchmark on two CPU cores")
-    if not parser.parse_args(words).cpu:
-        return int(not show("GPUs", measure()))
-    show("GPUs: a rehearsal on CPU cores, whose numbers mean nothing", rows(REHEARSAL, 2))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,5 @@
 """Whether workers share the model that they were given: proportional memory of a whole launch, with it and without.
 
-    python -m tests.benchmarks.memory
-
 Proportional set size (PSS) counts a page that n processes share as 1/n in each, so its sum over kernel, forkserver and
 workers is the memory that they take together. Every worker reads all of the weights; then it collects its garbage,
 which writes to the headers of Python objects and must not copy the model either.
@@ -10,13 +8,12 @@ which writes to the headers of Python objects and must not copy the model either
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.benchmarks.bench import Row, at_most, kernel, show
+from tests.benchmarks.bench import Row, at_most, kernel
 from tests.kernels import Kernel
 
 NUM_WORKERS = 8
@@ -85,7 +82,3 @@ def _hold(model: object, folder: str) -> None:
             time.sleep(0.02)
         gc.collect()
     del with_weights
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Memory", measure()))

@@ -1,16 +1,12 @@
-"""What a hundred launches leave in the kernel: descriptors, threads, zombies, memory.
-
-python -m tests.benchmarks.repeat
-"""
+"""What a hundred launches leave in the kernel: descriptors, threads, zombies, memory."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.benchmarks.bench import Row, at_most, call, kernel, show
+from tests.benchmarks.bench import Row, at_most, call, kernel
 
 NUM_LAUNCHES, NUM_WARM_UP = 100, 5
 MAX_RSS_MB = 20
@@ -65,7 +61,3 @@ def in_kernel_state() -> dict[str, float]:
         "zombies": sum(child.status() == psutil.STATUS_ZOMBIE for child in own.children()),
         "rss_mb": own.memory_info().rss / 1e6,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(not show("A hundred launches", measure()))
