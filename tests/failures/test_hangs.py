@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -340,23 +341,36 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
 
 
 @pytest.mark.timeout(60)
-def test_questions_about_stacks_never_outlive_their_job(shared: Kernel) -> None:
+def test_questions_about_stacks_never_outlive_their_job(shared: Kernel, tmp_path: Path) -> None:
+    """However it ends, the main thread asks where the ranks are all the while."""
     shared.run(
-        """
-def short():
-    time.sleep(2)
-def ask_until_the_end():
-    job = notebook_launcher(short, (), 2, background=True, dashboard="none")
-    answers = []
+        f"""
+import nblaunch.context
+def work(way, gate):
+    while not os.path.exists(gate):
+        time.sleep(0.01)
+    if rank() == 1 and way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank() == 1 and way in ("raise", "restart") and nblaunch.context.current().attempt == 0:
+        raise ValueError(way)
+
+def ask_until_the_end(way):
+    gate = os.path.join({str(tmp_path)!r}, way)
+    job = notebook_launcher(work, (way, gate), 2, background=True, dashboard="none", interrupt_grace_s=1,
+                            max_restarts=int(way == "restart"))
+    answers = [""]
+    while "in work: " not in answers[-1]:
+        answers.append(job.ask_stacks().result(20))
+    getattr(job, way, lambda: open(gate, "w").close())()
     while job.is_running:
-        question = job.ask_stacks()
-        answers.append(question.result(20))
+        answers.append(job.ask_stacks().result(20))
     return answers + [job.stacks()]
-for _ in range(3):
-    answers = ask_until_the_end()
-    assert any("short: time.sleep(2)" in answer for answer in answers), answers
-    assert not any("ask_until_the_end" in answer for answer in answers), answers
-    assert answers[-1] == "no worker runs any more", answers
-"""
+
+for way in ("return", "raise", "restart", "kill", "interrupt", "cancel", "terminate"):
+    answers = ask_until_the_end(way)
+    assert not any("ask_until_the_end" in answer for answer in answers), (way, answers)
+    assert answers[-1] == "no worker runs any more", (way, answers)
+""",
+        timeout_s=50,
     )
     assert_as_before(shared)
