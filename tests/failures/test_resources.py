@@ -155,7 +155,7 @@ def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
 
 
 SWEEP = """
-import collections, gc
+import collections
 outcomes = collections.Counter()
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 used = max(map(int, os.listdir("/proc/self/fd")))
@@ -169,7 +169,7 @@ for room in range({first}, {last}, {step}):
         last_refusal = message if "Too many open files" in message else last_refusal
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not multiprocessing.active_children()
+    assert sorted(child.pid for child in psutil.Process().children(recursive=True)) == before["children"]
 sorted(outcomes)
 """
 
@@ -178,7 +178,7 @@ sorted(outcomes)
 @pytest.mark.parametrize("method", START_METHODS)
 def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Kernel, method: str) -> None:
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
-    shared.run("import multiprocessing; last_refusal = ''")
+    shared.run("last_refusal = ''")
     shared.run("del sys.last_value") if value_of(shared, "hasattr(sys, 'last_value')") else None
     cell = shared.run(SWEEP.format(method=method, first=first, last=last, step=step), timeout_s=60)
     assert shared.processes() == []
@@ -220,6 +220,29 @@ finally:
     assert "ulimit -u" in cell.raised.value
     assert len(cell.raised.lines) <= 25
     assert shared.processes() == []
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", START_METHODS)
+def test_workers_that_cannot_be_watched_are_ended(shared: Kernel, method: str) -> None:
+    shared.run(
+        f"""
+import errno
+import nblaunch.launcher.attempt as attempt
+real = attempt.Guardian.start
+def refuse(guardian):
+    raise OSError(errno.EMFILE, "Too many open files")
+attempt.Guardian.start = refuse
+try:
+    notebook_launcher(time.sleep, (3600,), 2, start_method={method!r})
+finally:
+    attempt.Guardian.start = real
+    children = psutil.Process().children(recursive=True)
+""",
+        raises="LaunchError",
+    )
+    assert value_of(shared, "children") == []
     assert_as_before(shared)
 
 

@@ -1,4 +1,4 @@
-"""Launch after launch in one kernel: nothing grows. And how much memory a launch takes."""
+"""Launch after launch in one kernel: nothing grows, what the kernel runs by itself goes on, and what memory it takes."""
 
 from __future__ import annotations
 
@@ -100,3 +100,56 @@ size, without, with_model - without
     size, without, grown = cell.value
     assert size > 400_000_000
     assert grown < (copies + 0.1) * size, (size, without, grown)
+
+
+def test_two_kernels_launch_at_once(shared: Kernel, fresh: Kernel) -> None:
+    train = """
+def train():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([os.getppid()])
+    dist.all_reduce(total)
+    return total.item() // 4
+[notebook_launcher(train, num_processes=4) for _ in range(3)]
+"""
+    cells = [kernel.submit(train) for kernel in (shared, fresh)]
+    for cell, kernel in zip(cells, (shared, fresh), strict=True):
+        assert cell.wait().result == str([kernel.pid] * 3), cell.describe()
+
+
+def test_what_the_kernel_runs_by_itself_goes_on(shared: Kernel) -> None:
+    """Pools, data loaders and temporary folders of the kernel are not the workers' to end."""
+    cell = shared.run(
+        """
+import multiprocessing, tempfile, threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from torch.utils.data import DataLoader
+pool = multiprocessing.get_context("fork").Pool(2)
+processes = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork"))
+threads = ThreadPoolExecutor(2)
+folder = tempfile.TemporaryDirectory()
+loader = DataLoader(range(64), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+batches = iter(loader)
+first = next(batches)
+used = pool.map(abs, [-1]), list(processes.map(abs, [-2])), threads.submit(abs, -3).result()
+
+def train():
+    import weakref
+    class Thing: pass
+    thing = Thing()
+    weakref.finalize(thing, print, "finalized")   # makes the worker run finalizers at its end
+    multiprocessing.active_children()
+    return True
+
+launched = [notebook_launcher(train, num_processes=2, start_method=method) for method in ("fork", "forkserver")]
+"""
+    )
+    cell = shared.run(
+        "launched, pool.map(abs, [-1]), list(processes.map(abs, [-2])), threads.submit(abs, -3).result(), "
+        "os.path.isdir(folder.name), len(list(batches))",
+        timeout_s=30,
+    )
+    assert cell.value == ([True, True], [1], [2], 3, True, 63)
+    shared.run(
+        "del batches, loader\npool.terminate(); pool.join()\nprocesses.shutdown()\nthreads.shutdown()\nfolder.cleanup()"
+    )
