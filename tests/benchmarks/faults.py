@@ -46,7 +46,7 @@ def measure(launches: int = NUM_LAUNCHES, seed: int = 0) -> Iterator[Row]:
         if of_name:
             yield count(f"{name}: ends as it should", of_name.count(""), len(of_name))
     yield count("the launch after it is good", sum(not after_wrong for *_, after_wrong in outcomes), launches)
-    for name in ("descriptors", "threads", "zombies"):
+    for name in ("descriptors", "threads", "processes"):
         yield at_most(f"growth of {name}", after[name] - before[name], 0, digits=0)
     yield at_most("growth of memory", after["rss_mb"] - before["rss_mb"], MAX_RSS_MB, " MB", 1)
 

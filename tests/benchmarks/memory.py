@@ -23,17 +23,17 @@ _CELL = "from tests.benchmarks import memory\nmemory.in_kernel_hold({mb}, {metho
 
 def measure() -> Iterator[Row]:
     for method, copies in (("fork", 1), ("forkserver", 2)):
-        base = _total_mb(method, 0)
-        loaded = _total_mb(method, MODEL_MB)
+        with kernel() as started:
+            base, loaded = (total_mb(started, method, size) for size in (0, MODEL_MB))
         where = f"{NUM_WORKERS} workers by {method}, {MODEL_MB} MB model"
         for moment, with_model, without in zip(("", ", after gc.collect()"), loaded, base, strict=True):
             limit = MODEL_MB * (copies + 0.1)
             yield at_most(f"{where}{moment}: PSS above none", with_model - without, limit, " MB", 0)
 
 
-def _total_mb(method: str, model_mb: int) -> tuple[float, float]:
+def total_mb(started: Kernel, method: str, model_mb: int) -> tuple[float, float]:
     """Memory of the whole launch in MB: when every worker has read the model, and after their collection."""
-    with tempfile.TemporaryDirectory() as folder, kernel() as started:
+    with tempfile.TemporaryDirectory() as folder:
         cell = started.submit(_CELL.format(mb=model_mb, method=method, folder=folder))
         totals = []
         for stage in ("read", "collected"):
