@@ -76,26 +76,6 @@ jobs[0].result(60)
     assert cell.value == "unharmed"
 
 
-def test_what_can_not_start_in_another_thread_raises_in_its_call(shared: Kernel) -> None:
-    cell = shared.run(
-        """
-import threading
-lock = threading.Lock()
-raised = []
-def launch():
-    try:
-        notebook_launcher(lambda: lock, num_processes=2, background=True, start_method="forkserver")
-    except Exception as error:
-        raised.append(type(error).__name__)
-thread = threading.Thread(target=launch)
-thread.start()
-thread.join()
-raised
-"""
-    )
-    assert cell.value == ["PayloadError"]
-
-
 def test_two_jobs_and_a_blocking_one_run_at_a_time(shared: Kernel) -> None:
     shared.run(GATE)
     cell = shared.run(
@@ -182,16 +162,26 @@ notebook_launcher(wait, (gate("front"),), 1)
 
 
 def test_a_background_job_that_cannot_start_raises_in_the_call(shared: Kernel) -> None:
-    for _ in range(10):  # it was a matter of luck once
-        cell = shared.run(
-            """
+    shared.run(
+        """
 import threading
 lock = threading.Lock()
-notebook_launcher(lambda: lock, num_processes=2, background=True, start_method="forkserver")
-""",
-            raises="PayloadError",
-        )
-    assert "lock" in cell.raised.value
+raised = []
+def launch():
+    notebook_launcher(lambda: lock, num_processes=2, background=True, start_method="forkserver")
+def launch_in_a_thread():
+    try:
+        launch()
+    except Exception as error:
+        raised.append(type(error).__name__)
+thread = threading.Thread(target=launch_in_a_thread)
+thread.start()
+thread.join()
+"""
+    )
+    assert shared.run("raised").value == ["PayloadError"]
+    for _ in range(3):  # it was a matter of luck once
+        assert "lock" in shared.run("launch()", raises="PayloadError").raised.value
     cell = shared.run(
         """
 job = notebook_launcher(lambda: 1 / 0, num_processes=2, background=True)
