@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,24 +43,18 @@ def where():
 
 
 @pytest.fixture(scope="module")
-def made_up() -> Iterator[Kernel]:
+def made_up(shared: Kernel) -> Kernel:
     """One kernel for the tests that leave its CUDA alone."""
-    with Kernel.start() as kernel:
-        _make_up(kernel)
-        yield kernel
+    shared.run(MADE_UP)
+    return shared
 
 
-def _make_up(kernel: Kernel) -> None:
-    kernel.run("import os, time, torch, nblaunch\nfrom nblaunch import notebook_launcher")
-    kernel.run(MADE_UP)
-
-
-def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) -> None:
-    _make_up(kernel)
-    forked = kernel.run("notebook_launcher(where) == os.getpid()")
+def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(fresh: Kernel) -> None:
+    fresh.run(MADE_UP)
+    forked = fresh.run("notebook_launcher(where) == os.getpid()")
     assert forked.result == "True"
-    kernel.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
-    cell = kernel.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
+    fresh.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
+    cell = fresh.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
     assert cell.value == (False, "forkserver")
     text = " ".join(cell.displays[0].data["text/plain"].split())
     assert "warning" not in text
@@ -137,13 +130,11 @@ backends._built_in()["cpu"] = Touched()
 
 
 def test_a_function_whose_modules_use_the_device_is_loaded_by_every_worker(
-    kernel: Kernel, tmp_path: Path
+    fresh: Kernel, tmp_path: Path
 ) -> None:
     (tmp_path / "touchy.py").write_text(TOUCHY)
-    kernel.run(
+    fresh.run(
         f"""
-import os, sys, time, torch, nblaunch
-from nblaunch import notebook_launcher
 sys.path.insert(0, {str(tmp_path)!r})
 import touchy
 model = torch.nn.Linear(2, 2)
@@ -159,7 +150,7 @@ def train(model):
     return os.getppid(), mine.item(), torch.rand(1).item()
 """
     )
-    cell = kernel.run(
+    cell = fresh.run(
         "values = notebook_launcher(train, (model,), 2, return_all=True)\n"
         "expected = torch.rand(1).item()\n"
         "parents, sums, draws = zip(*values)\n"
@@ -170,7 +161,7 @@ def train(model):
     text = " ".join(cell.stdout.split())
     assert "every worker loads the function by itself" in text
     assert "this process has used the device, says the module" in text
-    _check_failing_and_stopping(kernel)
+    _check_failing_and_stopping(fresh)
 
 
 def _check_failing_and_stopping(kernel: Kernel) -> None:
