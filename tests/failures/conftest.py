@@ -65,6 +65,10 @@ def add_up():
     print("added up")
     return total.item()
 
+def fill_disk():                                     # of 256 kB, by its log
+    for _ in range(4000):
+        print("x" * 100)
+
 def relaunch(method="fork"):
     return notebook_launcher(add_up, num_processes=2, return_all=True, start_method=method)
 """

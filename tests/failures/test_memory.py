@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.control_groups import control_group
 from tests.failures.conftest import assert_as_before, start_kernel, value_of
 from tests.kernels import Kernel
 
-CGROUP = Path("/sys/fs/cgroup")
 LIMIT = 1400 << 20
 
 BUILD = """
@@ -23,36 +22,13 @@ def train():
 """
 
 
-def _limited_folder() -> tuple[Path, str] | None:
-    """A new control group with a limit on memory, and the name of its limit."""
-    for parent, name in ((CGROUP / "memory", "memory.limit_in_bytes"), (CGROUP, "memory.max")):
-        folder = parent / f"nblaunch-test-{os.getpid()}"
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        if (folder / name).exists():
-            return folder, name
-        folder.rmdir()
-    return None
-
-
 @pytest.fixture
 def limited(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
     """A kernel in a control group of limited memory."""
-    found = _limited_folder()
-    if found is None:
-        pytest.skip("no control group with a limit on memory can be made here")
-    folder, name = found
-    try:
-        with start_kernel(tmp_path / "logs") as kernel:
-            (folder / "cgroup.procs").write_text(str(kernel.pid))
-            (folder / name).write_text(str(LIMIT))
-            yield kernel
-    finally:
-        for pid in (folder / "cgroup.procs").read_text().split():
-            os.kill(int(pid), 9)
-        folder.rmdir()
+    with control_group("memory") as group, start_kernel(tmp_path / "logs") as kernel:
+        group.add(kernel.pid)
+        group.limit.write_text(str(LIMIT))
+        yield kernel
 
 
 @pytest.mark.timeout(90)

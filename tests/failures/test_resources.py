@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.control_groups import control_group
 from tests.failures.conftest import START_METHODS, assert_as_before, start_kernel, value_of
 from tests.kernels import Kernel
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @contextmanager
@@ -56,8 +55,7 @@ def test_a_full_disk_costs_output_and_nothing_else(shared: Kernel, method: str, 
         f"""
 def train():
     dist.init_process_group()
-    for i in range(4000):
-        print("x" * 100)
+    fill_disk()
     total = torch.ones(())
     dist.all_reduce(total)
     return total.item()
@@ -74,8 +72,7 @@ def test_a_failure_is_reported_whole_on_a_full_disk(shared: Kernel, small_disk: 
     cell = shared.run(
         f"""
 def train():
-    for i in range(4000):
-        print("x" * 100)
+    fill_disk()
     raise ValueError("the loss is nan")
 notebook_launcher(train, num_processes=2, log_dir={str(small_disk)!r})
 """,
@@ -103,8 +100,7 @@ def test_a_hang_on_a_full_disk_names_the_disk(shared: Kernel, small_disk: Path) 
         f"""
 def train():
     dist.init_process_group()
-    for i in range(4000):
-        print("x" * 100)
+    fill_disk()
     dist.barrier()
     threading.Event().wait() if rank() else dist.barrier()
 notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", log_dir={str(small_disk)!r})
@@ -121,8 +117,7 @@ def test_a_silent_death_on_a_full_disk_reports_what_may_be_missing(shared: Kerne
     cell = shared.run(
         f"""
 def train():
-    for i in range(4000):
-        print("x" * 100)
+    fill_disk()
     os._exit(3)
 notebook_launcher(train, num_processes=1, log_dir={str(small_disk)!r})
 """,
@@ -211,13 +206,9 @@ finally:
 """,
         raises="LaunchError",
     )
-    for text in (
-        "worker 2 of 4",
-        "Resource temporarily unavailable",
-        "the 2 workers that had started were ended",
-    ):
+    refusal, others = "Resource temporarily unavailable", "the 2 workers that had started were ended"
+    for text in ("worker 2 of 4", refusal, others, "ulimit -u"):
         assert text in cell.raised.value
-    assert "ulimit -u" in cell.raised.value
     assert len(cell.raised.lines) <= 25
     assert shared.processes() == []
     assert_as_before(shared)
@@ -246,43 +237,25 @@ finally:
     assert_as_before(shared)
 
 
-@pytest.fixture
-def pids_group() -> Iterator[Path]:
-    """A control group that limits processes."""
-    for folder in (CGROUP / "pids" / f"nblaunch-test-{os.getpid()}", CGROUP / f"nblaunch-test-{os.getpid()}"):
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        if (folder / "pids.max").exists():
-            yield folder
-            folder.rmdir()
-            return
-        folder.rmdir()
-    pytest.skip("no control group with a limit on processes can be made here")
-
-
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_limit_on_processes_is_named(pids_group: Path, tmp_path: Path, method: str) -> None:
-    with start_kernel(tmp_path / "logs") as kernel:
-        (pids_group / "cgroup.procs").write_text(str(kernel.pid))
+def test_a_limit_on_processes_is_named(nothing_left_behind: None, tmp_path: Path, method: str) -> None:
+    with control_group("pids") as group, start_kernel(tmp_path / "logs") as kernel:
+        group.add(kernel.pid)
         try:
-            tasks = int((pids_group / "pids.current").read_text())
-            (pids_group / "pids.max").write_text(str(tasks + 3))
+            tasks = int((group.folder / "pids.current").read_text())
+            group.limit.write_text(str(tasks + 3))
             cell = kernel.run(
                 f"notebook_launcher(add_up, num_processes=8, start_method={method!r}, threads_per_process=1)",
                 raises="LaunchError",
             )
-            assert "the system refused" in cell.raised.value or "could not be started" in cell.raised.value
-            assert "ulimit -u" in cell.raised.value
+            text = cell.raised.value
+            assert "the system refused" in text or "could not be started" in text
+            assert "ulimit -u" in text
             # A process is refused, or the thread of the rendezvous store, whichever comes first.
-            assert re.search("Resource temporarily unavailable|can't start new thread", cell.raised.value)
+            assert re.search("Resource temporarily unavailable|can't start new thread", text)
             assert len(cell.raised.lines) <= 25, cell.describe()
             kernel.wait_for_no_processes(3.0)
-            (pids_group / "pids.max").write_text("max")
-            assert_as_before(kernel)
         finally:
-            (pids_group / "pids.max").write_text("max")
-            kernel.close()
-            kernel.process.wait(5)
+            group.limit.write_text("max")
+        assert_as_before(kernel)
