@@ -71,6 +71,14 @@ def _signal(name: str, shows: tuple[str, ...] = ()) -> Case:
     return _death(name, statement, f"was killed by {name}", shows)
 
 
+STUBBORN = """
+class Stubborn(Exception):
+    def __new__(cls, *args):
+        if getattr(cls, "is_made", False):
+            raise RuntimeError("only one of these may exist")
+        cls.is_made = True
+        return super().__new__(cls, *args)
+"""
 STACK = ("Its Python stack, innermost first:", "in train: os.kill(os.getpid()")
 
 CASES = (
@@ -146,14 +154,7 @@ def train():
         "exception that can't be rebuilt",
         _raising(
             "raise Stubborn(7)",
-            """
-class Stubborn(Exception):
-    def __new__(cls, *args):
-        if getattr(cls, "is_made", False):
-            raise RuntimeError("only one of these may exist")
-        cls.is_made = True
-        return super().__new__(cls, *args)
-""",
+            STUBBORN,
         ),
         raises="WorkerFailed",
         value="rank 1 raised Stubborn: 7",

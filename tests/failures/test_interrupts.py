@@ -118,14 +118,19 @@ def train_with(body: str) -> str:
     return TRAINING.format(body=textwrap.indent(body, " " * 8).lstrip())
 
 
+def wait_for_ranks(cell: Cell, word: str) -> None:
+    """Wait until both have printed it."""
+    for rank in (0, 1):
+        cell.wait_for_text(f"[{rank}] {word}", timeout_s=30)
+
+
 @pytest.mark.timeout(90)
 @across_methods("state", STATES, forkserver=["Python loop", "a finally that never ends"], spawn=["C sleep"])
 def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: State, tmp_path: Path) -> None:
     cell = shared.submit(
         train_with(state.body) + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=state.grace_s)
     )
-    for rank in (0, 1):
-        cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
+    wait_for_ranks(cell, "ready")
     begun_s = time.monotonic()
     shared.interrupt()
     cell.wait(30)
@@ -154,11 +159,9 @@ def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path:
     cell = shared.submit(
         train_with("stay()") + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=LONG_S)
     )
-    for rank in (0, 1):
-        cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
+    wait_for_ranks(cell, "ready")
     shared.interrupt()
-    for rank in (0, 1):
-        cell.wait_for_text(f"[{rank}] in finally")
+    wait_for_ranks(cell, "in finally")
     shared.interrupt()
     assert cell.wait(30).raised.name == "KeyboardInterrupt"
     assert shared.processes() == []
@@ -181,18 +184,9 @@ job = notebook_launcher(
     assert_as_before(shared)
 
 
-def assert_interrupt_costs_nothing(kernel: Kernel, cell: Cell) -> None:
-    """Interrupt a launch whose ranks set ``model.weight`` to 7 and return 10 and 11."""
-    kernel.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
-    kernel.run("job = nblaunch.last_job()")
-    assert value_of(kernel, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
-    assert_as_before(kernel)
-
-
-@pytest.mark.timeout(60)
-def test_what_was_delivered_before_an_interrupt_is_kept(shared: Kernel) -> None:
-    cell = shared.submit(
+COSTS_NOTHING = {
+    "exit handlers run": (
+        "uploading",
         """
 import atexit
 
@@ -205,19 +199,10 @@ def train(model):
     with torch.no_grad():
         model.weight.fill_(7.0)
     return rank() + 10
-
-model = torch.nn.Linear(1, 1)
-notebook_launcher(train, (model,), num_processes=2, return_all=True)
-"""
-    )
-    for rank in (0, 1):
-        cell.wait_for_text(f"[{rank}] uploading", timeout_s=30)
-    assert_interrupt_costs_nothing(shared, cell)
-
-
-@pytest.mark.timeout(60)
-def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(shared: Kernel) -> None:
-    cell = shared.submit(
+""",
+    ),
+    "the function handles it and returns": (
+        "ready",
         """
 def train(model):
     try:
@@ -227,14 +212,25 @@ def train(model):
         with torch.no_grad():
             model.weight.fill_(7.0)
     return rank() + 10
+""",
+    ),
+}
 
-model = torch.nn.Linear(1, 1)
-notebook_launcher(train, (model,), num_processes=2, return_all=True)
-"""
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("moment", COSTS_NOTHING)
+def test_what_is_returned_all_the_same_is_kept(shared: Kernel, moment: str) -> None:
+    word, train = COSTS_NOTHING[moment]
+    launch = (
+        "model = torch.nn.Linear(1, 1)\nnotebook_launcher(train, (model,), num_processes=2, return_all=True)"
     )
-    for rank in (0, 1):
-        cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
-    assert_interrupt_costs_nothing(shared, cell)
+    cell = shared.submit(train + launch)
+    wait_for_ranks(cell, word)
+    shared.interrupt()
+    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
+    shared.run("job = nblaunch.last_job()")
+    assert value_of(shared, "(job.status, job.result(), model.weight.item())") == ("done", [10, 11], 7.0)
+    assert_as_before(shared)
 
 
 @pytest.mark.timeout(60)

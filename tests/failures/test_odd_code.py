@@ -49,27 +49,26 @@ launch({made}{options})
     )
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "def __str__(self): sys.exit(3)",
-        "def __str__(self): raise KeyboardInterrupt",
-        "def __reduce__(self): sys.exit(0)",
+ODD_BODIES = {
+    "str exits": ("def __str__(self): sys.exit(3)", "complete log: "),
+    "str interrupts": ("def __str__(self): raise KeyboardInterrupt", "complete log: "),
+    "reduce exits": ("def __reduce__(self): sys.exit(0)", "complete log: "),
+    "no notes": (
         "__getattribute__ = lambda self, name: {}[name] if name == '__notes__' else super().__getattribute__(name)",
-    ],
-    ids=["str-exits", "str-interrupts", "reduce-exits", "no-notes"],
-)
-def test_code_of_an_exception_can_not_hide_it(odd_kernel: Kernel, body: str) -> None:
+        "complete log: ",
+    ),
+    "notes are a number": ("__notes__ = 5", "Odd: lost"),
+    "notes are a text": ("__notes__ = 'one note'", "Odd: lost"),
+    "notes are no texts": ("__notes__ = [3, None]", "Odd: lost"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_BODIES)
+def test_code_of_an_exception_can_not_hide_it(odd_kernel: Kernel, odd: str) -> None:
+    body, shown = ODD_BODIES[odd]
     cell = fail(odd_kernel, body)
     assert "caught" in cell.stdout
-    assert "complete log: " in cell.raised.text
-
-
-@pytest.mark.parametrize("notes", ["5", "'one note'", "[3, None]"])
-def test_notes_may_be_anything(odd_kernel: Kernel, notes: str) -> None:
-    cell = fail(odd_kernel, f"__notes__ = {notes}")
-    assert "caught" in cell.stdout
-    assert "Odd: lost" in cell.raised.text
+    assert shown in cell.raised.text
 
 
 def test_notes_of_the_user_are_shown(odd_kernel: Kernel) -> None:

@@ -135,7 +135,7 @@ def _shut_down(kernel: Kernel) -> None:
     manager = kernel._manager
     manager.session.send(kernel._control, "shutdown_request", {"restart": True})
     try:
-        kernel.wait_for_exit(2.0)
+        kernel.wait_for_exit(0.5)
     except Exception:
         kernel.process.kill()
 

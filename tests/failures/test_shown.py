@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.failures.cases import STUBBORN
 from tests.golden_files import Golden
 from tests.kernels import Cell, Kernel
 
@@ -27,19 +28,15 @@ except KeyError as missing:
     "a signal": 'print("it begins")\nos.kill(os.getpid(), signal.SIGKILL)',
     "an exit": 'print("it begins")\nos._exit(3)',
 }
-FUNCTION = """
-class Stubborn(Exception):
-    def __new__(cls, *args):
-        if getattr(cls, "is_made", False):
-            raise RuntimeError("only one of these may exist")
-        cls.is_made = True
-        return super().__new__(cls, *args)
-
+FUNCTION = (
+    STUBBORN
+    + """
 def train():
     if os.environ["RANK"] == "1":
 {body}
     time.sleep(3600)
 """
+)
 LAUNCH = "notebook_launcher(train, num_processes=3, interrupt_grace_s=0)"
 HANG = """
 def train():
