@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.kernels import Kernel
-
-pytestmark = pytest.mark.timeout(120)
 
 FAIL_ONCE = """
 import pathlib

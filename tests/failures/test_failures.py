@@ -29,7 +29,6 @@ found = dict(
 """
 
 
-@pytest.mark.timeout(90)
 @across_methods(
     "case",
     POSSIBLE,
@@ -68,7 +67,6 @@ OTHER_ENDS = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", OTHER_ENDS)
 def test_any_other_end_leaves_nothing_either(shared: Kernel, end: str) -> None:
     source, error = OTHER_ENDS[end]

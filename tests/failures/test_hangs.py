@@ -99,7 +99,6 @@ notebook_launcher(train, num_processes=3, start_method={method!r}, interrupt_gra
 """
 
 
-@pytest.mark.timeout(60)
 @across_methods("shape", SHAPES, forkserver=[SHAPES[0].name], spawn=[SHAPES[0].name])
 def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
     cell = shared.run(
@@ -129,7 +128,6 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.name)
 def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: Shape) -> None:
     cell = shared.submit(
@@ -152,7 +150,6 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: S
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_a_value_that_takes_for_ever_to_be_pickled_is_named(shared: Kernel) -> None:
     cell = shared.run(
         f"""
@@ -199,7 +196,6 @@ DIFFERENT = "    dist.barrier() if rank() == 1 else dist.all_reduce(torch.ones(2
 C_LOOP = "    import collections, itertools; collections.deque(itertools.repeat(None), maxlen=0)"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", SPINNING)
 def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, kind: str) -> None:
     cell = shared.run(
@@ -212,7 +208,6 @@ def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, kind: str) -
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("in_collective", [(), (0, 2)], ids=["all of them", "one, and the others wait"])
 def test_ranks_in_a_c_loop_after_their_last_step_hang(shared: Kernel, in_collective: tuple[int, ...]) -> None:
     body = f"""
@@ -234,7 +229,6 @@ def test_ranks_in_a_c_loop_after_their_last_step_hang(shared: Kernel, in_collect
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "body",
     [C_LOOP, "    while True:\n        time.sleep(0.3)\n        print('still here')"],
@@ -253,7 +247,6 @@ def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, body: s
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_ranks_that_work_do_not_hang(shared: Kernel) -> None:
     """Slow steps, a long evaluation, a checkpoint, a bar: each part longer than the timeout, each step shorter."""
     cell = shared.run(
@@ -292,7 +285,6 @@ done
     assert "no progress" not in cell.shown
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_stacks_on_request_do_not_wait_for_ranks_that_cannot_answer(shared: Kernel, method: str) -> None:
     shared.run(
@@ -340,7 +332,6 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_questions_about_stacks_never_outlive_their_job(shared: Kernel, tmp_path: Path) -> None:
     """However it ends, the main thread asks where the ranks are all the while."""
     shared.run(

@@ -124,7 +124,6 @@ def wait_for_ranks(cell: Cell, word: str) -> None:
         cell.wait_for_text(f"[{rank}] {word}", timeout_s=30)
 
 
-@pytest.mark.timeout(90)
 @across_methods("state", STATES, forkserver=["Python loop", "a finally that never ends"], spawn=["C sleep"])
 def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: State, tmp_path: Path) -> None:
     cell = shared.submit(
@@ -153,7 +152,6 @@ def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: Stat
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.submit(
@@ -168,7 +166,6 @@ def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path:
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_two_requests_at_once_are_two(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         train_with("stay()")
@@ -217,7 +214,6 @@ def train(model):
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("moment", COSTS_NOTHING)
 def test_what_is_returned_all_the_same_is_kept(shared: Kernel, moment: str) -> None:
     word, train = COSTS_NOTHING[moment]
@@ -233,7 +229,6 @@ def test_what_is_returned_all_the_same_is_kept(shared: Kernel, moment: str) -> N
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_an_interrupt_while_weights_are_sent_costs_no_value(shared: Kernel, tmp_path: Path) -> None:
     shared.run(f"returned = {str(tmp_path / 'returned')!r}")
     cell = shared.submit(
@@ -266,7 +261,6 @@ notebook_launcher(train, (Slow(1, 1),), num_processes=2, return_all=True, interr
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_an_interrupt_after_a_failure_leaves_the_failure(
     shared: Kernel, max_restarts: int, tmp_path: Path
@@ -297,7 +291,6 @@ notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S}, max_restar
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", START_METHODS)
 def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.submit(
@@ -338,7 +331,6 @@ os.register_at_fork(before=lambda: [call() for call in at_fork])
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", START_METHODS)
 def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: Kernel, method: str) -> None:
     """Before any process, and between the first and the first worker that is ready."""
@@ -365,7 +357,6 @@ def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: 
         assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_an_interrupt_while_a_forkserver_loads_the_call_stops_all_ranks(
     shared: Kernel, tmp_path: Path
 ) -> None:

@@ -31,7 +31,6 @@ def limited(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
         yield kernel
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> None:
     cell = limited.run(
@@ -51,7 +50,6 @@ def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> 
     assert_as_before(limited)
 
 
-@pytest.mark.timeout(60)
 def test_a_refused_allocation_has_the_same_evidence(shared: Kernel) -> None:
     cell = shared.run(
         """

@@ -48,7 +48,6 @@ def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_full_disk_costs_output_and_nothing_else(shared: Kernel, method: str, small_disk: Path) -> None:
     cell = shared.run(
@@ -67,7 +66,6 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_a_failure_is_reported_whole_on_a_full_disk(shared: Kernel, small_disk: Path) -> None:
     cell = shared.run(
         f"""
@@ -82,7 +80,6 @@ notebook_launcher(train, num_processes=2, log_dir={str(small_disk)!r})
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_no_room_for_logs_from_the_start(shared: Kernel, method: str, small_disk: Path) -> None:
     (small_disk / "full").write_bytes(b"x" * (1 << 18))
@@ -93,7 +90,6 @@ def test_no_room_for_logs_from_the_start(shared: Kernel, method: str, small_disk
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_a_hang_on_a_full_disk_names_the_disk(shared: Kernel, small_disk: Path) -> None:
     """Stacks could not be written, and the ranks were reported as stopped or blocked."""
     cell = shared.run(
@@ -112,7 +108,6 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_a_silent_death_on_a_full_disk_reports_what_may_be_missing(shared: Kernel, small_disk: Path) -> None:
     cell = shared.run(
         f"""
@@ -126,7 +121,6 @@ notebook_launcher(train, num_processes=1, log_dir={str(small_disk)!r})
     assert f"may be missing: the disk of {small_disk} is full" in cell.raised.value
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
     shared: Kernel, method: str, disk_without_inodes: Path
@@ -169,7 +163,6 @@ sorted(outcomes)
 """
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("method", START_METHODS)
 def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Kernel, method: str) -> None:
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
@@ -185,7 +178,6 @@ def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Ker
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_a_refused_fork_takes_the_others_back(shared: Kernel) -> None:
     """Where another process forks, a control group refuses: see :func:`test_a_limit_on_processes_is_named`."""
     cell = shared.run(
@@ -214,7 +206,6 @@ finally:
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", START_METHODS)
 def test_workers_that_cannot_be_watched_are_ended(shared: Kernel, method: str) -> None:
     shared.run(
@@ -237,7 +228,6 @@ finally:
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_limit_on_processes_is_named(nothing_left_behind: None, tmp_path: Path, method: str) -> None:
     with control_group("pids") as group, start_kernel(tmp_path / "logs") as kernel:

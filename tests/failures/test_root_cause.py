@@ -10,7 +10,6 @@ from tests.failures.conftest import assert_as_before, value_of
 from tests.kernels import Kernel
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_error_is_blamed_and_not_its_consequences(shared: Kernel, method: str) -> None:
     shared.run(
@@ -36,7 +35,6 @@ except ValueError as error:
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_the_earliest_of_several_errors_is_the_cause(shared: Kernel, tmp_path: Path) -> None:
     # As long as it may take on busy cores until the others have raised, too.
     shared.run(
@@ -65,7 +63,6 @@ notebook_launcher(train, ({str(tmp_path)!r},), 3)
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_two_failures_then_success(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.run(
@@ -95,7 +92,6 @@ print([job.logs(0, attempt) for attempt in range(3)], job.status)
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 def test_giving_up_names_all_failures(shared: Kernel) -> None:
     cell = shared.run(
         """
@@ -150,7 +146,6 @@ before = traces()      # the training modules set variables of torch's compiler 
 """
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("function", "method"),
     [("with_accelerator", "fork"), ("with_slot", "fork"), ("with_slot", "forkserver")],
@@ -170,7 +165,6 @@ def test_stop_ends_loops_at_the_same_step(shared: Kernel, function: str, method:
     assert_as_before(shared)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_kept_error_keeps_nothing_of_the_job(shared: Kernel, method: str) -> None:
     shared.run(

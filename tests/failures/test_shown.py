@@ -9,8 +9,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from tests.failures.cases import STUBBORN
 from tests.golden_files import Golden
 from tests.kernels import Cell, Kernel
@@ -52,7 +50,6 @@ def function(kind: str) -> str:
     return FUNCTION.format(body=textwrap.indent(KINDS[kind].strip("\n"), " " * 8))
 
 
-@pytest.mark.timeout(120)
 def test_in_ipython(shared: Kernel, golden: Golden) -> None:
     cells = {kind: shared.submit(function(kind) + LAUNCH).wait() for kind in KINDS}
     cells["a hang"] = shared.submit(HANG).wait()
@@ -63,7 +60,6 @@ def error_of(cell: Cell) -> str:
     return cell.raised.text
 
 
-@pytest.mark.timeout(120)
 def test_in_a_terminal(golden: Golden, tmp_path: Path) -> None:
     shown = {}
     for kind in ("an exception with its cause", "a signal"):
@@ -81,7 +77,6 @@ print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}") if os.environ[
 """
 
 
-@pytest.mark.timeout(60)
 def test_a_script_that_ends_well_in_a_terminal(golden: Golden, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     plan = launched(tmp_path, "--num_processes", "2", "--print_plan")

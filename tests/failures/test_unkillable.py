@@ -12,11 +12,10 @@ from tests.failures.conftest import value_of
 from tests.kernels import Kernel
 from tests.stuck_folder import StuckFolder, can_be_made
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    # tests/launcher/test_stopping.py has the same with a process that only seems not to end.
-    pytest.mark.skipif(not can_be_made(), reason="only root can mount a file system that does not answer"),
-]
+# tests/launcher/test_stopping.py has the same with a process that only seems not to end.
+pytestmark = pytest.mark.skipif(
+    not can_be_made(), reason="only root can mount a file system that does not answer"
+)
 
 LAUNCH = """
 nblaunch.launcher.supervisor.KILL_PATIENCE_S = 1.0

@@ -10,7 +10,6 @@ from tests.kernels import Kernel
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_launches_leave_the_kernel_as_small_as_before(fresh: Kernel) -> None:
     num_launches = 50
     growth = call(fresh, repeat.in_kernel_repeat, True, num_launches)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.kernels import Kernel
 
 TRAIN = """
@@ -35,7 +33,6 @@ def bars():
 """
 
 
-@pytest.mark.timeout(120)
 def test_the_slow_rank_is_named_and_memory_is_reported(shared: Kernel) -> None:
     shared.run(TRAIN)
     cell = shared.run(
@@ -49,7 +46,6 @@ def test_the_slow_rank_is_named_and_memory_is_reported(shared: Kernel) -> None:
     assert 'role="img" aria-label="loss' in cell.displays[0].data["text/html"]
 
 
-@pytest.mark.timeout(120)
 def test_a_bar_of_a_worker_stands_in_its_row(shared: Kernel) -> None:
     shared.run(BARS)
     cell = shared.run(
