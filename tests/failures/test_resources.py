@@ -48,7 +48,7 @@ def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_full_disk_costs_output_and_nothing_else(shared: Kernel, method: str, small_disk: Path) -> None:
     cell = shared.run(
         f"""

@@ -26,7 +26,7 @@ def in_child(work):
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_displays_of_data_loaders_and_their_rank_arrive_whole(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""

@@ -86,7 +86,7 @@ notebook_launcher(train, num_processes=3, return_all=True)
     assert ("left by sys.exit" in shown) == (leaving == "one")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_every_kind_of_tensor_arrives_as_it_was(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
