@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import socket
 import statistics
 import sys
@@ -69,7 +68,11 @@ def show(title: str, rows: Iterable[Row]) -> bool:
 
 @contextmanager
 def kernel(
-    setup: str = "import torch", env: Mapping[str, str] | None = None, *, check: bool = True
+    setup: str = "import torch",
+    env: Mapping[str, str] | None = None,
+    *,
+    check: bool = True,
+    is_new: bool = True,
 ) -> Iterator[Kernel]:
     """A fresh kernel that can import the benchmarks, after it has run ``setup``.
 
@@ -77,9 +80,9 @@ def kernel(
         setup: a cell.
         env: variables to set.
         check: whether a process that outlives the kernel is an error.
+        is_new: in a new interpreter, as for every measurement; not for a rehearsal.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    started = Kernel.start(cwd=ROOT, env={"PYTHONPATH": path, **(env or {})}, is_new=True)
+    started = Kernel.start(cwd=ROOT, env=env, is_new=is_new)
     try:
         started.run(setup)
         yield started

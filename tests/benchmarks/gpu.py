@@ -26,12 +26,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
 from tests.benchmarks.bench import CELL_TIMEOUT_S, ROOT, Row, batches, call, free_port, kernel
-from tests.kernels import KernelTimeout
+from tests.kernels import Kernel, KernelTimeout
 
 MIN_STEPS, MIN_LAUNCH = 0.98, 3.0
 HAS_PEER = importlib.util.find_spec("accelerate") is not None
@@ -53,6 +54,7 @@ class Extent:
         kernels: fresh ones, for each launcher.
         first_cell: of the kernels.
         env: of the kernels.
+        is_new: kernels in new interpreters.
     """
 
     backend: str
@@ -65,6 +67,11 @@ class Extent:
     kernels: int
     first_cell: str = "import torch"
     env: tuple[tuple[str, str], ...] = ()
+    is_new: bool = True
+
+    def kernel(self, *, check: bool = True) -> AbstractContextManager[Kernel]:
+        """A fresh one in which the first cell has run."""
+        return kernel(self.first_cell, dict(self.env), check=check, is_new=self.is_new)
 
 
 FULL = Extent("cuda", 7, 300, 40, "small", "large", launches=5, kernels=3)
@@ -72,7 +79,7 @@ ON_CPU = (("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
 # A rehearsal is not to wait for every rank to import what its kernel may have imported.
 IMPORTED = "import torch; from nblaunch import Accelerator"
 REHEARSAL = Extent(
-    "cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, first_cell=IMPORTED, env=ON_CPU
+    "cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, first_cell=IMPORTED, env=ON_CPU, is_new=False
 )
 
 # Of a batch: those of two dimensions are for linear layers, the others for a transformer's.
@@ -119,7 +126,7 @@ def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
     """Ratios of steps a second, with what a step takes longer."""
     where = f"{size} {'device' if extent.backend == 'cpu' else 'GPU'}{'s' if size > 1 else ''}"
     peer = "hand-written DDP's" if size > 1 else "a hand-written loop's"
-    with kernel(extent.first_cell, dict(extent.env)) as started:
+    with extent.kernel() as started:
         for name, has_loader in ((extent.small, False), (extent.small, True), (extent.large, False)):
             steps = extent.small_steps if name == extent.small else extent.large_steps
             laps = call(
@@ -143,7 +150,7 @@ def _first_launch_rows(extent: Extent) -> Iterator[Row]:
     is_held = {}
     for _ in range(extent.kernels):
         for library, found in times.items():
-            with kernel(extent.first_cell, dict(extent.env)) as started:
+            with extent.kernel() as started:
                 seconds, is_held[library] = call(started, in_kernel_first_launch, library, extent.backend)
                 found.append(seconds)
     for library, found in times.items():
@@ -171,7 +178,7 @@ def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
 
 def _launches(extent: Extent, size: int, peer: str) -> tuple[float, float, float]:
     """Seconds of ours and of the peer, and the ratio of its to ours; medians."""
-    with kernel(extent.first_cell, dict(extent.env), check=peer == "bare fork") as started:
+    with extent.kernel(check=peer == "bare fork") as started:
         found = call(started, in_kernel_launches, peer, size, extent.backend, extent.launches)
     ours, theirs = (statistics.median(one[name] for one in found) for name in ("nblaunch", peer))
     return ours, theirs, statistics.median(one[peer] / one["nblaunch"] for one in found)
