@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
+
+
+def sent_s(message: Mapping[str, Any]) -> float:
+    """When a kernel sent a message, in seconds since the epoch."""
+    date = message["header"]["date"]
+    return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, sent_s
 from tests.dashboard.feed import FEED
 from tests.kernels import Cell, Kernel
 
@@ -147,12 +146,8 @@ def _size(message: dict[str, Any]) -> int:
 
 
 def _num_updates(messages: Sequence[dict[str, Any]]) -> int:
-    times = sorted(_seconds(message["header"]["date"]) for message in messages)
+    times = sorted(sent_s(message) for message in messages)
     return sum(later - earlier > _SAME_UPDATE_S for earlier, later in zip([0.0, *times], times, strict=False))
-
-
-def _seconds(date: Any) -> float:
-    return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()
 
 
 def in_kernel_run(kind: str, load: str, seconds: float) -> str:

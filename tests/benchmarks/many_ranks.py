@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from datetime import datetime
-from typing import Any
 
-from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, sent_s
 from tests.dashboard.feed import FEED
 from tests.dashboard.front_end import size
 
@@ -72,12 +70,7 @@ def measure(num_ranks: int = NUM_RANKS, seconds: float = SECONDS) -> Iterator[Ro
     yield at_most(f"{what}: kB a second", sum(map(size, live)) / 1000 / seconds, MAX_KB_S, digits=1)
     yield Row(f"{what}: messages a second", f"{len(live) / seconds:.1f}")
     named_s = [
-        _seconds(message) for message in live if f"rank {SLOW_RANK} is " in json.dumps(message["content"])
+        sent_s(message) for message in live if f"rank {SLOW_RANK} is " in json.dumps(message["content"])
     ]
     delay_s = min(named_s, default=float("inf")) - found["slow_s"]
     yield at_most(f"{what}: seconds until the slow rank is named", delay_s, MAX_NAMED_S, " s", 1)
-
-
-def _seconds(message: dict[str, Any]) -> float:
-    date = message["header"]["date"]
-    return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()

@@ -31,6 +31,38 @@ class Shape:
     timeout_s: float = TIMEOUT_S
 
 
+SPINNING = {
+    "a thread that calls sleep(0)": """
+    def spin():
+        while True:
+            time.sleep(0)
+    threading.Thread(target=spin, daemon=True).start()
+""",
+    "a monitor thread": """
+    def monitor():
+        while True:
+            for _ in range(100):
+                psutil.cpu_percent()
+            time.sleep(0.24)
+    threading.Thread(target=monitor, daemon=True).start()
+""",
+    "a thread that prints": """
+    def talk():
+        while True:
+            print("still here")
+            time.sleep(0.3)
+    threading.Thread(target=talk, daemon=True).start()
+""",
+}
+DIFFERENT = "    dist.barrier() if rank() == 1 else dist.all_reduce(torch.ones(2))"
+C_LOOP = "    import collections, itertools; collections.deque(itertools.repeat(None), maxlen=0)"
+
+STEP = """
+    weight = torch.nn.Parameter(torch.zeros(2))
+    torch.optim.SGD([weight], lr=0.1).step()
+"""
+IN_LOOP = ("in train: import collections, itertools; collections.deque(", "(computing)")
+
 SHAPES = (
     Shape(
         "one rank never enters the collective",
@@ -83,7 +115,22 @@ SHAPES = (
         ),
         timeout_s=5.0,  # it imports the Accelerator
     ),
+    *(
+        Shape(
+            f"ranks in different collectives beside {kind}",
+            body + DIFFERENT,
+            ("ranks 0, 2: waiting in all_reduce, ", "The ranks are in different collectives"),
+        )
+        for kind, body in SPINNING.items()
+    ),
+    Shape("a C loop after the last step", STEP + C_LOOP, ("ranks 0-2: Cell In[", *IN_LOOP)),
+    Shape(
+        "a C loop that others wait for",
+        STEP + "    if rank() != 1:\n        dist.all_reduce(torch.ones(2))\n" + C_LOOP,
+        ("rank 1: Cell In[", *IN_LOOP, "ranks 0, 2 wait for rank 1, which has not entered the collective."),
+    ),
 )
+
 
 TRAIN = """
 def train():
@@ -166,66 +213,6 @@ notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", inte
     position = "rank 0: the function has returned, and what it returned is being pickled: Cell In["
     assert position in cell.raised.value
     assert "in __reduce__: threading.Event().wait()" in cell.raised.value
-    assert_as_before(shared)
-
-
-SPINNING = {
-    "a thread that calls sleep(0)": """
-    def spin():
-        while True:
-            time.sleep(0)
-    threading.Thread(target=spin, daemon=True).start()
-""",
-    "a monitor thread": """
-    def monitor():
-        while True:
-            for _ in range(100):
-                psutil.cpu_percent()
-            time.sleep(0.24)
-    threading.Thread(target=monitor, daemon=True).start()
-""",
-    "a thread that prints": """
-    def talk():
-        while True:
-            print("still here")
-            time.sleep(0.3)
-    threading.Thread(target=talk, daemon=True).start()
-""",
-}
-DIFFERENT = "    dist.barrier() if rank() == 1 else dist.all_reduce(torch.ones(2))"
-C_LOOP = "    import collections, itertools; collections.deque(itertools.repeat(None), maxlen=0)"
-
-
-@pytest.mark.parametrize("kind", SPINNING)
-def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, kind: str) -> None:
-    cell = shared.run(
-        TRAIN.format(body=SPINNING[kind] + DIFFERENT)
-        + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop"),
-        raises="JobHung",
-    )
-    assert "ranks 0, 2: waiting in all_reduce, " in cell.raised.value, cell.describe()
-    assert "The ranks are in different collectives" in cell.raised.value
-    assert_as_before(shared)
-
-
-@pytest.mark.parametrize("in_collective", [(), (0, 2)], ids=["all of them", "one, and the others wait"])
-def test_ranks_in_a_c_loop_after_their_last_step_hang(shared: Kernel, in_collective: tuple[int, ...]) -> None:
-    body = f"""
-    weight = torch.nn.Parameter(torch.zeros(2))
-    torch.optim.SGD([weight], lr=0.1).step()
-    if rank() in {in_collective}:
-        dist.all_reduce(torch.ones(2))
-"""
-    cell = shared.run(
-        TRAIN.format(body=body + C_LOOP) + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop"),
-        raises="JobHung",
-    )
-    ranks = "rank 1" if in_collective else "ranks 0-2"
-    assert f"{ranks}: Cell In[" in cell.raised.value, cell.describe()
-    assert "in train: import collections, itertools; collections.deque(" in cell.raised.value
-    assert "(computing)" in cell.raised.value
-    if in_collective:
-        assert "ranks 0, 2 wait for rank 1, which has not entered the collective." in cell.raised.value
     assert_as_before(shared)
 
 

@@ -73,45 +73,40 @@ def test_a_background_job_and_its_result(shared: Kernel, dashboard: str) -> None
     assert shared.run("left()").value == [*GONE, False, False]
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "method"),
-    [("raise", "ValueError", "fork"), ("die", "WorkerDied", "fork"), ("raise", "ValueError", "forkserver")],
-)
-def test_a_job_that_failed(shared: Kernel, how: str, error: str, method: str) -> None:
+ENDS = {
+    "failed": ("notebook_launcher(train, (model, 'raise'), 2)", "ValueError"),
+    "failed by a forkserver": (
+        "notebook_launcher(train, (model, 'raise'), 2, start_method='forkserver')",
+        "ValueError",
+    ),
+    "died": ("notebook_launcher(train, (model, 'die'), 2)", "WorkerDied"),
+    "could not start": (
+        "notebook_launcher(train, (model, threading.Lock()), 2, start_method='spawn')",
+        "PayloadError",
+    ),
+    "cancelled": (
+        "job = notebook_launcher(train, (model, 'wait'), 2, background=True); job.cancel(); job.result()",
+        "JobCancelled",
+    ),
+    "inline": ("notebook_launcher(train, (model,), engine='inline')", None),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_job_that_has_ended_otherwise(shared: Kernel, end: str) -> None:
     """IPython keeps the traceback of the last error."""
+    source, error = ENDS[end]
     shared.run(PREPARED)
-    shared.run(f"notebook_launcher(train, (model, {how!r}), 2, start_method={method!r})", raises=error)
-    cell = shared.run("del model, train; left(), type(nblaunch.last_job().exception()).__name__")
-    assert cell.value == (GONE, error)
-
-
-def test_a_job_that_could_not_start(shared: Kernel) -> None:
-    shared.run(PREPARED)
-    shared.run(
-        "notebook_launcher(train, (model, threading.Lock()), 2, start_method='spawn')", raises="PayloadError"
-    )
+    shared.run(source, raises=error)
     assert shared.run("del model, train; left()").value == GONE
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_job_that_was_interrupted_or_cancelled(shared: Kernel, background: bool) -> None:
+def test_a_job_that_was_interrupted(shared: Kernel) -> None:
     shared.run(PREPARED)
-    if background:
-        shared.run(
-            "job = notebook_launcher(train, (model, 'wait'), 2, background=True); job.cancel(); job.wait()"
-        )
-        shared.run("job.result()", raises="JobCancelled")
-    else:
-        cell = shared.submit("notebook_launcher(train, (model, 'wait'), 2)")
-        cell.wait_for_text("waits")
-        shared.interrupt()
-        assert cell.wait().raised.name == "KeyboardInterrupt"
-    assert shared.run("del model, train; left()").value == GONE
-
-
-def test_a_job_run_inline(shared: Kernel) -> None:
-    shared.run(PREPARED)
-    shared.run("notebook_launcher(train, (model,), engine='inline')")
+    cell = shared.submit("notebook_launcher(train, (model, 'wait'), 2)")
+    cell.wait_for_text("waits")
+    shared.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     assert shared.run("del model, train; left()").value == GONE
 
 
