@@ -43,7 +43,8 @@ _IMPORTS = (
 _IMPORTS_FOR_XLA = ("torch._inductor.fx_passes.post_grad", "requests")
 # No import reads these (or only OpenMP, where a test knows it), so they may differ between kernels.
 _FREE_VARIABLES = (
-    "CPU_NUM_DEVICES", "IPYTHONDIR", "JPY_PARENT_PID", "MPLBACKEND", "NBLAUNCH_", "OMP_NUM_THREADS", "PJRT_DEVICE",
+    "ACCELERATE_USE_CPU", "CPU_NUM_DEVICES", "IPYTHONDIR", "JPY_PARENT_PID", "MPLBACKEND", "NBLAUNCH_",
+    "OMP_NUM_THREADS", "PJRT_DEVICE",
     "PYDEVD_DISABLE_FILE_VALIDATION", "PYTEST_", "XLA_FLAGS",
 )  # fmt: skip
 # No frame of a file of these tests is below those of the module that is run, as if the user had called it.

@@ -9,7 +9,7 @@
         cell = kernel.submit("train()")                         # does not wait
         cell.wait_for_text("epoch 1")                           # synchronise on output, never by sleeping
         kernel.interrupt()
-        assert cell.wait().error.name == "KeyboardInterrupt"
+        assert cell.wait().raised.name == "KeyboardInterrupt"
 
 Most tests take the ``kernel`` fixture of ``conftest.py``, which starts one and closes it.
 
@@ -181,6 +181,17 @@ class Cell:
         for content in self.contents("error"):
             return CellError(content["ename"], content["evalue"], content["traceback"])
         return None
+
+    @property
+    def raised(self) -> CellError:
+        """What the cell raised; fails the test where that is nothing, with all that the cell shows."""
+        assert self.error is not None, self.describe()
+        return self.error
+
+    @property
+    def shown(self) -> str:
+        """What a reader without HTML sees: all that was printed, then every display."""
+        return self.stdout + "".join(display.data.get("text/plain", "") for display in self.displays)
 
     def contents(self, msg_type: str) -> list[dict[str, Any]]:
         """The contents of all messages of one type, as "comm_open" or "update_display_data"."""

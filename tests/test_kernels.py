@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -17,8 +18,15 @@ child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]
 """
 
 
-def test_a_cell_comes_back_with_all_its_outputs(kernel: Kernel) -> None:
-    cell = kernel.run(
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    """For tests that leave it as it was."""
+    with Kernel.start() as kernel:
+        yield kernel
+
+
+def test_a_cell_comes_back_with_all_its_outputs(shared: Kernel) -> None:
+    cell = shared.run(
         """
 import sys
 from IPython.display import HTML, display
@@ -37,8 +45,8 @@ handle.update(HTML("<b>2</b>"))
     assert cell.elapsed_s > 0
 
 
-def test_an_error_comes_back_as_the_reader_sees_it(kernel: Kernel) -> None:
-    cell = kernel.run("x = 1\nx / 0", raises="ZeroDivisionError")
+def test_an_error_comes_back_as_the_reader_sees_it(shared: Kernel) -> None:
+    cell = shared.run("x = 1\nx / 0", raises="ZeroDivisionError")
     assert cell.status == "error"
     assert cell.error is not None
     assert cell.error.value == "division by zero"
@@ -46,34 +54,34 @@ def test_an_error_comes_back_as_the_reader_sees_it(kernel: Kernel) -> None:
     assert "\x1b" not in cell.error.text
 
 
-def test_an_unexpected_outcome_fails_with_the_cell_and_its_output(kernel: Kernel) -> None:
+def test_an_unexpected_outcome_fails_with_the_cell_and_its_output(shared: Kernel) -> None:
     with pytest.raises(AssertionError, match=r"(?s)without an error.*1 / 0.*before.*division by zero"):
-        kernel.run("print('before')\n1 / 0")
+        shared.run("print('before')\n1 / 0")
     with pytest.raises(AssertionError, match=r"expected to raise KeyError"):
-        kernel.run("1 / 0", raises="KeyError")
+        shared.run("1 / 0", raises="KeyError")
     with pytest.raises(AssertionError, match=r"expected to raise KeyError"):
-        kernel.run("pass", raises="KeyError")
+        shared.run("pass", raises="KeyError")
 
 
-def test_a_running_cell_can_be_watched_and_interrupted(kernel: Kernel) -> None:
-    cell = kernel.submit("import time\nprint('begun', flush=True)\ntime.sleep(600)")
+def test_a_running_cell_can_be_watched_and_interrupted(shared: Kernel) -> None:
+    cell = shared.submit("import time\nprint('begun', flush=True)\ntime.sleep(600)")
     cell.wait_for_text("begun")
     assert not cell.is_done
-    kernel.interrupt()
+    shared.interrupt()
     assert cell.wait(20).error is not None
     assert cell.error.name == "KeyboardInterrupt"
-    assert kernel.run("'still there'").result == "'still there'"
+    assert shared.run("'still there'").result == "'still there'"
 
 
-def test_cells_submitted_together_run_one_by_one(kernel: Kernel) -> None:
-    first, second = kernel.submit("a = 1"), kernel.submit("a + 1")
+def test_cells_submitted_together_run_one_by_one(shared: Kernel) -> None:
+    first, second = shared.submit("a = 1"), shared.submit("a + 1")
     assert second.wait().result == "2"
     assert first.is_done
 
 
-def test_waiting_for_text_ends_with_the_cell(kernel: Kernel) -> None:
+def test_waiting_for_text_ends_with_the_cell(shared: Kernel) -> None:
     with pytest.raises(AssertionError, match="ended without printing 'never'"):
-        kernel.submit("print('else')").wait_for_text("never", timeout_s=30)
+        shared.submit("print('else')").wait_for_text("never", timeout_s=30)
 
 
 def test_the_death_of_the_kernel_ends_a_wait(kernel: Kernel) -> None:
@@ -103,12 +111,12 @@ def test_a_process_that_left_the_tree_is_found_and_fails_the_close() -> None:
     assert not orphan.is_running()
 
 
-def test_processes_can_be_awaited_while_the_kernel_lives(kernel: Kernel) -> None:
-    kernel.run(ORPHAN)
+def test_processes_can_be_awaited_while_the_kernel_lives(shared: Kernel) -> None:
+    shared.run(ORPHAN)
     with pytest.raises(LeftBehind, match="still running"):
-        kernel.wait_for_no_processes(0.1)
-    kernel.run("child.kill(); child.wait()")
-    kernel.wait_for_no_processes()
+        shared.wait_for_no_processes(0.1)
+    shared.run("child.kill(); child.wait()")
+    shared.wait_for_no_processes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -131,9 +139,3 @@ def test_no_connection_to_a_kernel_comes_to_be_after_its_start(monkeypatch: pyte
 def test_a_kernel_over_tcp_works_too() -> None:
     with Kernel.start(transport="tcp") as kernel:
         assert kernel.run("1 + 1").result == "2"
-
-
-def test_environment_and_folder_reach_the_kernel(tmp_path) -> None:
-    with Kernel.start(env={"GREETING": "hello"}, cwd=tmp_path) as kernel:
-        cell = kernel.run("import os\nprint(os.environ['GREETING'], os.getcwd())")
-        assert cell.stdout == f"hello {tmp_path}\n"

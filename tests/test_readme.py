@@ -19,9 +19,13 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 TEXTS = {"README.md": README, "CONTRIBUTING.md": CONTRIBUTING}
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
+def blocks(path: Path) -> list[tuple[str, str]]:
     """Language and text of each block of code."""
-    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    text = path.read_text(encoding="utf-8")
+    found = re.findall(r"^( *)```([\w{}.-]*)[^\n]*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [
+        (language, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)) for indent, language, code in found
+    ]
 
 
 def check_commands(lines: Iterable[str], capsys: pytest.CaptureFixture[str]) -> int:
@@ -39,7 +43,7 @@ def check_commands(lines: Iterable[str], capsys: pytest.CaptureFixture[str]) -> 
     return len(commands)
 
 
-PYTHON = [code for language, code in blocks(README) if language == "python"]
+PYTHON = [code for language, code in blocks(ROOT / "README.md") if language == "python"]
 LINKS = [
     (name, link)
     for name, text in TEXTS.items()
@@ -91,7 +95,7 @@ def test_no_address_is_a_placeholder() -> None:
 
 
 def test_the_map_shows_every_folder_and_module() -> None:
-    (shown,) = [text for _, text in blocks(CONTRIBUTING) if text.startswith("nblaunch/\n")]
+    (shown,) = [text for _, text in blocks(ROOT / "CONTRIBUTING.md") if text.startswith("nblaunch/\n")]
     package = ROOT / "nblaunch"
     folders = re.findall(r"^  ([a-z_]+)/ ", shown, flags=re.MULTILINE)
     assert sorted(folders) == sorted(file.parent.name for file in package.glob("*/__init__.py"))

@@ -1,9 +1,20 @@
-"""Every benchmark, as one table: ``python -m tests.benchmarks``. Names of single ones may follow."""
+"""Every benchmark, as one table: ``python -m tests.benchmarks``.
+
+    python -m tests.benchmarks launch_cost memory                   # some of them
+    python -m tests.benchmarks lotteries --errors 10 --peers 0      # parameters of its ``measure``
+
+The exit status is 1 if a target was missed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import inspect
+import itertools
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tests.benchmarks.bench import show
 
@@ -23,26 +34,35 @@ TITLES = {
     "gpu_launches": "Launches from a kernel that has used its GPU",
     "lotteries": "Lotteries",
     "checkpoints": "Checkpoints under faults",
-    "background": "Background jobs",
-    "hangs": "Hangs",
-    "questions": "Questions",
-    "displays": "Displays",
     "sessions": "Sessions",
     "debugging": "Debugger",
     "detached": "Detached jobs",
 }
 
 
-def main(names: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     unknown = [name for name in names if name not in TITLES]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(TITLES)}", file=sys.stderr)
         return 2
     is_good = True
     for name in names or TITLES:
-        module = importlib.import_module(f"tests.benchmarks.{name}")
-        is_good = show(TITLES[name], module.measure()) and is_good
+        measure = importlib.import_module(f"tests.benchmarks.{name}").measure
+        options = _options(f"tests.benchmarks {name}", measure, words[len(names) :])
+        is_good = show(TITLES[name], measure(**options)) and is_good
     return 0 if is_good else 1
+
+
+def _options(program: str, measure: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
+    """Values for the parameters of ``measure``, by words like ``--rounds 50``."""
+    parser = argparse.ArgumentParser(program)
+    for name, parameter in inspect.signature(measure).parameters.items():
+        if parameter.default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", type=type(parameter.default), default=parameter.default)
+    return vars(parser.parse_args(words))
 
 
 if __name__ == "__main__":

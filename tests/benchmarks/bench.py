@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import socket
 import statistics
 import sys
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,11 @@ def show(title: str, rows: Iterable[Row]) -> bool:
 
 @contextmanager
 def kernel(
-    setup: str = "import torch", env: Mapping[str, str] | None = None, *, check: bool = True
+    setup: str = "import torch",
+    env: Mapping[str, str] | None = None,
+    *,
+    check: bool = True,
+    is_new: bool = True,
 ) -> Iterator[Kernel]:
     """A fresh kernel that can import the benchmarks, after it has run ``setup``.
 
@@ -77,9 +81,9 @@ def kernel(
         setup: a cell.
         env: variables to set.
         check: whether a process that outlives the kernel is an error.
+        is_new: in a new interpreter, as for every measurement; not for a rehearsal.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    started = Kernel.start(cwd=ROOT, env={"PYTHONPATH": path, **(env or {})}, is_new=True)
+    started = Kernel.start(cwd=ROOT, env=env, is_new=is_new)
     try:
         started.run(setup)
         yield started
@@ -90,7 +94,7 @@ def kernel(
 def call(started: Kernel, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of a benchmark inside a kernel; arguments and value are plain data."""
     values = ", ".join(map(repr, args))
-    module, name = _module_of(function), function.__name__
+    module, name = function.__module__, function.__name__
     cell = started.run(
         f"import json, {module}\njson.dumps({module}.{name}({values}))", timeout_s=CELL_TIMEOUT_S
     )
@@ -105,10 +109,10 @@ def free_port() -> int:
         return port
 
 
-def _module_of(function: Callable[..., Any]) -> str:
-    """Its importable name, also where the module was started as a script."""
-    file = Path(function.__code__.co_filename).resolve().relative_to(ROOT)
-    return ".".join(file.with_suffix("").parts)
+def sent_s(message: Mapping[str, Any]) -> float:
+    """When a kernel sent a message, in seconds since the epoch."""
+    date = message["header"]["date"]
+    return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()
 
 
 @dataclass(frozen=True)

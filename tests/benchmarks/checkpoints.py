@@ -1,6 +1,6 @@
 """How often checkpoints survive kills, late ranks, full disks and flipped bits, counted over many jobs.
 
-    python -m tests.benchmarks.checkpoints [--kills 200] [--late 50] [--disks 50] [--flips 200] [--seed 0]
+    python -m tests.benchmarks checkpoints [--kills 200] [--late 50] [--disks 50] [--flips 200] [--seed 0]
 
 Ranks are real processes joined by gloo, without the launcher. Every weight, the registered counter and the optimizer's
 state have the number of the save as their value, so that a mixture of two checkpoints shows.
@@ -16,7 +16,6 @@ state have the number of the save as their value, so that a mixture of two check
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -44,7 +43,7 @@ from nblaunch import (
     context,
 )
 from nblaunch.training.checkpoints import files, model_files, safe_save
-from tests.benchmarks.bench import Row, count, show
+from tests.benchmarks.bench import Row, count
 from tests.training import ranks
 
 KINDS = ("ddp", "fsdp2", "stateful", "main only")
@@ -317,16 +316,3 @@ def flip_round(draw: random.Random, folder: Path) -> str:
         return f"{path.name}, bit {bit}: nothing was noticed"
     finally:
         context.take()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (("kills", 200), ("late", 50), ("disks", 50), ("flips", 200), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return not show("Checkpoints", measure(**vars(parser.parse_args())))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What dashboards send and what they cost: 8 workers that print and step, shown in every way there is.
 
-    python -m tests.benchmarks.dashboards [seconds]
+    python -m tests.benchmarks dashboards [--seconds 30]
 
 Two loads: "flat out", where a step is nothing but a print, and "training", where it computes for 2 ms, waits 8 ms for a
 device, and one in 20 prints. Each way of showing is measured in turn with no dashboard at all, in one kernel; speeds
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, sent_s
 from tests.dashboard.feed import FEED
 from tests.kernels import Cell, Kernel
 
@@ -148,12 +146,8 @@ def _size(message: dict[str, Any]) -> int:
 
 
 def _num_updates(messages: Sequence[dict[str, Any]]) -> int:
-    times = sorted(_seconds(message["header"]["date"]) for message in messages)
+    times = sorted(sent_s(message) for message in messages)
     return sum(later - earlier > _SAME_UPDATE_S for earlier, later in zip([0.0, *times], times, strict=False))
-
-
-def _seconds(date: Any) -> float:
-    return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()
 
 
 def in_kernel_run(kind: str, load: str, seconds: float) -> str:
@@ -198,7 +192,3 @@ def _compute(cpu_s: float) -> None:
     until = time.thread_time() + cpu_s
     while time.thread_time() < until:
         sum(range(200))
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Dashboards", measure(*map(float, sys.argv[1:2]))))

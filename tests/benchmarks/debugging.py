@@ -1,6 +1,6 @@
 """How often the debugger stands at the user's frame after a failure, and how soon, counted over seeded failures.
 
-    python -m tests.benchmarks.debugging [--rounds 100]
+    python -m tests.benchmarks debugging [--rounds 100]
 
 Four ranks train; one of them fails at a random step, in a random way, while the others wait for it in an all-reduce.
 Every rank is then asked for a variable, and pdb is opened in the next cell as a user does, by typing.
@@ -8,13 +8,12 @@ Every rank is then asked for a variable, and pdb is opened in the next cell as a
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.benchmarks.bench import Row, at_most, count, kernel, show
+from tests.benchmarks.bench import Row, at_most, count, kernel
 from tests.kernels import Kernel
 
 _SIZE = 4
@@ -95,9 +94,3 @@ def _round(started: Kernel, draw: random.Random) -> Round:
     shown = debugging.wait().stdout
     stands = "# FAILS" in shown and f"('marker', {bad_step})" in shown
     return Round(stands, answers == dict.fromkeys(range(_SIZE), bad_step), seconds)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=100)
-    show("Debugger", measure(parser.parse_args().rounds))

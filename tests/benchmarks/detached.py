@@ -1,19 +1,17 @@
 """Kernels with a detached job, killed at random moments: no line is lost, and the weights are those of any other run.
 
-python -m tests.benchmarks.detached [--rounds 60] [--seed 0]
+python -m tests.benchmarks detached [--rounds 60] [--seed 0]
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import time
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.benchmarks.bench import Row, call, count, kernel, show
+from tests.benchmarks.bench import Row, call, count, kernel
 
 _SETUP = "import torch, nblaunch, tests.benchmarks.detached"
 _STEPS = 40
@@ -105,11 +103,3 @@ def in_kernel_attach(job_id: str) -> tuple[float, bool, bool]:
     pairs = zip(trained.parameters(), _undisturbed[0].parameters(), strict=True)
     has_lines = all(job.logs(rank).splitlines() == lines for rank in job.ranks)
     return seconds, has_lines, all(torch.equal(one, other) for one, other in pairs)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    sys.exit(0 if show("Detached jobs", measure(options.rounds, options.seed)) else 1)

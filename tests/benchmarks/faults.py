@@ -1,6 +1,6 @@
 """A hundred launches in one kernel with random faults among them: each ends as it should, and nothing is left.
 
-    python -m tests.benchmarks.faults [--launches 100] [--seed 0]
+    python -m tests.benchmarks faults [--launches 100] [--seed 0]
 
 A launch draws a fault, and a good launch that trains a model follows it. A rank raises, is killed by SIGKILL, exits
 with a code, returns what can't be pickled, or hangs so that its job is stopped; or the cell is interrupted while
@@ -9,7 +9,6 @@ workers compute.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.benchmarks.bench import Row, at_most, call, count, kernel, show
+from tests.benchmarks.bench import Row, at_most, call, count, kernel
 from tests.benchmarks.repeat import MAX_RSS_MB, in_kernel_state
 
 NUM_LAUNCHES = 100
@@ -47,7 +46,7 @@ def measure(launches: int = NUM_LAUNCHES, seed: int = 0) -> Iterator[Row]:
         if of_name:
             yield count(f"{name}: ends as it should", of_name.count(""), len(of_name))
     yield count("the launch after it is good", sum(not after_wrong for *_, after_wrong in outcomes), launches)
-    for name in ("descriptors", "threads", "zombies"):
+    for name in ("descriptors", "threads", "processes"):
         yield at_most(f"growth of {name}", after[name] - before[name], 0, digits=0)
     yield at_most("growth of memory", after["rss_mb"] - before["rss_mb"], MAX_RSS_MB, " MB", 1)
 
@@ -173,16 +172,3 @@ FAULTS: dict[str, Callable[[], str]] = {
     "the cell is interrupted": _interrupted,
     "a rank hangs": lambda: _expect("JobHung", _hang, hang_timeout_s=_HANG_TIMEOUT_S, on_hang="stop"),
 }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--launches", type=int, default=NUM_LAUNCHES)
-    parser.add_argument("--seed", type=int, default=0)
-    return not show("Faults", measure(**vars(parser.parse_args())))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

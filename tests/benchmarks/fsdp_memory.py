@@ -1,7 +1,5 @@
 """Host memory of a sharded launch: a model built once in the kernel, its parts on every rank.
 
-    python -m tests.benchmarks.fsdp_memory
-
 Proportional set size (PSS), as in ``memory.py``, of the kernel and its workers together. What the same launch takes
 with a model of next to nothing is subtracted at every stage: interpreters, libraries, process groups. The peak while
 the model is sharded is what was seen in samples, as many as the machine allows.
@@ -9,7 +7,6 @@ the model is sharded is what was seen in samples, as many as the machine allows.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel
 from tests.benchmarks.memory import total_pss_mb
 from tests.kernels import Kernel
 
@@ -125,7 +122,3 @@ def _meet(folder: str, stage: str, rank: int) -> None:
     Path(folder, f"{stage}-rank{rank}").touch()
     while not Path(folder, f"{stage}-go").exists():
         time.sleep(0.02)
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Memory of sharded models", measure()))

@@ -1,7 +1,7 @@
 """What a training step and a launch cost on GPUs: steps against hand-written loops, launches against accelerate.
 
-    python -m tests.benchmarks.gpu            # about 4 minutes on one GPU or two
-    python -m tests.benchmarks.gpu --cpu      # the same code with few steps on CPU cores: its numbers mean nothing
+    python -m tests.benchmarks gpu            # about 4 minutes on one GPU or two
+    python -m tests.benchmarks gpu --cpu      # the same code with few steps on CPU cores: its numbers mean nothing
 
 Steps are taken inside one launched job, in turn by a hand-written loop and by ours, after a barrier each time: with a
 model so small that the host decides how fast it trains, and with one that keeps the GPU busy.
@@ -16,7 +16,6 @@ by torchrun in turn, from the call to the same step.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import math
@@ -27,12 +26,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
-from tests.benchmarks.bench import CELL_TIMEOUT_S, ROOT, Row, batches, call, free_port, kernel, show
-from tests.kernels import KernelTimeout
+from tests.benchmarks.bench import CELL_TIMEOUT_S, ROOT, Row, batches, call, free_port, kernel
+from tests.kernels import Kernel, KernelTimeout
 
 MIN_STEPS, MIN_LAUNCH = 0.98, 3.0
 HAS_PEER = importlib.util.find_spec("accelerate") is not None
@@ -54,6 +54,7 @@ class Extent:
         kernels: fresh ones, for each launcher.
         first_cell: of the kernels.
         env: of the kernels.
+        is_new: kernels in new interpreters.
     """
 
     backend: str
@@ -66,6 +67,11 @@ class Extent:
     kernels: int
     first_cell: str = "import torch"
     env: tuple[tuple[str, str], ...] = ()
+    is_new: bool = True
+
+    def kernel(self, *, check: bool = True) -> AbstractContextManager[Kernel]:
+        """A fresh one in which the first cell has run."""
+        return kernel(self.first_cell, dict(self.env), check=check, is_new=self.is_new)
 
 
 FULL = Extent("cuda", 7, 300, 40, "small", "large", launches=5, kernels=3)
@@ -73,7 +79,7 @@ ON_CPU = (("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
 # A rehearsal is not to wait for every rank to import what its kernel may have imported.
 IMPORTED = "import torch; from nblaunch import Accelerator"
 REHEARSAL = Extent(
-    "cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, first_cell=IMPORTED, env=ON_CPU
+    "cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, first_cell=IMPORTED, env=ON_CPU, is_new=False
 )
 
 # Of a batch: those of two dimensions are for linear layers, the others for a transformer's.
@@ -81,7 +87,11 @@ SHAPES = {"small": (128, 1024), "tiny": (4, 16), "large": (16, 128, 768), "tiny 
 NUM_LAYERS = {"small": 4, "tiny": 4, "large": 8, "tiny large": 1}
 
 
-def measure() -> Iterator[Row]:
+def measure(cpu: bool = False) -> Iterator[Row]:
+    if cpu:
+        yield Row("a rehearsal on CPU cores", "its numbers mean nothing")
+        yield from rows(REHEARSAL, 2)
+        return
     count = BACKEND.device_count() if BACKEND.affinity() else 0
     if not count:
         yield Row("GPUs of this machine", "none: nothing to measure")
@@ -116,7 +126,7 @@ def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
     """Ratios of steps a second, with what a step takes longer."""
     where = f"{size} {'device' if extent.backend == 'cpu' else 'GPU'}{'s' if size > 1 else ''}"
     peer = "hand-written DDP's" if size > 1 else "a hand-written loop's"
-    with kernel(extent.first_cell, dict(extent.env)) as started:
+    with extent.kernel() as started:
         for name, has_loader in ((extent.small, False), (extent.small, True), (extent.large, False)):
             steps = extent.small_steps if name == extent.small else extent.large_steps
             laps = call(
@@ -140,7 +150,7 @@ def _first_launch_rows(extent: Extent) -> Iterator[Row]:
     is_held = {}
     for _ in range(extent.kernels):
         for library, found in times.items():
-            with kernel(extent.first_cell, dict(extent.env)) as started:
+            with extent.kernel() as started:
                 seconds, is_held[library] = call(started, in_kernel_first_launch, library, extent.backend)
                 found.append(seconds)
     for library, found in times.items():
@@ -168,7 +178,7 @@ def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
 
 def _launches(extent: Extent, size: int, peer: str) -> tuple[float, float, float]:
     """Seconds of ours and of the peer, and the ratio of its to ours; medians."""
-    with kernel(extent.first_cell, dict(extent.env), check=peer == "bare fork") as started:
+    with extent.kernel(check=peer == "bare fork") as started:
         found = call(started, in_kernel_launches, peer, size, extent.backend, extent.launches)
     ours, theirs = (statistics.median(one[name] for one in found) for name in ("nblaunch", peer))
     return ours, theirs, statistics.median(one[peer] / one["nblaunch"] for one in found)
@@ -445,16 +455,3 @@ def _own_loop(accelerator: Any, name: str, dataset: Any) -> Callable[[int], None
             optimizer.zero_grad()
 
     return loop
-
-
-def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Steps and launches on GPUs.")
-    parser.add_argument("--cpu", action="store_true", help="try the code of the benchmark on two CPU cores")
-    if not parser.parse_args(words).cpu:
-        return int(not show("GPUs", measure()))
-    show("GPUs: a rehearsal on CPU cores, whose numbers mean nothing", rows(REHEARSAL, 2))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

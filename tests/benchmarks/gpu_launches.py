@@ -1,6 +1,6 @@
 """How many launches succeed in one kernel that has used its GPU before, without a restart; accelerate's beside ours.
 
-    python -m tests.benchmarks.gpu_launches      # 17 launches in each of three kernels, about 5 minutes on a GPU
+    python -m tests.benchmarks gpu_launches      # 17 launches in each of three kernels, about 5 minutes on a GPU
 
 accelerate shares no GPU between processes and starts none for one, so it is measured on two GPUs or more.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
-from tests.benchmarks.bench import Row, call, count, free_port, kernel, show
+from tests.benchmarks.bench import Row, call, count, free_port, kernel
 
 LAUNCHES = 17
 BEFORE = {
@@ -76,7 +75,3 @@ def _add_up(library: str) -> None:
     accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).sum())
     total = accelerator.reduce(torch.ones(1, device=accelerator.device), "sum")
     assert total.item() == accelerator.num_processes == 2
-
-
-if __name__ == "__main__":
-    sys.exit(int(not show("Launches from a kernel that has used its GPU", measure())))

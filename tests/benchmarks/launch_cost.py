@@ -1,7 +1,5 @@
 """What a launch costs beyond bare ``os.fork``: with nothing in the function, and with a process group up.
 
-    python -m tests.benchmarks.launch_cost
-
 Both sides start the same number of children from the same kernel, in turn. The bare side does the least that a
 program could do: fork, the same work in the children, ``os._exit``, ``waitpid``.
 
@@ -31,7 +29,6 @@ from tests.benchmarks.bench import (
     call,
     free_port,
     kernel,
-    show,
 )
 from tests.kernels import KernelTimeout
 
@@ -206,7 +203,3 @@ def bare_group(
         )
 
     bare(size, join, host)
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Launch cost", measure()))

@@ -1,6 +1,6 @@
 """How often failures and interrupts end well, counted over many fresh kernels.
 
-    python -m tests.benchmarks.lotteries [--errors 50] [--kills 50] [--interrupts 200] [--peers 10] [--jobs 3]
+    python -m tests.benchmarks lotteries [--errors 50] [--kills 50] [--interrupts 200] [--peers 10] [--jobs 3]
 
 * error: rank 1 raises while rank 0 waits in a collective. The cell should raise that very exception, soon.
 * kill: rank 1 kills itself with SIGKILL while rank 0 waits. The error should name the rank and the signal.
@@ -14,7 +14,6 @@ the series.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.bench import Row, count, free_port, kernel, show
+from tests.benchmarks.bench import Row, count, free_port, kernel
 from tests.kernels import Cell, Kernel, LeftBehind
 
 LAUNCHERS = ("nblaunch", "accelerate", "torch.multiprocessing")
@@ -260,16 +259,3 @@ def _loop(folder: str, name: str) -> None:
             time.sleep(1)
         else:
             print(f"step {i}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (("errors", 50), ("kills", 50), ("interrupts", 200), ("peers", 10), ("jobs", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return not show("Lotteries", measure(**vars(parser.parse_args())))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

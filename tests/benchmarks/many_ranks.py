@@ -1,7 +1,7 @@
 """What the display of many ranks costs: made-up ranks with 20 events a second each and curves of their losses, shown
 with widgets in a kernel.
 
-    python -m tests.benchmarks.many_ranks [ranks] [seconds]
+    python -m tests.benchmarks many_ranks [--num_ranks 512] [--seconds 20]
 
 Half of the events are lines, half progress bars that are redrawn; readings of the board come ten times a second. No
 worker is started: the share of a core is that of the dashboards alone. In the middle one rank begins to take four times
@@ -11,12 +11,9 @@ as long for a step; the rows must name it within four seconds.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from datetime import datetime
-from typing import Any
 
-from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, sent_s
 from tests.dashboard.feed import FEED
 from tests.dashboard.front_end import size
 
@@ -73,17 +70,7 @@ def measure(num_ranks: int = NUM_RANKS, seconds: float = SECONDS) -> Iterator[Ro
     yield at_most(f"{what}: kB a second", sum(map(size, live)) / 1000 / seconds, MAX_KB_S, digits=1)
     yield Row(f"{what}: messages a second", f"{len(live) / seconds:.1f}")
     named_s = [
-        _seconds(message) for message in live if f"rank {SLOW_RANK} is " in json.dumps(message["content"])
+        sent_s(message) for message in live if f"rank {SLOW_RANK} is " in json.dumps(message["content"])
     ]
     delay_s = min(named_s, default=float("inf")) - found["slow_s"]
     yield at_most(f"{what}: seconds until the slow rank is named", delay_s, MAX_NAMED_S, " s", 1)
-
-
-def _seconds(message: dict[str, Any]) -> float:
-    date = message["header"]["date"]
-    return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()
-
-
-if __name__ == "__main__":
-    numbers = [int(sys.argv[1])] if len(sys.argv) > 1 else []
-    sys.exit(not show("Many ranks", measure(*numbers, *map(float, sys.argv[2:3]))))

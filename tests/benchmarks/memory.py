@@ -1,7 +1,5 @@
 """Whether workers share the model that they were given: proportional memory of a whole launch, with it and without.
 
-    python -m tests.benchmarks.memory
-
 Proportional set size (PSS) counts a page that n processes share as 1/n in each, so its sum over kernel, forkserver and
 workers is the memory that they take together. Every worker reads all of the weights; then it collects its garbage,
 which writes to the headers of Python objects and must not copy the model either.
@@ -10,13 +8,12 @@ which writes to the headers of Python objects and must not copy the model either
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.benchmarks.bench import Row, at_most, kernel, show
+from tests.benchmarks.bench import Row, at_most, kernel
 from tests.kernels import Kernel
 
 NUM_WORKERS = 8
@@ -26,17 +23,17 @@ _CELL = "from tests.benchmarks import memory\nmemory.in_kernel_hold({mb}, {metho
 
 def measure() -> Iterator[Row]:
     for method, copies in (("fork", 1), ("forkserver", 2)):
-        base = _total_mb(method, 0)
-        loaded = _total_mb(method, MODEL_MB)
+        with kernel() as started:
+            base, loaded = (total_mb(started, method, size) for size in (0, MODEL_MB))
         where = f"{NUM_WORKERS} workers by {method}, {MODEL_MB} MB model"
         for moment, with_model, without in zip(("", ", after gc.collect()"), loaded, base, strict=True):
             limit = MODEL_MB * (copies + 0.1)
             yield at_most(f"{where}{moment}: PSS above none", with_model - without, limit, " MB", 0)
 
 
-def _total_mb(method: str, model_mb: int) -> tuple[float, float]:
+def total_mb(started: Kernel, method: str, model_mb: int) -> tuple[float, float]:
     """Memory of the whole launch in MB: when every worker has read the model, and after their collection."""
-    with tempfile.TemporaryDirectory() as folder, kernel() as started:
+    with tempfile.TemporaryDirectory() as folder:
         cell = started.submit(_CELL.format(mb=model_mb, method=method, folder=folder))
         totals = []
         for stage in ("read", "collected"):
@@ -85,7 +82,3 @@ def _hold(model: object, folder: str) -> None:
             time.sleep(0.02)
         gc.collect()
     del with_weights
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Memory", measure()))

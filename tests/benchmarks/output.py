@@ -1,17 +1,13 @@
-"""What printing costs a worker, how many messages the notebook gets for it, and whether a line is lost.
-
-python -m tests.benchmarks.output
-"""
+"""What printing costs a worker, how many messages the notebook gets for it, and whether a line is lost."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, call, count, free_port, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, call, count, free_port, kernel
 from tests.kernels import Cell
 
 NUM_WORKERS = 4
@@ -91,7 +87,3 @@ def _print(folder: str, num_prints: int) -> None:
         print(_line(i))
     cost_us = (time.perf_counter() - start) / num_prints * 1e6
     Path(folder, os.environ["RANK"]).write_text(repr(cost_us))
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Output", measure()))

@@ -1,18 +1,15 @@
 """What progress costs the training loop: one step on the board, and a prepared loader beside a plain one.
 
-    python -m tests.benchmarks.progress
-
 Both are measured in a worker of a launch. The loaders hand out the same ready-made batches, so that what differs is
 what ``prepare`` adds to a step.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tests.benchmarks.bench import Row, alternate, at_most, call, kernel, show
+from tests.benchmarks.bench import Row, alternate, at_most, call, kernel
 
 NUM_STEPS = 20_000
 MAX_US = 1.0
@@ -95,7 +92,3 @@ class _Ready:
 
     def __getitem__(self, index: int) -> Any:
         return self._batch
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Progress", measure()))

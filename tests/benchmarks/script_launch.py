@@ -1,7 +1,4 @@
-"""What `nblaunch launch` costs: the same script by it and by `torchrun`, in turn, from the call to the exit.
-
-python -m tests.benchmarks.script_launch
-"""
+"""What `nblaunch launch` costs: the same script by it and by `torchrun`, in turn, from the call to the exit."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.benchmarks.bench import ROOT, Pairs, Row, alternate, at_most, show
+from tests.benchmarks.bench import ROOT, Pairs, Row, alternate, at_most
 
 SIZES = (2, 4)
 NUM_PAIRS = 7
@@ -70,7 +67,3 @@ def _least_ms(*words: str, repeats: int = 9) -> float:
     command = [sys.executable, "-m", "nblaunch", *words]
     pairs = [alternate(lambda: _run(command, dict(os.environ)), lambda: None, 1) for _ in range(repeats)]
     return min(pair.a_s for pair in pairs) * 1e3
-
-
-if __name__ == "__main__":
-    sys.exit(0 if show("Launching scripts", measure()) else 1)

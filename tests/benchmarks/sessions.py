@@ -1,26 +1,24 @@
 """What a session costs and stands: a command on four ranks, a second call, interrupts, errors, opening and closing.
 
-    python -m tests.benchmarks.sessions [--rounds 200]
+    python -m tests.benchmarks sessions [--rounds 200]
 
 The peer, ipyparallel, is compared in the same kernel, in turn, where it is installed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
 import random
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.benchmarks.bench import Row, at_most, call, count, kernel, show
+from tests.benchmarks.bench import Row, at_most, call, count, kernel
 
 _SETUP = "import torch, torch.distributed"
 _NUM_COMMANDS = 200
@@ -205,11 +203,3 @@ def _held() -> dict[str, int]:
         "threads": own.num_threads(),
         "processes": len(own.children(recursive=True)),
     }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=200)
-    sys.exit(0 if show("Sessions", measure(parser.parse_args().rounds)) else 1)

@@ -1,7 +1,5 @@
 """What a training step costs beyond raw DistributedDataParallel, what a prepared loader costs, and what prepare does.
 
-    python -m tests.benchmarks.step_overhead
-
 Two real ranks on gloo, with one thread each. In one process after the other, the same tiny model takes the same steps
 with raw DDP, with nblaunch and with accelerate, in turn and after a barrier each time; what counts is the median over
 the rounds of the ratio to the raw run of the same round.
@@ -12,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.benchmarks.bench import Row, at_most, batches, show
+from tests.benchmarks.bench import Row, at_most, batches
 from tests.training import ranks
 
 NUM_RANKS, NUM_ROUNDS, NUM_STEPS = 2, 5, 600
@@ -198,7 +195,3 @@ def _prepares() -> tuple[float, float]:
         ratios.append(ours / theirs)
         bare.append(theirs)
     return statistics.median(ratios[1:]), statistics.median(bare[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(not show("Step overhead", measure()))

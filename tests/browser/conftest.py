@@ -1,7 +1,7 @@
-"""A browser and a JupyterLab for the tests of this folder: started once, since both take seconds.
+"""A browser and a JupyterLab for the tests of this folder, which both take seconds to start.
 
-Once per module, not per session: as long as it runs, playwright runs an event loop in this very thread, where nbclient
-and others would want theirs.
+A browser for each module: as long as it runs, playwright runs an event loop in this very thread, where nbclient and
+others would want theirs. The server is a process of its own, and serves all modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with Lab(Path(tmp_path_factory.mktemp("lab"))) as lab:
         yield lab

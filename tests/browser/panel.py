@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nblaunch.dashboard.palette import BAD
-from tests.browser.lab import Page
+from tests.browser.classic import Classic
+from tests.browser.lab import Browser, Lab, Page, write_notebook
 
 RANK_BARS = ".jupyter-widgets .nbl-track[aria-label^=rank]:visible"
 RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
@@ -84,6 +87,13 @@ def button(page: Page, cell: int, name: str) -> Any:
     return page.output(cell).get_by_role("button", name=name, exact=True)
 
 
+def kill(page: Page, cell: int) -> None:
+    """Kill the job of a cell by its buttons, and wait until it says so."""
+    button(page, cell, "Kill").click()
+    button(page, cell, "Confirm kill").click(delay=600)  # not a double click
+    page.wait_for_text(cell, "cancelled after")
+
+
 def num_widgets(page: Page, cell: int) -> int:
     return page.output(cell).locator(".jupyter-widgets").count()
 
@@ -118,3 +128,16 @@ def has_no_widget_state(metadata: Any) -> bool:
     """GitHub refuses notebooks with widgets but no state; ours have none of both. Lab writes an empty state."""
     widgets = metadata.get("widgets", {})
     return all(part["state"] == {} for part in widgets.values())
+
+
+@contextmanager
+def opened(
+    server: Lab | Classic, browser: Browser, cells: Sequence[str], name: str = "jobs.ipynb"
+) -> Iterator[Page]:
+    """A notebook with these cells, the first of them run; its kernel ends with the block."""
+    write_notebook(server.folder / name, cells)
+    page = server.open(browser, name)
+    page.run(0)
+    page.wait_until_idle(0)
+    yield page
+    page.shut_down()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.browser.lab import Browser, Lab, Page, write_notebook
-from tests.browser.panel import HANGS, HEADS, button, wait_for_table
+from tests.browser.lab import Browser, Lab, Page
+from tests.browser.panel import HANGS, HEADS, kill, opened, wait_for_table
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -22,12 +22,8 @@ CELLS = (
 
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Browser) -> Iterator[Page]:
-    write_notebook(lab.folder / "hangs.ipynb", CELLS)
-    page = lab.open(browser, "hangs.ipynb")
-    page.run(0)
-    page.wait_until_idle(0)
-    yield page
-    page.shut_down()
+    with opened(lab, browser, CELLS, "hangs.ipynb") as page:
+        yield page
 
 
 def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
@@ -48,9 +44,7 @@ def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     assert "1 no progress" in rows.nth(1).inner_text()
     assert page.output(REPORTED).evaluate(HEADS)[: len(places)] == places  # no column has moved
     page.wait_until(lambda: re.search(r"\t0\t0(\t|$)", waiting.first.inner_text()), "rates of 0")
-    button(page, REPORTED, "Kill").click()
-    button(page, REPORTED, "Confirm kill").click(delay=600)  # not a double click
-    page.wait_for_text(REPORTED, "cancelled after")
+    kill(page, REPORTED)
     wait_for_table(page, REPORTED)
     assert page.output(REPORTED).evaluate(HEADS)[: len(places)] == places  # then that of exit statuses
 

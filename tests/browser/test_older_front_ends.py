@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from tests.browser.classic import Classic
-from tests.browser.lab import Browser, Lab, Page, write_notebook
+from tests.browser.lab import Browser, Lab, Page
 from tests.browser.panel import (
     HANGS,
     SETUP,
@@ -19,7 +19,9 @@ from tests.browser.panel import (
     button,
     has_no_widget_state,
     have_advanced,
+    kill,
     num_widgets,
+    opened,
     saved_outputs,
     show_lines_of,
     wait_for_red_bar,
@@ -61,13 +63,9 @@ def server(
 @pytest.fixture(scope="module")
 def page(server: Lab | Classic, browser: Browser) -> Iterator[Page]:
     """A notebook with these cells, the first of them run."""
-    write_notebook(server.folder / "jobs.ipynb", CELLS)
-    page = server.open(browser, "jobs.ipynb")
-    page.run(0)
-    page.wait_until_idle(0)
-    assert page.text(0).split() == ["6.17.1", "7.34.0", "7.7.1", "3.5.3", "6.5.7"]
-    yield page
-    page.shut_down()
+    with opened(server, browser, CELLS) as page:
+        assert page.text(0).split() == ["6.17.1", "7.34.0", "7.7.1", "3.5.3", "6.5.7"]
+        yield page
 
 
 def picture(server: Lab | Classic, stage: str) -> str:
@@ -180,6 +178,4 @@ def test_a_hang_is_seen_where_it_is(server: Lab | Classic, page: Page) -> None:
     page.wait_for_text(HANGING, "waiting in all_reduce (cell")
     page.wait_for_text(HANGING, "no progress for")
     page.screenshot(picture(server, "hang"))
-    button(page, HANGING, "Kill").click()
-    button(page, HANGING, "Confirm kill").click(delay=600)  # not a double click
-    page.wait_for_text(HANGING, "cancelled after")
+    kill(page, HANGING)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.browser.lab import Browser, Lab, Page, write_notebook
-from tests.browser.panel import HEADS, wait_for_table
+from tests.browser.lab import Browser, Lab, Page
+from tests.browser.panel import HEADS, opened, wait_for_table
 from tests.dashboard.feed import FEED
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -102,12 +102,8 @@ output => {
 
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Browser) -> Iterator[Page]:
-    write_notebook(lab.folder / "rows.ipynb", CELLS)
-    page = lab.open(browser, "rows.ipynb")
-    page.run(0)
-    page.wait_until_idle(0)
-    yield page
-    page.shut_down()
+    with opened(lab, browser, CELLS, "rows.ipynb") as page:
+        yield page
 
 
 @contextmanager

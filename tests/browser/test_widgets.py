@@ -12,14 +12,16 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.browser.lab import Browser, Lab, Page, write_notebook
+from tests.browser.lab import Browser, Lab, Page
 from tests.browser.panel import (
     SETUP,
     bars,
     button,
     has_no_widget_state,
     have_advanced,
+    kill,
     num_widgets,
+    opened,
     saved_outputs,
     show_lines_of,
     wait_for_red_bar,
@@ -51,12 +53,8 @@ CELLS = (
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Browser) -> Iterator[Page]:
     """A notebook with these cells, the first of them run."""
-    write_notebook(lab.folder / "jobs.ipynb", CELLS)
-    page = lab.open(browser, "jobs.ipynb")
-    page.run(0)
-    page.wait_until_idle(0)
-    yield page
-    page.shut_down()
+    with opened(lab, browser, CELLS, "jobs.ipynb") as page:
+        yield page
 
 
 def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, browser: Browser) -> None:
@@ -130,9 +128,7 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     page.wait_for_text(ONE, "stacks of the ranks")
     page.wait_for_text(ONE, "in train: time.sleep(0.02)")
     page.screenshot("two_jobs.png")
-    button(page, ONE, "Kill").click()
-    button(page, ONE, "Confirm kill").click(delay=600)  # not a double click
-    page.wait_for_text(ONE, "cancelled after")
+    kill(page, ONE)
     wait_for_table(page, ONE)
     page.wait_until(lambda: len(bars(page, TWO)) == 2, "the bars of the other job")
 

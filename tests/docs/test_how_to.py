@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.architecture.source import ROOT
-from tests.docs.test_pages import blocks
 from tests.kernels import Kernel
+from tests.test_readme import blocks
 
 pytestmark = pytest.mark.timeout(400)
 

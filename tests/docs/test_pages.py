@@ -12,18 +12,9 @@ import pytest
 from nblaunch import cli
 from tests.architecture.source import ROOT
 from tests.kernels import Kernel
-from tests.test_readme import check_commands
+from tests.test_readme import blocks, check_commands
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-
-
-def blocks(path: Path) -> list[tuple[str, str]]:
-    """Language and text of each block of code."""
-    text = path.read_text(encoding="utf-8")
-    found = re.findall(r"^( *)```([\w{}.-]*)[^\n]*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [
-        (language, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)) for indent, language, code in found
-    ]
 
 
 @pytest.mark.timeout(400)

@@ -6,15 +6,9 @@ workers, would wait for ever for a lock whose holder is not among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.failures.conftest import start_kernel
 from tests.kernels import Kernel
-
-pytestmark = pytest.mark.timeout(120)
 
 FAIL_ONCE = """
 import pathlib
@@ -51,21 +45,14 @@ LOADS = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for all, whatever the start method."""
-    with start_kernel(tmp_path_factory.mktemp("logs")) as kernel:
-        yield kernel
-
-
-def test_a_restart_never_forks_the_busy_kernel(alone: Kernel, tmp_path: Path) -> None:
-    alone.run(f"sys.path.insert(0, {str(tmp_path)!r})" + FAIL_ONCE)
+def test_a_restart_never_forks_the_busy_kernel(shared: Kernel, tmp_path: Path) -> None:
+    shared.run(f"sys.path.insert(0, {str(tmp_path)!r})" + FAIL_ONCE)
     for load, code in LOADS.items():
         folder = tmp_path / load
         folder.mkdir()
         (tmp_path / "slow_module.py").write_text(SLOW_MODULE.format(folder=str(folder)))
         imports = "import slow_module" if load == "import" else ""
-        cell = alone.run(
+        cell = shared.run(
             f"""
 args = {str(folder)!r}, {imports!r}
 job = notebook_launcher(train, args, 2, background=True, max_restarts=1, return_all=True)
@@ -78,14 +65,13 @@ parents == {{os.getpid()}}, [value == os.getpid() for value in values], job.atte
             timeout_s=50,
         )
         assert cell.value == (True, [False, False], 1, "forkserver"), load
-        shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
-        assert "raised ValueError: flaky" in shown
-        assert "by forkserver" in shown
-        assert "a thread other than the main one" in shown
+        assert "raised ValueError: flaky" in cell.shown
+        assert "by forkserver" in cell.shown
+        assert "a thread other than the main one" in cell.shown
 
 
-def test_a_restart_finds_everything_as_it_was_at_the_launch(alone: Kernel, tmp_path: Path) -> None:
-    cell = alone.run(
+def test_a_restart_finds_everything_as_it_was_at_the_launch(shared: Kernel, tmp_path: Path) -> None:
+    cell = shared.run(
         f"""
 import linecache, random
 linecache.cache["<an earlier cell>"] = (0, None, ["at the launch"], "<an earlier cell>")
@@ -122,23 +108,21 @@ found[0][:3], found[0] == found[1]
     assert cell.value == (([1], 1.0, "at the launch"), True)
 
 
-def test_what_a_later_start_cannot_do_is_refused_at_the_launch(alone: Kernel) -> None:
-    alone.run("gate = threading.Lock()\ndef train():\n    return gate.locked()")
-    cell = alone.run(
+def test_what_a_later_start_cannot_do_is_refused_at_the_launch(shared: Kernel) -> None:
+    shared.run("gate = threading.Lock()\ndef train():\n    return gate.locked()")
+    cell = shared.run(
         "notebook_launcher(train, (), 2, background=True, max_restarts=1)", raises="PayloadError"
     )
-    assert cell.error is not None
-    assert " gate (TypeError" in cell.error.value
-    assert "Without max_restarts, or without background=True" in cell.error.value
-    assert alone.processes() == []
-    cell = alone.run(
+    assert " gate (TypeError" in cell.raised.value
+    assert "Without max_restarts, or without background=True" in cell.raised.value
+    assert shared.processes() == []
+    cell = shared.run(
         "notebook_launcher(train, (), 2, background=True, max_restarts=1, start_method='fork')",
         raises="ValueError",
     )
-    assert cell.error is not None
     for text in ("start_method='fork'", "background=True", "max_restarts"):
-        assert text in cell.error.value
-    assert alone.run("notebook_launcher(train, (), 2, background=True).result(30)").result == "False"
-    assert alone.run("notebook_launcher(train, (), 2, max_restarts=1)").result == "False"
-    leaked = alone.run("[link for link in descriptors().values() if 'nblaunch-call' in link]")
+        assert text in cell.raised.value
+    assert shared.run("notebook_launcher(train, (), 2, background=True).result(30)").result == "False"
+    assert shared.run("notebook_launcher(train, (), 2, max_restarts=1)").result == "False"
+    leaked = shared.run("[link for link in descriptors().values() if 'nblaunch-call' in link]")
     assert leaked.result == "[]"

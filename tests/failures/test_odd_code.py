@@ -49,36 +49,32 @@ launch({made}{options})
     )
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "def __str__(self): sys.exit(3)",
-        "def __str__(self): raise KeyboardInterrupt",
-        "def __reduce__(self): sys.exit(0)",
+ODD_BODIES = {
+    "str exits": ("def __str__(self): sys.exit(3)", "complete log: "),
+    "str interrupts": ("def __str__(self): raise KeyboardInterrupt", "complete log: "),
+    "reduce exits": ("def __reduce__(self): sys.exit(0)", "complete log: "),
+    "no notes": (
         "__getattribute__ = lambda self, name: {}[name] if name == '__notes__' else super().__getattribute__(name)",
-    ],
-    ids=["str-exits", "str-interrupts", "reduce-exits", "no-notes"],
-)
-def test_code_of_an_exception_can_not_hide_it(odd_kernel: Kernel, body: str) -> None:
+        "complete log: ",
+    ),
+    "notes are a number": ("__notes__ = 5", "Odd: lost"),
+    "notes are a text": ("__notes__ = 'one note'", "Odd: lost"),
+    "notes are no texts": ("__notes__ = [3, None]", "Odd: lost"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_BODIES)
+def test_code_of_an_exception_can_not_hide_it(odd_kernel: Kernel, odd: str) -> None:
+    body, shown = ODD_BODIES[odd]
     cell = fail(odd_kernel, body)
     assert "caught" in cell.stdout
-    assert cell.error is not None
-    assert "complete log: " in cell.error.text
-
-
-@pytest.mark.parametrize("notes", ["5", "'one note'", "[3, None]"])
-def test_notes_may_be_anything(odd_kernel: Kernel, notes: str) -> None:
-    cell = fail(odd_kernel, f"__notes__ = {notes}")
-    assert "caught" in cell.stdout
-    assert cell.error is not None
-    assert "Odd: lost" in cell.error.text
+    assert shown in cell.raised.text
 
 
 def test_notes_of_the_user_are_shown(odd_kernel: Kernel) -> None:
     cell = fail(odd_kernel, "__notes__ = [f'seen in file {i}' for i in range(50)]")
-    assert cell.error is not None
-    assert "seen in file 49" in cell.error.text
-    assert len(cell.error.lines) <= MAX_LINES
+    assert "seen in file 49" in cell.raised.text
+    assert len(cell.raised.lines) <= MAX_LINES
 
 
 def test_a_large_attribute_stays_behind(odd_kernel: Kernel) -> None:
@@ -112,13 +108,12 @@ launch({kind}(message))
         raises=kind,
         timeout_s=60,
     )
-    assert cell.error is not None
     assert f"True {kind} True" in cell.stdout
-    assert len(cell.error.lines) <= MAX_LINES, cell.error.lines[:MAX_LINES]
-    assert len(cell.error.text) < 10_000
-    assert len(cell.error.value) < 10_000  # what a saved notebook keeps
+    assert len(cell.raised.lines) <= MAX_LINES, cell.raised.lines[:MAX_LINES]
+    assert len(cell.raised.text) < 10_000
+    assert len(cell.raised.value) < 10_000  # what a saved notebook keeps
     assert len(cell.stdout) < 30_000
-    for shown in (cell.error.text, cell.error.value):
+    for shown in (cell.raised.text, cell.raised.value):
         assert "left out" in shown
         assert "the end" in shown
 
@@ -151,8 +146,7 @@ notebook_launcher(train, num_processes=2)
         raises="RecursionError",
         timeout_s=20,
     )
-    assert cell.error is not None
-    assert len(cell.error.lines) <= MAX_LINES
+    assert len(cell.raised.lines) <= MAX_LINES
 
 
 def test_a_syntax_error_is_shown_with_the_users_lines_alone(odd_kernel: Kernel) -> None:
@@ -166,11 +160,10 @@ notebook_launcher(train, num_processes=2)
 """,
         raises="SyntaxError",
     )
-    assert cell.error is not None
-    assert cell.error.text.count('compile("rate = = 3", "settings.py", "exec")') == 1, cell.describe()
-    assert "in train" in cell.error.text
-    assert "/nblaunch/" not in cell.error.text, cell.describe()
-    assert len(cell.error.lines) <= MAX_LINES, cell.describe()
+    assert cell.raised.text.count('compile("rate = = 3", "settings.py", "exec")') == 1, cell.describe()
+    assert "in train" in cell.raised.text
+    assert "/nblaunch/" not in cell.raised.text, cell.describe()
+    assert len(cell.raised.lines) <= MAX_LINES, cell.describe()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has exception groups from 3.11 on")

@@ -12,11 +12,10 @@ from tests.failures.conftest import value_of
 from tests.kernels import Kernel
 from tests.stuck_folder import StuckFolder, can_be_made
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    # tests/launcher/test_stopping.py has the same with a process that only seems not to end.
-    pytest.mark.skipif(not can_be_made(), reason="only root can mount a file system that does not answer"),
-]
+# tests/launcher/test_stopping.py has the same with a process that only seems not to end.
+pytestmark = pytest.mark.skipif(
+    not can_be_made(), reason="only root can mount a file system that does not answer"
+)
 
 LAUNCH = """
 nblaunch.launcher.supervisor.KILL_PATIENCE_S = 1.0
@@ -46,12 +45,10 @@ def test_the_cell_returns_and_names_the_process(
     assert folder.is_entered.wait(10)
     for _ in range(6):
         kernel.interrupt()
-    cell.wait(30)
-    assert cell.error is not None, cell.describe()
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(30).raised.name == "KeyboardInterrupt"
     kernel.run("pid = nblaunch.last_job().pids[0]")
     pid = value_of(kernel, "pid")
-    assert f"rank 0 (pid {pid}) did not end" in cell.error.value
+    assert f"rank 0 (pid {pid}) did not end" in cell.raised.value
     assert psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP
 
     assert value_of(kernel, "relaunch()") == [3.0, 3.0]

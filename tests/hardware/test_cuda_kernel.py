@@ -18,7 +18,7 @@ import torch
 from nblaunch import env
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.host import gpus
-from tests.kernels import Cell, Kernel
+from tests.kernels import Kernel
 
 pytestmark = [
     pytest.mark.cuda,
@@ -189,8 +189,7 @@ def test_two_ranks_on_one_gpu_learn_what_one_process_learns(start: StartKernel) 
     assert [(one["device"], one["group"]) for one in found] == [("cuda:0", "gloo")] * 2
     assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=1e-3)
     refused = kernel.run("notebook_launcher(train, (build(),), 2)", raises="ValueError")
-    assert refused.error is not None
-    assert "backend='cuda' lets several share one" in refused.error.value
+    assert "backend='cuda' lets several share one" in refused.raised.value
 
 
 @pytest.mark.skipif(COUNT < 2, reason="NCCL joins two GPUs or more")
@@ -264,10 +263,9 @@ def pick():
     )
     kind = "AcceleratorError" if hasattr(torch, "AcceleratorError") else "RuntimeError"  # from torch 2.8 on
     cell = kernel.run("notebook_launcher(pick, (), 1)", raises=kind, timeout_s=100)
-    assert cell.error is not None
-    assert "device-side assert triggered" in cell.error.text
-    assert "rank 0: An operation on the GPU was given a number out of range" in cell.error.text
-    assert "Try: the same function on the CPU" in cell.error.text
+    assert "device-side assert triggered" in cell.raised.text
+    assert "rank 0: An operation on the GPU was given a number out of range" in cell.raised.text
+    assert "Try: the same function on the CPU" in cell.raised.text
     assert "Assertion" in kernel.run("last_job().logs(0)").value
     assert _launch(kernel)[0][0]["device"] == "cuda:0"
 
@@ -287,8 +285,7 @@ def fail():
 """
     )
     cell = kernel.run("notebook_launcher(fail, (), 2)", raises="LookupError", timeout_s=100)
-    assert cell.error is not None
-    assert "only here" in cell.error.text
+    assert "only here" in cell.raised.text
     kernel.wait_for_no_processes()
     assert _launch(kernel, options=", num_processes=2")[0][1]["group"] == "nccl"
 
@@ -320,9 +317,8 @@ def assert_spinning_is_a_hang(kernel: Kernel, backend: str) -> None:
         raises="JobHung",
         timeout_s=100,
     )
-    assert cell.error is not None
-    assert "rank 1" in cell.error.value, cell.describe()
-    assert "in spin" in cell.error.value, cell.describe()
+    assert "rank 1" in cell.raised.value, cell.describe()
+    assert "in spin" in cell.raised.value, cell.describe()
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -385,10 +381,9 @@ def fill(num_rows):
 """
     )
     cell = kernel.run("notebook_launcher(fill, (16,), 1)", raises="OutOfMemoryError", timeout_s=100)
-    assert cell.error is not None
-    assert "rank 0: GPU memory ran out." in cell.error.text
-    assert "Try: a smaller batch" in cell.error.text
-    assert "Host memory" not in cell.error.text
+    assert "rank 0: GPU memory ran out." in cell.raised.text
+    assert "Try: a smaller batch" in cell.raised.text
+    assert "Host memory" not in cell.raised.text
 
 
 def test_the_table_shows_memory_and_how_busy_the_gpu_is(start: StartKernel) -> None:
@@ -410,10 +405,6 @@ def work():
     )
     cell = kernel.submit("notebook_launcher(work, num_processes=1, dashboard='html')")
     if _utilisation() is not None:
-        cell.wait_for(lambda cell: "% busy" in _shown(cell), 60, "the table to show how busy the GPU is")
+        cell.wait_for(lambda cell: "% busy" in cell.shown, 60, "the table to show how busy the GPU is")
     cell.wait(60)
-    assert " GB of " in _shown(cell), "peak memory of the device stays"
-
-
-def _shown(cell: Cell) -> str:
-    return "".join(display.data.get("text/plain", "") for display in cell.displays)
+    assert " GB of " in cell.shown, "peak memory of the device stays"

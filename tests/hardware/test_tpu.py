@@ -178,17 +178,14 @@ def test_chips_are_free_after_an_interrupt(tpu: Kernel, report: list[str], tmp_p
     cell = tpu.submit(endless(begun, "build()"))
     tpu.wait_until(begun.exists, 300, "the workers to compute", cell)
     tpu.interrupt()
-    cell.wait(60)
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait(60).raised.name == "KeyboardInterrupt"
     _launch(tpu, report, "after an interrupt")
 
 
 def test_chips_are_free_after_a_worker_is_killed(tpu: Kernel, report: list[str]) -> None:
     cell = tpu.run(DYING.format(model="build()"), raises="WorkerDied", timeout_s=300)
-    assert cell.error is not None
-    report += ["", "## killed", cell.error.value]
-    assert "SIGKILL" in cell.error.value
+    report += ["", "## killed", cell.raised.value]
+    assert "SIGKILL" in cell.raised.value
     _launch(tpu, report, "after a kill")
 
 

@@ -8,15 +8,13 @@ import re
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 
 from tests.dashboard.front_end import VIEW
 from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.kernels import Kernel
-from tests.notebooks.checks import CHECKS, RAISED, SMALL
-from tests.notebooks.saved import check_for_github, execute
-from tests.tools.notebooks import kernel_of
+from tests.notebooks.checks import CHECKS, SMALL
+from tests.notebooks.test_notebooks import check, executed
 
 PINS = (Path(__file__).parent / f"{os.environ['IMAGE']}.txt").read_text()
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
@@ -45,21 +43,7 @@ def test_runs_and_does_what_it_says(path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if HAS_XLA and path.stem == "03_tpu":
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    notebook = nbformat.read(path, as_version=4)
-    tagged = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
-    if path.stem in SMALL:
-        notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(SMALL[path.stem]))
-    notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[path.stem]))
-    with kernel_of(sys.executable) as name:
-        execute(notebook, path.parent, timeout_s=500, kernel_name=name)
-    check_for_github(notebook)
-    if path.stem == "04_when_things_go_wrong":
-        ended = {cell.id: _raised(cell) for cell in notebook.cells if _raised(cell)}
-        assert ended == {cell: kind for cell, (kind, _) in RAISED.items()}
-
-
-def _raised(cell: nbformat.NotebookNode) -> str:
-    return next((one.ename for one in cell.get("outputs", []) if one.output_type == "error"), "")
+    check(executed(path, SMALL.get(path.stem, ""), CHECKS[path.stem], timeout_s=500), path)
 
 
 PREAMBLE = """
@@ -92,15 +76,12 @@ def test_launch_failure_and_interrupt(kernel: Kernel, method: str) -> None:
     failed = kernel.run(
         f"notebook_launcher(fail, num_processes=2, start_method={method!r})", raises="LookupError"
     )
-    assert failed.error is not None
-    assert failed.error.value == "of rank 1"
-    assert "/nblaunch/" not in failed.error.text
+    assert failed.raised.value == "of rank 1"
+    assert "/nblaunch/" not in failed.raised.text
     waiting = kernel.submit(f"notebook_launcher(wait, num_processes=2, start_method={method!r})")
     waiting.wait_for_text("waiting")
     kernel.interrupt()
-    waiting.wait()
-    assert waiting.error is not None
-    assert waiting.error.name == "KeyboardInterrupt"
+    assert waiting.wait().raised.name == "KeyboardInterrupt"
     assert kernel.run("notebook_launcher(meet, num_processes=2)").value == 3
 
 
@@ -108,7 +89,7 @@ def test_launch_failure_and_interrupt(kernel: Kernel, method: str) -> None:
 def test_a_table_shows_the_job(kernel: Kernel, dashboard: str) -> None:
     kernel.run(PREAMBLE)
     cell = kernel.run(f"notebook_launcher(meet, num_processes=2, dashboard={dashboard!r})")
-    assert "done" in cell.stdout + "".join(str(display.data) for display in cell.displays)
+    assert "done" in cell.shown
 
 
 def test_widgets_show_the_job_until_it_ends(kernel: Kernel) -> None:

@@ -90,9 +90,12 @@ def test_a_script_and_an_export(result: Path, tmp_path: Path, command: list[str]
     )  # fmt: skip
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed
-    assert {"[0] hello from 0", "[1] hello from 1", "returned 42", "raised of the cell"} <= set(
-        printed.splitlines()
-    )
+    check(printed, result)
+
+
+def check(printed: str, result: Path) -> None:
+    wanted = {"[0] hello from 0", "[1] hello from 1", "returned 42", "raised of the cell"}
+    assert wanted <= set(printed.splitlines())
     assert "fail: failed in rank" in printed
     assert result.read_text() == "42 fork"
 
@@ -102,11 +105,7 @@ def test_the_editor_shows_text_and_errors(result: Path, tmp_path: Path) -> None:
     notebook.write_text(CELLS)
     with served("edit", notebook) as url:
         printed = asyncio.run(printed_by(url, notebook))
-    assert {"[0] hello from 0", "[1] hello from 1", "returned 42", "raised of the cell"} <= set(
-        printed.splitlines()
-    )
-    assert "fail: failed in rank" in printed
-    assert result.read_text() == "42 fork"
+    check(printed, result)
 
 
 def test_the_editors_interrupt_ends_a_launch(result: Path, tmp_path: Path) -> None:
@@ -131,17 +130,8 @@ def served(mode: str, notebook: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "marimo",
-        mode,
-        str(notebook),
-        "--headless",
-        "--no-token",
-        "--port",
-        str(port),
-    ]
+    options = ["--headless", "--no-token", "--port", str(port)]
+    command = [sys.executable, "-m", "marimo", mode, str(notebook), *options]
     with (notebook.parent / "server.log").open("w") as log:
         server = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=notebook.parent

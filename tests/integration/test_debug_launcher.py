@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from tests.kernels import Kernel
 
-CELL = """
-import torch
-from nblaunch import Accelerator, debug_launcher
 
+def test_runs_on_cpu_processes_that_know_each_other_and_raises_their_errors(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+from nblaunch import Accelerator, debug_launcher
 def function(offset):
     accelerator = Accelerator()
     assert accelerator.device.type == "cpu"
     ranks = accelerator.gather(torch.tensor([accelerator.process_index + offset]))
     return ranks.tolist(), accelerator.mixed_precision
+debug_launcher(function, (10,)), debug_launcher(function, (0,), 3)
 """
-
-
-def test_runs_on_cpu_processes_that_know_each_other(kernel: Kernel) -> None:
-    kernel.run(CELL)
-    cell = kernel.run("print(debug_launcher(function, (10,)), debug_launcher(function, (0,), 3))")
-    assert cell.stdout == "([10, 11], 'no') ([0, 1, 2], 'no')\n"
-
-
-def test_its_errors_are_the_functions(kernel: Kernel) -> None:
-    kernel.run("from nblaunch import debug_launcher\ndef fails():\n    raise ValueError('of the function')")
-    cell = kernel.run("debug_launcher(fails)", raises="ValueError")
-    assert cell.error is not None
-    assert cell.error.value == "of the function"
-    assert "in fails()" in cell.error.text
+    )
+    assert cell.value == (([10, 11], "no"), ([0, 1, 2], "no"))
+    cell = shared.run(
+        "def fails():\n    raise ValueError('its own')\ndebug_launcher(fails)", raises="ValueError"
+    )
+    assert cell.raised.value == "its own"
+    assert "in fails()" in cell.raised.text

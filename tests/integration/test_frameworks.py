@@ -75,17 +75,16 @@ TORCH_XLA = {
 }
 
 
-@pytest.mark.parametrize("imported", ["in the kernel", "inside"])
-def test_accelerate_uses_the_cpu_beside_an_installed_torch_xla(tmp_path: Path, imported: str) -> None:
+def test_accelerate_uses_the_cpu_beside_an_installed_torch_xla(tmp_path: Path) -> None:
+    """Whether it is first imported inside the function, or in the kernel."""
     for name, text in TORCH_XLA.items():
         file = tmp_path / "torch_xla" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     with Kernel.start(env={"PYTHONPATH": str(tmp_path), "NBLAUNCH_LOG_DIR": str(tmp_path)}) as kernel:
-        if imported == "in the kernel":
-            kernel.run("import accelerate")
         cell = kernel.run(
             """
+import sys
 from nblaunch import notebook_launcher
 def train():
     import torch
@@ -93,10 +92,13 @@ def train():
     accelerator = Accelerator()
     total = accelerator.reduce(torch.tensor(accelerator.process_index + 1), "sum")
     return accelerator.num_processes, accelerator.device.type, total.item()
-notebook_launcher(train, (), 2, backend="cpu", return_all=True)
+inside, is_imported = notebook_launcher(train, (), 2, backend="cpu", return_all=True), "accelerate" in sys.modules
+import accelerate
+inside, is_imported, notebook_launcher(train, (), 2, backend="cpu", return_all=True)
 """
         )
-    assert cell.value == [(2, "cpu", 3)] * 2
+    ranks = [(2, "cpu", 3)] * 2
+    assert cell.value == (ranks, False, ranks)
 
 
 def test_accelerate_computes_with_the_precision_of_the_launch(shared: Kernel) -> None:
@@ -116,10 +118,8 @@ asked, "ACCELERATE_MIXED_PRECISION" in os.environ
     assert cell.value == (["bf16", "no", "bf16", "no", "bf16"], False)
 
 
-@pytest.mark.parametrize("imported", ["in the kernel", "inside"])
-def test_lightning_fabric(fresh: Kernel, imported: str) -> None:
-    if imported == "in the kernel":
-        fresh.run("from lightning_fabric import Fabric")
+def test_lightning_fabric(fresh: Kernel) -> None:
+    """Whether it is first imported inside the function, or in the kernel."""
     cell = fresh.run(
         """
 def train():
@@ -131,29 +131,34 @@ def train():
     fabric.backward(model(torch.full((4, 2), fabric.global_rank + 1.0)).mean())
     optimizer.step()
     return fabric.world_size, fabric.global_rank, fabric.all_reduce(torch.tensor(1.0), reduce_op="sum").item()
-[notebook_launcher(train, num_processes=2, return_all=True, start_method=method) for method in ("fork", "forkserver")]
+def launched():
+    return [notebook_launcher(train, (), 2, return_all=True, start_method=method) for method in ("fork", "forkserver")]
+inside, is_imported = launched(), "lightning_fabric" in sys.modules
+import lightning_fabric
+inside, is_imported, launched()
 """
     )
-    assert cell.value == [[(2, 0, 2.0), (2, 1, 2.0)]] * 2
+    ranks = [[(2, 0, 2.0), (2, 1, 2.0)]] * 2
+    assert cell.value == (ranks, False, ranks)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("is_persistent", [False, True])
-def test_data_loaders_with_processes_of_their_own(shared: Kernel, method: str, is_persistent: bool) -> None:
+def test_data_loaders_with_processes_of_their_own(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 from torch.utils.data import DataLoader
 def train():
-    loader = DataLoader(range(40), batch_size=4, num_workers=2, persistent_workers={is_persistent},
-                        multiprocessing_context="fork")
-    sums = [sum(batch.sum().item() for batch in loader) for _ in range(2)]
-    iterator = iter(loader)
-    next(iterator)              # left in the middle
-    globals()["kept"] = iterator
+    sums, kept = [], globals().setdefault("kept", [])
+    for is_persistent in (False, True):
+        loader = DataLoader(range(40), batch_size=4, num_workers=2, persistent_workers=is_persistent,
+                            multiprocessing_context="fork")
+        sums += [sum(batch.sum().item() for batch in loader) for _ in range(2)]
+        kept.append(iter(loader))
+        next(kept[-1])              # left in the middle
     return sums
 notebook_launcher(train, num_processes=2, start_method={method!r}, return_all=True)
 """
     )
-    assert cell.value == [[780, 780]] * 2
+    assert cell.value == [[780] * 4] * 2
     assert "Exception" not in cell.stdout
     shared.wait_for_no_processes(5)

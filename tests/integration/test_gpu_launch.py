@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,24 +43,18 @@ def where():
 
 
 @pytest.fixture(scope="module")
-def made_up() -> Iterator[Kernel]:
+def made_up(shared: Kernel) -> Kernel:
     """One kernel for the tests that leave its CUDA alone."""
-    with Kernel.start() as kernel:
-        _make_up(kernel)
-        yield kernel
+    shared.run(MADE_UP)
+    return shared
 
 
-def _make_up(kernel: Kernel) -> None:
-    kernel.run("import os, time, torch, nblaunch\nfrom nblaunch import notebook_launcher")
-    kernel.run(MADE_UP)
-
-
-def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) -> None:
-    _make_up(kernel)
-    forked = kernel.run("notebook_launcher(where) == os.getpid()")
+def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(fresh: Kernel) -> None:
+    fresh.run(MADE_UP)
+    forked = fresh.run("notebook_launcher(where) == os.getpid()")
     assert forked.result == "True"
-    kernel.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
-    cell = kernel.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
+    fresh.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
+    cell = fresh.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
     assert cell.value == (False, "forkserver")
     text = " ".join(cell.displays[0].data["text/plain"].split())
     assert "warning" not in text
@@ -72,8 +65,7 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) 
 
 def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
     refused = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
-    assert refused.error is not None
-    assert "valid are 1 to 1, or None for all; backend='cpu' lets several share one" in refused.error.value
+    assert "valid are 1 to 1, or None for all; backend='cpu' lets several share one" in refused.raised.value
     cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
     assert len(cell.value) == 2
     assert "workers share a made-up device" in cell.stdout
@@ -89,8 +81,7 @@ def fill():
 """
     )
     cell = made_up.run("notebook_launcher(fill, num_processes=2, backend='cpu')", raises="OutOfMemoryError")
-    assert cell.error is not None
-    shown = cell.error.text
+    shown = cell.raised.text
     assert "rank 1: GPU memory ran out." in shown
     assert "Try: a smaller batch" in shown
     assert "Host memory" not in shown
@@ -99,8 +90,7 @@ def fill():
 def test_a_device_that_can_not_be_asked_does_not_hide_the_error(made_up: Kernel) -> None:
     made_up.run("def fail():\n    raise ValueError('asks for it')")
     cell = made_up.run("notebook_launcher(fail)", raises="ValueError")
-    assert cell.error is not None
-    assert "(asking the device about this failed: LookupError: no such device)" in cell.error.text
+    assert "(asking the device about this failed: LookupError: no such device)" in cell.raised.text
 
 
 # A module that uses the device when it is imported, as bitsandbytes does: by name, it travels as a name.
@@ -117,13 +107,11 @@ backends._built_in()["cpu"] = Touched()
 
 
 def test_a_function_whose_modules_use_the_device_is_loaded_by_every_worker(
-    kernel: Kernel, tmp_path: Path
+    fresh: Kernel, tmp_path: Path
 ) -> None:
     (tmp_path / "touchy.py").write_text(TOUCHY)
-    kernel.run(
+    fresh.run(
         f"""
-import os, sys, time, torch, nblaunch
-from nblaunch import notebook_launcher
 sys.path.insert(0, {str(tmp_path)!r})
 import touchy
 model = torch.nn.Linear(2, 2)
@@ -139,7 +127,7 @@ def train(model):
     return os.getppid(), mine.item(), torch.rand(1).item()
 """
     )
-    cell = kernel.run(
+    cell = fresh.run(
         "values = notebook_launcher(train, (model,), 2, return_all=True)\n"
         "expected = torch.rand(1).item()\n"
         "parents, sums, draws = zip(*values)\n"
@@ -150,7 +138,7 @@ def train(model):
     text = " ".join(cell.stdout.split())
     assert "every worker loads the function by itself" in text
     assert "this process has used the device, says the module" in text
-    _check_failing_and_stopping(kernel)
+    _check_failing_and_stopping(fresh)
 
 
 def _check_failing_and_stopping(kernel: Kernel) -> None:
@@ -168,9 +156,7 @@ def train(is_endless):
     cell = kernel.submit("notebook_launcher(train, (True,), 2)")
     cell.wait_for(lambda cell: cell.stdout.count("in touchy") == 2, what="both ranks to run")
     kernel.interrupt()
-    assert cell.wait().error is not None
-    assert cell.error is not None
-    assert cell.error.name == "KeyboardInterrupt"
+    assert cell.wait().raised.name == "KeyboardInterrupt"
 
 
 def test_the_table_shows_how_busy_the_device_is(made_up: Kernel, tmp_path: Path) -> None:

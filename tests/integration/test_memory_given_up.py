@@ -73,47 +73,40 @@ def test_a_background_job_and_its_result(shared: Kernel, dashboard: str) -> None
     assert shared.run("left()").value == [*GONE, False, False]
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "method"),
-    [("raise", "ValueError", "fork"), ("die", "WorkerDied", "fork"), ("raise", "ValueError", "forkserver")],
-)
-def test_a_job_that_failed(shared: Kernel, how: str, error: str, method: str) -> None:
+ENDS = {
+    "failed": ("notebook_launcher(train, (model, 'raise'), 2)", "ValueError"),
+    "failed by a forkserver": (
+        "notebook_launcher(train, (model, 'raise'), 2, start_method='forkserver')",
+        "ValueError",
+    ),
+    "died": ("notebook_launcher(train, (model, 'die'), 2)", "WorkerDied"),
+    "could not start": (
+        "notebook_launcher(train, (model, threading.Lock()), 2, start_method='spawn')",
+        "PayloadError",
+    ),
+    "cancelled": (
+        "job = notebook_launcher(train, (model, 'wait'), 2, background=True); job.cancel(); job.result()",
+        "JobCancelled",
+    ),
+    "inline": ("notebook_launcher(train, (model,), engine='inline')", None),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_job_that_has_ended_otherwise(shared: Kernel, end: str) -> None:
     """IPython keeps the traceback of the last error."""
+    source, error = ENDS[end]
     shared.run(PREPARED)
-    shared.run(f"notebook_launcher(train, (model, {how!r}), 2, start_method={method!r})", raises=error)
-    cell = shared.run("del model, train; left(), type(nblaunch.last_job().exception()).__name__")
-    assert cell.value == (GONE, error)
-
-
-def test_a_job_that_could_not_start(shared: Kernel) -> None:
-    shared.run(PREPARED)
-    shared.run(
-        "notebook_launcher(train, (model, threading.Lock()), 2, start_method='spawn')", raises="PayloadError"
-    )
+    shared.run(source, raises=error)
     assert shared.run("del model, train; left()").value == GONE
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_job_that_was_interrupted_or_cancelled(shared: Kernel, background: bool) -> None:
+def test_a_job_that_was_interrupted(shared: Kernel) -> None:
     shared.run(PREPARED)
-    if background:
-        shared.run(
-            "job = notebook_launcher(train, (model, 'wait'), 2, background=True); job.cancel(); job.wait()"
-        )
-        shared.run("job.result()", raises="JobCancelled")
-    else:
-        cell = shared.submit("notebook_launcher(train, (model, 'wait'), 2)")
-        cell.wait_for_text("waits")
-        shared.interrupt()
-        reply = cell.wait().error
-        assert reply is not None
-        assert reply.name == "KeyboardInterrupt"
-    assert shared.run("del model, train; left()").value == GONE
-
-
-def test_a_job_run_inline(shared: Kernel) -> None:
-    shared.run(PREPARED)
-    shared.run("notebook_launcher(train, (model,), engine='inline')")
+    cell = shared.submit("notebook_launcher(train, (model, 'wait'), 2)")
+    cell.wait_for_text("waits")
+    shared.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
     assert shared.run("del model, train; left()").value == GONE
 
 
@@ -141,8 +134,7 @@ before, [ref() is not None for ref in kept], job.status, job.logs(), len(job.met
     assert cell.value == ([True, True], [False, False], "done", "printed\n", 1, None)
     for method in ("result", "results", "weights"):
         gone = shared.run(f"job.{method}()", raises="RuntimeError")
-        assert gone.error is not None
-        assert "release() was called" in gone.error.value
+        assert "release() was called" in gone.raised.value
 
 
 def test_what_a_failed_job_releases(shared: Kernel) -> None:
@@ -168,6 +160,5 @@ def test_a_running_job_is_not_released(shared: Kernel) -> None:
     shared.run(PREPARED)
     shared.run("job = notebook_launcher(train, (model, 'wait'), 1, background=True)")
     refused = shared.run("job.release()", raises="RuntimeError")
-    assert refused.error is not None
-    assert "cancel()" in refused.error.value
+    assert "cancel()" in refused.raised.value
     assert shared.run("job.cancel(); job.wait(); job.release(); job.status").result == "'cancelled'"

@@ -17,7 +17,7 @@ def train():
 
 
 @pytest.mark.parametrize(
-    "how", ["num_processes=2", "num_processes=2, start_method='spawn'", "engine='inline'"]
+    "how", ["num_processes=2", "num_processes=2, start_method='forkserver'", "engine='inline'"]
 )
 def test_what_is_logged_reaches_the_job(shared: Kernel, how: str) -> None:
     cell = shared.run(
@@ -54,7 +54,7 @@ def train():
 """
 
 
-@pytest.mark.parametrize("how", ["start_method='fork'", "start_method='spawn'", "engine='inline'"])
+@pytest.mark.parametrize("how", ["start_method='fork'", "start_method='forkserver'", "engine='inline'"])
 def test_classes_of_the_notebook_stay_with_the_worker(shared: Kernel, how: str) -> None:
     """In ``job.metrics`` are Python's own types, wherever the classes of what was logged are known."""
     cell = shared.run(

@@ -24,6 +24,6 @@ def launch(function, times):
 
 
 @pytest.mark.parametrize("function", ["join", "build"])
-def test_a_function_may_return_as_soon_as_it_has_joined(kernel: Kernel, function: str) -> None:
-    kernel.run(CELL)
-    assert kernel.run(f"print(launch({function}, 12))").stdout == "{'[0, 1, 2, 3]'}\n"
+def test_a_function_may_return_as_soon_as_it_has_joined(shared: Kernel, function: str) -> None:
+    shared.run(CELL)
+    assert shared.run(f"launch({function}, 12)").value == {"[0, 1, 2, 3]"}

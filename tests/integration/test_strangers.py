@@ -1,8 +1,10 @@
-"""A process that is not of the job, in the place of one of its ranks: nothing that it sends is unpickled."""
+"""What is not of the job: nothing that it sends is unpickled, and no other machine can reach the job's sockets."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from tests.kernels import Kernel
 
@@ -44,3 +46,24 @@ def test_objects_of_strangers_are_refused(shared: Kernel, tmp_path: Path) -> Non
         name, text = shared.run(f"launch({str(witness)!r}, {start_method!r})").value
         assert (name, "does not carry the signature of this job" in text) == ("ValueError", True)
         assert not witness.exists()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_nothing_listens_beyond_the_loopback_interface(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+import psutil
+def train():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(4))
+    me = psutil.Process()
+    addresses = [c.laddr.ip for process in (me, psutil.Process({shared.pid}), me.parent())
+                 for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    dist.barrier()
+    return addresses
+# Kernels of users listen on TCP by themselves; this one of the tests uses Unix sockets.
+sum(notebook_launcher(train, (), 2, start_method={method!r}, return_all=True), [])
+"""
+    )
+    assert set(cell.value) == {"127.0.0.1"}

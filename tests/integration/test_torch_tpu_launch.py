@@ -1,9 +1,11 @@
-"""Launches by the TorchTPU backend from a real kernel, with a package in torch_tpu's place and made-up chips."""
+"""Launches by the TorchTPU backend from a real kernel, with a package in torch_tpu's place and made-up chips.
+
+The last test has the kernel import the package, after which it is no longer as the others need it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,28 +33,31 @@ def train(model):
     return os.environ["TPU_VISIBLE_CHIPS"], str(accelerator.device), ranks, kinds, import_by_parent, os.getppid()
 """
 
-Start = Callable[[], Kernel]
+# A module of the user that takes the chips when one of its objects is loaded.
+SEEDING = """
+class Early:
+    def __setstate__(self, state):
+        from torch_tpu._internal.device import _device_ops_backend
+        _device_ops_backend.is_taken = True
+    def __getstate__(self):
+        return {"a": 1}
+"""
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a kernel on a host with four chips."""
-    kernels: list[Kernel] = []
-
-    def new() -> Kernel:
-        path = fake_torch_tpu.write(tmp_path / "packages")
-        kernels.append(Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs"), "PYTHONPATH": path}))
-        kernels[0].run(CHIPS)
-        return kernels[0]
-
-    yield new
-    for kernel in kernels:
-        kernel.close()
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """On a host with four chips."""
+    packages = tmp_path_factory.mktemp("packages")
+    path = fake_torch_tpu.write(packages)
+    (packages / "seeding.py").write_text(SEEDING)
+    logs = str(tmp_path_factory.mktemp("logs"))
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": logs, "PYTHONPATH": path}) as kernel:
+        kernel.run(CHIPS)
+        yield kernel
 
 
-def test_one_import_and_one_model_serve_all_workers_launch_after_launch(start: Start) -> None:
+def test_one_import_and_one_model_serve_all_workers_launch_after_launch(kernel: Kernel) -> None:
     """Though a seed and a backward() ran in the kernel, which would have taken the chips with torch_tpu imported."""
-    kernel = start()
     kernel.run("torch.manual_seed(0); torch.ones(2, requires_grad=True).sum().backward()")
     for _ in range(2):
         cell = kernel.run(
@@ -76,43 +81,17 @@ def test_one_import_and_one_model_serve_all_workers_launch_after_launch(start: S
         assert "workers start through" not in cell.stdout
 
 
-def test_a_kernel_that_has_imported_torch_tpu_may_launch_until_it_takes_the_chips(start: Start) -> None:
-    """One import serves all workers there too, though torch_tpu has switched its import by torch on for good."""
-    kernel = start()
-    kernel.run("import torch_tpu; assert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '1'")
-    cell = kernel.run(
-        "found = notebook_launcher(train, (None,), return_all=True, dashboard='text')\nfound", timeout_s=120
-    )
-    assert [by_parent for *_, by_parent, _ in cell.value] == [True] * 4
-    assert "Import nblaunch before torch" in cell.stdout
-    cell = kernel.run("torch.manual_seed(0); notebook_launcher(lambda: 1)", raises="LaunchError")
-    assert cell.error is not None
-    assert "restart the kernel" in cell.error.text
-
-
-def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "packages").mkdir(exist_ok=True)
-    (tmp_path / "packages" / "seeding.py").write_text(
-        "import torch\n"
-        "class Early:\n"
-        "    def __setstate__(self, state):\n"
-        "        from torch_tpu._internal.device import _device_ops_backend\n"
-        "        _device_ops_backend.is_taken = True\n"
-        "    def __getstate__(self):\n"
-        "        return {'a': 1}\n"
-    )
-    kernel = start()
+def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(kernel: Kernel) -> None:
     cell = kernel.run(
         "import seeding\nearly = seeding.Early()\nnotebook_launcher(lambda it: 1, (early,), dashboard='none')",
         raises="LaunchError",
         timeout_s=120,
     )
-    assert cell.error is not None
-    assert "a module that it needs uses the device" in cell.error.text
+    assert "a module that it needs uses the device" in cell.raised.text
 
 
-def test_a_worker_that_libtpu_ends_says_that_there_is_no_tpu(start: Start) -> None:
-    cell = start().run(
+def test_a_worker_that_libtpu_ends_says_that_there_is_no_tpu(kernel: Kernel) -> None:
+    cell = kernel.run(
         """
 def abort():
     os.write(2, b"F0000 00:00:1 5309 compilation.cc:533] Check failed: context.ok() Failed to create default "
@@ -124,7 +103,18 @@ notebook_launcher(abort, dashboard="none")
         raises="WorkerDied",
         timeout_s=120,
     )
-    assert cell.error is not None
-    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.error.text
-    assert "compilation.cc:533] Check failed" in cell.error.text
-    assert "absl::LogMessage" not in cell.error.text
+    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.raised.text
+    assert "compilation.cc:533] Check failed" in cell.raised.text
+    assert "absl::LogMessage" not in cell.raised.text
+
+
+def test_a_kernel_that_has_imported_torch_tpu_may_launch_until_it_takes_the_chips(kernel: Kernel) -> None:
+    """One import serves all workers there too, though torch_tpu has switched its import by torch on for good."""
+    kernel.run("import torch_tpu; assert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '1'")
+    cell = kernel.run(
+        "found = notebook_launcher(train, (None,), return_all=True, dashboard='text')\nfound", timeout_s=120
+    )
+    assert [by_parent for *_, by_parent, _ in cell.value] == [True] * 4
+    assert "Import nblaunch before torch" in cell.stdout
+    cell = kernel.run("torch.manual_seed(0); notebook_launcher(lambda: 1)", raises="LaunchError")
+    assert "restart the kernel" in cell.raised.text

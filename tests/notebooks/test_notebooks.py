@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.notebooks.checks import CHECKS, RAISED, SMALL
 from tests.notebooks.saved import check_for_github, execute, texts
 from tests.profiles import python_of
+from tests.tools.notebooks import kernel_of
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -33,27 +34,17 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture
-def profile(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A kind of kernel; Jupyter finds a kernel of this name while the test runs."""
-    name: str = request.param
-    arguments = [python_of(name), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = tmp_path / "kernels" / name / "kernel.json"
-    spec.parent.mkdir(parents=True)
-    spec.write_text(json.dumps({"argv": arguments, "display_name": name, "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    return name
-
-
-def executed(path: Path, parameters: str = "", last_cell: str = "", kernel_name: str = "python3") -> Any:
+def executed(
+    path: Path, parameters: str, last_cell: str, python: str = sys.executable, timeout_s: int = 250
+) -> Any:
     """The executed notebook, with ``parameters`` set after its own and one more cell at the end."""
     notebook = nbformat.read(path, as_version=4)
     if parameters:
         tagged = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
         notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(parameters))
-    if last_cell:
-        notebook.cells.append(nbformat.v4.new_code_cell(last_cell))
-    execute(notebook, path.parent, timeout_s=250, kernel_name=kernel_name)
+    notebook.cells.append(nbformat.v4.new_code_cell(last_cell))
+    with kernel_of(python) as name:
+        execute(notebook, path.parent, timeout_s, kernel_name=name)
     return notebook
 
 
@@ -65,12 +56,10 @@ def executed(path: Path, parameters: str = "", last_cell: str = "", kernel_name:
         *(("colab", path) for path in NOTEBOOKS if path.stem.startswith(SHOWN)),
     ],
     ids=lambda one: getattr(one, "stem", one),
-    indirect=["profile"],
 )
 def test_runs_and_does_what_it_says(path: Path, profile: str) -> None:
-    notebook = executed(
-        path, SMALL.get(path.stem, ""), f"{CHECKS[path.stem]}\n{_VERSIONS}", kernel_name=profile
-    )
+    last_cell = f"{CHECKS[path.stem]}\n{_VERSIONS}"
+    notebook = executed(path, SMALL.get(path.stem, ""), last_cell, python_of(profile))
     # A busy kernel sends it in pieces.
     versions = "".join(output.text for output in notebook.cells.pop().outputs)
     assert versions.startswith("6.17.1 7.34.0 7.7.") == (profile == "colab")
@@ -78,10 +67,15 @@ def test_runs_and_does_what_it_says(path: Path, profile: str) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, copy)
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code" and cell.source)
+    check(notebook, path)
+
+
+def check(notebook: Any, path: Path) -> None:
+    """What must have come out of an executed notebook, beside what its last cell has checked."""
     check_for_github(notebook)
     if path.stem == "04_when_things_go_wrong":
         assert "rank 0 puts its things away" in texts(notebook)
-        assert {cell.id: raised(cell) for cell in notebook.cells if raised(cell)}.keys() == RAISED.keys()
+        assert {cell.id for cell in notebook.cells if raised(cell)} == RAISED.keys()
         for cell in notebook.cells:
             kind, word = RAISED.get(cell.id, ("", ""))
             assert raised(cell).startswith(kind)

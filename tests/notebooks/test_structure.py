@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,6 @@ def read(path: Path) -> Any:
 def code_of(cell: Any) -> ast.Module:
     """The cell's Python; lines for IPython alone are left out."""
     return ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE))
-
-
-@cache
-def messages() -> frozenset[str]:
-    """All texts in the package's code, with a line break where a value is filled in."""
-    found: set[str] = set()
-    for source in (FOLDER.parent / "nblaunch").rglob("*.py"):
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "\n" for part in node.values]
-                found.add("".join(map(str, parts)))
-    return frozenset(found)
 
 
 def test_it_begins_with_a_promise(path: Path) -> None:
@@ -121,17 +106,3 @@ def test_it_explains_more_than_it_computes(path: Path) -> None:
     assert len(prose) >= len(cells) / 4
     for cell in cells:
         assert cell.source.strip(), "an empty cell"
-
-
-def test_what_it_quotes_is_what_the_code_says(path: Path) -> None:
-    """A message in a table of symptoms is looked for in the code by the reader as well."""
-    tables = [
-        line
-        for cell in read(path).cells
-        if cell.cell_type == "markdown"
-        for line in cell.source.splitlines()
-        if line.startswith("|")
-    ]
-    quoted = {quote for line in tables for quote in re.findall(r'"([^"`]* [^"`]*)"', line)}
-    missing = {quote for quote in quoted if not any(quote in text for text in messages())}
-    assert not missing, f"{path.name} quotes messages that nblaunch has nowhere"

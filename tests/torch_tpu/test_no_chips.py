@@ -100,18 +100,16 @@ def test_joining_says_that_there_is_no_tpu(kernel: Kernel) -> None:
     cell = kernel.run(
         "notebook_launcher(join, (model,), dashboard='none')", raises="RuntimeError", timeout_s=250
     )
-    assert cell.error is not None
-    assert "TPU initialization failed: No jellyfish device found" in cell.error.text
+    assert "TPU initialization failed: No jellyfish device found" in cell.raised.text
 
 
 def test_a_worker_that_libtpu_aborts_says_so_too(kernel: Kernel) -> None:
     cell = kernel.run(
         "notebook_launcher(compute, (model,), 1, dashboard='none')", raises="WorkerDied", timeout_s=250
     )
-    assert cell.error is not None
-    assert "was killed by SIGABRT" in cell.error.text
-    assert "Check failed: context.ok()" in cell.error.text
-    assert "LogMessage::" not in cell.error.text
+    assert "was killed by SIGABRT" in cell.raised.text
+    assert "Check failed: context.ok()" in cell.raised.text
+    assert "LogMessage::" not in cell.raised.text
 
 
 def test_the_package_fits_this_torch() -> None:

@@ -42,15 +42,7 @@ NUM_WORKERS = 8
 NUM_LAYERS = 16
 WIDTH = 2560
 MODEL_BYTES = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-VARIANTS = (
-    "passed",
-    "passed, all at once",
-    "passed, plain",
-    "built",
-    "built, one at a time",
-    "built, plain",
-    "passed and returned",
-)
+VARIANTS = ("passed", "passed, all at once", "built", "built, one at a time")
 _ASKED, _ANSWERED = 1024, 1025
 
 
@@ -65,7 +57,6 @@ class Report:
         start: of the kernel, with the model and torch_xla, before the launch.
         elapsed_s: from the launch to the last worker's model.
         num_samples: how often it was looked at.
-        peak_of_all: highest host memory of the whole launch, with trained weights on their way back.
     """
 
     variant: str
@@ -74,7 +65,6 @@ class Report:
     start: int
     elapsed_s: float
     num_samples: int
-    peak_of_all: int
 
 
 def measure(variant: str, device: str = "CPU", timeout_s: float = 140.0) -> Report:
@@ -152,14 +142,10 @@ def run_one(variant: str) -> Report:
 
     from nblaunch import notebook_launcher
     from nblaunch.backends.xla import BACKEND
-    from nblaunch.host import memory
 
     moved = mmap.mmap(-1, 4096)
-    if "all at once" in variant or "plain" in variant:
+    if "all at once" in variant:
         BACKEND.transfers_in_turn = False
-    if "plain" in variant:
-        memory.tune_allocator = lambda: False
-        memory.trim = lambda: None
     BACKEND.prepare_launcher()
     args = (build(),) if variant.startswith("passed") else (None,)
     sampler = Sampler(moved)
@@ -169,14 +155,13 @@ def run_one(variant: str) -> Report:
         lambda model: _place(model, moved, "one at a time" in variant),
         args,
         NUM_WORKERS if BACKEND.is_oversubscribable else BACKEND.device_count(),
-        sync_weights="returned" in variant,
+        sync_weights=False,
         dashboard="text",
     )
-    peak_of_all = max(sampler.samples)
     sampler.is_over.set()
     sampler.join()
     placed = sampler.placed
-    return Report(variant, max(placed), placed[-1], start, elapsed_s, len(placed), peak_of_all)
+    return Report(variant, max(placed), placed[-1], start, elapsed_s, len(placed))
 
 
 def _place(model: Any, moved: mmap.mmap, is_alone: bool) -> float:
@@ -228,6 +213,6 @@ if __name__ == "__main__":
             taken = measure(one)
             print(
                 f"{one:24} start {taken.start / 1e6:5.0f}  peak {taken.peak / 1e6:5.0f}  end {taken.end / 1e6:5.0f}  "
-                f"with results {taken.peak_of_all / 1e6:5.0f}  {taken.elapsed_s:5.1f} s  {taken.num_samples} looks",
+                f"{taken.elapsed_s:5.1f} s  {taken.num_samples} looks",
                 flush=True,
             )

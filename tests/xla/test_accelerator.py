@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -56,7 +57,6 @@ def test_an_optimizer_built_before_follows_its_parameters(shared: Kernel) -> Non
         shared,
         """
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-model(torch.ones(1, 3)).sum().backward() if False else None
 for parameter in model.parameters():
     parameter.grad = torch.ones_like(parameter)
 optimizer.step()                                       # its state is on the CPU
@@ -268,3 +268,24 @@ notebook_launcher(join_as_on_a_tpu, num_processes=4, return_all=True)
         timeout_s=60,
     )
     assert cell.value == [(rank, 3 - rank, 3 - rank, "gloo", 6.0) for rank in range(4)]
+
+
+def test_blocks_run_one_at_a_time(shared: Kernel) -> None:
+    shared.run(
+        "import mmap\nfrom nblaunch import one_at_a_time\ntimes = memoryview(mmap.mmap(-1, 4096)).cast('d')"
+    )
+    run(
+        shared,
+        """
+accelerator.wait_for_everyone()
+with one_at_a_time():
+    times[2 * rank] = time.monotonic()
+    model.to(accelerator.device)
+    time.sleep(0.1)         # all would be inside meanwhile
+    times[2 * rank + 1] = time.monotonic()
+accelerator.prepare(model)
+""",
+        3,
+    )
+    cell = shared.run("sorted((times[2 * rank], times[2 * rank + 1]) for rank in range(3))")
+    assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(cell.value))

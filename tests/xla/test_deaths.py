@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
+from tests.control_groups import control_group
 from tests.kernels import Kernel
 from tests.xla.conftest import StartKernel
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("compile_quickly")]
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
@@ -33,42 +28,19 @@ notebook_launcher(die, (nn.Linear(3, 2),), num_processes=2)
         raises="WorkerDied",
         timeout_s=60,
     )
-    assert cell.error is not None
-    assert f"was killed by {name}" in cell.error.value
-    assert "memory" in cell.error.value
+    assert f"was killed by {name}" in cell.raised.value
+    assert "memory" in cell.raised.value
     assert shared.processes() == []
     cell = shared.run("notebook_launcher(lambda: Accelerator().num_processes, num_processes=2)", timeout_s=40)
     assert cell.value == 2
 
 
-@pytest.fixture
-def memory_group() -> Iterator[Path]:
-    """A control group that limits memory."""
-    for folder in (CGROUP / "memory" / f"nblaunch-xla-{os.getpid()}", CGROUP / f"nblaunch-xla-{os.getpid()}"):
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        if any((folder / limit).exists() for limit in ("memory.max", "memory.limit_in_bytes")):
-            yield folder
-            folder.rmdir()
-            return
-        folder.rmdir()
-    pytest.skip("no control group with a limit on memory can be made here")
-
-
-def limit(group: Path, num_bytes: int) -> None:
-    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
-    (group / name).write_text(str(num_bytes))
-
-
-def test_memory_that_runs_out_is_named(memory_group: Path, start_xla: StartKernel) -> None:
+def test_memory_that_runs_out_is_named(start_xla: StartKernel) -> None:
     """Every worker builds a model of 400 MB for itself, in a group of 1.5 GB: the system kills one of them."""
-    kernel = start_xla()
-    try:
+    with control_group("memory") as group, start_xla() as kernel:
         kernel.run("from nblaunch.backends.xla import BACKEND; BACKEND.prepare_launcher()", timeout_s=40)
-        (memory_group / "cgroup.procs").write_text(str(kernel.pid))
-        limit(memory_group, 1_500_000_000)
+        group.add(kernel.pid)
+        group.limit.write_text("1500000000")
         cell = kernel.run(
             """
 def build_in_function():
@@ -81,14 +53,8 @@ notebook_launcher(build_in_function, num_processes=8)
             raises="WorkerDied",
             timeout_s=80,
         )
-        assert cell.error is not None
-        print(cell.error.value)
-        assert "SIGKILL" in cell.error.value
-        assert "memory" in cell.error.value
-        assert "(model,)" in cell.error.value, "the way out: build it once and pass it"
+        assert "SIGKILL" in cell.raised.value
+        assert "memory" in cell.raised.value
+        assert "(model,)" in cell.raised.value, "the way out: build it once and pass it"
         assert kernel.processes() == []
-        cell = kernel.run("1 + 1")
-        assert cell.value == 2, "the kernel lives on"
-    finally:
-        kernel.close()
-        kernel.process.wait(5)
+        assert kernel.run("1 + 1").value == 2, "the kernel lives on"

@@ -51,8 +51,6 @@ class Loops:
 """
 
 FAULTLESS = {
-    "item after the loop": "loops = Loops(); [loops.train().item() for _ in range(3)]",
-    "remainder": "loops = Loops(); [(loops.train(), loops.evaluate()) for _ in range(3)]",
     "evaluation first": "loops = Loops(); [(loops.evaluate(), loops.train().item()) for _ in range(3)]",
     "break": "loops = Loops(); [(loops.train().item(), loops.evaluate(3)) for _ in range(3)]",
     "accumulation": "loops = Loops(num_micro=2); [(loops.train(), loops.evaluate()) for _ in range(3)]",

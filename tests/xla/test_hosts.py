@@ -174,6 +174,10 @@ def test_every_worker_gets_what_torch_xla_needs(host: Host) -> None:
                     assert theirs.num_local_processes() == count
                 assert addresses[rank] == f"localhost:{os.environ['TPU_PROCESS_PORT']}"
                 assert os.environ["CLOUD_TPU_TASK_ID"] == str(rank)
+                assert os.environ["PJRT_LOCAL_PROCESS_RANK"] == str(rank)
+                assert os.environ["PJRT_LOCAL_PROCESS_COUNT"] == str(count)
+            else:
+                assert "TPU_PROCESS_ADDRESSES" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -181,13 +185,13 @@ def test_every_worker_gets_what_torch_xla_needs(host: Host) -> None:
 )
 def test_where_a_server_answers_it_is_what_torch_xla_sets(host: Host) -> None:
     count = host.num_chips
-    with mock.patch.dict(os.environ):
-        theirs.configure_topology(count - 1, count)
-        expected = {
-            name: os.environ.get(name) for name in tpu.TOPOLOGY_VARIABLES if not name.startswith("PJRT")
-        }
-    ours = BACKEND.worker_env(Topology(count - 1, count - 1, 0, count, count, master_port=1))
-    assert {name: ours[name] for name in expected} == expected
+    names = [name for name in tpu.TOPOLOGY_VARIABLES if not name.startswith("PJRT")]
+    for rank in range(count):
+        with mock.patch.dict(os.environ):
+            theirs.configure_topology(rank, count)
+            expected = {name: os.environ.get(name) for name in names}
+        ours = BACKEND.worker_env(Topology(rank, rank, 0, count, count, master_port=1))
+        assert {name: ours[name] for name in names} == expected
 
 
 @pytest.mark.parametrize("host", [name for name in HOSTS if name not in RUN], indirect=True)

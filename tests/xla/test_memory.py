@@ -1,6 +1,6 @@
 """Host memory of eight workers with one model of 420 MB (PJRT CPU; device bytes taken off, see ``memory.py``).
 
-``python -m tests.xla.memory`` measures the other ways, among them what it takes without our means.
+``python -m tests.xla.memory`` measures the other ways.
 """
 
 from __future__ import annotations

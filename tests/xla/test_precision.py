@@ -6,7 +6,6 @@ import pytest
 
 from nblaunch.backends.xla import BACKEND
 from tests.kernels import Kernel
-from tests.xla.conftest import StartKernel
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -90,13 +89,11 @@ def test_fp16_is_refused(probing: Kernel) -> None:
     cell = probing.run(
         "notebook_launcher(probe, num_processes=1, mixed_precision='fp16')", raises="ValueError"
     )
-    assert cell.error is not None
-    assert "use mixed_precision='bf16'" in cell.error.value
+    assert "use mixed_precision='bf16'" in cell.raised.value
 
 
-def test_training_in_bf16_learns(start_xla: StartKernel) -> None:
-    kernel = start_xla()
-    cell = kernel.run(
+def test_training_in_bf16_learns(shared: Kernel) -> None:
+    cell = shared.run(
         """
 def train(model):
     accelerator = Accelerator(mixed_precision="bf16", downcast_bf16=True)

@@ -34,7 +34,7 @@ def train(model):
     cell = shared.run("session.run(train, (model,)), (model.weight - before).round().tolist()", timeout_s=90)
     assert cell.value == ("xla", [[-2.0, -2.0]])
     failing = "if accelerator.process_index == 1: raise ValueError('bad')\naccelerator.reduce(x)"
-    assert shared.run(f"session.execute({failing!r})", raises="ValueError").error is not None
+    shared.run(f"session.execute({failing!r})", raises="ValueError")
     assert shared.run(f"session.execute({summed!r})").result == "[0-1] [3.0, 3.0]"
     shared.run("session.close()")
     assert shared.processes() == []

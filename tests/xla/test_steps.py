@@ -17,8 +17,8 @@ x, y = torch.randn(96, 8), torch.randint(0, 4, (96,))
 def graphs():
     return metrics().counter_value("UncachedCompile") or 0
 
-def train(model, num_steps=5, batch=32, reads=False, evaluates=(), num_micro=1):
-    accelerator = Accelerator(gradient_accumulation_steps=num_micro)
+def train(model, num_steps=5, batch=32, evaluates=()):
+    accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     rows = batch * num_steps * accelerator.num_processes
@@ -28,15 +28,12 @@ def train(model, num_steps=5, batch=32, reads=False, evaluates=(), num_micro=1):
     counts = []
     for inputs, targets in loader:
         before = graphs()
-        with accelerator.accumulate(model):
-            loss = F.cross_entropy(model(inputs), targets)
-            if reads:
-                loss.item()
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
         counts.append(graphs() - before)
     model.eval()
     for sizes in evaluates:
@@ -82,11 +79,6 @@ def test_several_processes_cut_each_step_in_two(stepping: Kernel) -> None:
     assert total == sum(counts) <= 4
 
 
-def test_accumulation_compiles_no_more_than_its_window(stepping: Kernel) -> None:
-    counts, _ = launch(stepping, "num_steps=8, num_micro=2").value
-    assert sum(counts[4:]) == 0
-
-
 def test_a_batch_of_another_size_is_named(stepping: Kernel) -> None:
     cell = launch(stepping, "evaluates=[(32, 32, 32, 7, 7, 32)]")
     _, total = cell.value
@@ -127,11 +119,6 @@ notebook_launcher(count, (nn.Linear(8, 4),), 1)
         timeout_s=40,
     )
     assert cell.value == ([(32, 8)] * 3, 70)
-
-
-def test_a_value_read_in_every_step_is_named(stepping: Kernel) -> None:
-    cell = launch(stepping, "reads=True")
-    assert cell.stdout.count("a value is read from the device in every step (item(), float()") == 1
 
 
 def test_something_that_changes_in_the_loop_is_named(stepping: Kernel) -> None:

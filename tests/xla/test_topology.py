@@ -70,18 +70,6 @@ def configured(kind: str, rank: int) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in SET_BY_TORCH_XLA}
 
 
-@pytest.mark.parametrize("kind", HOSTS)
-def test_every_worker_is_given_what_torch_xla_would_give_it(kind: str) -> None:
-    num_chips = HOSTS[kind][0]
-    for rank in range(num_chips):
-        with mock.patch.dict(os.environ):
-            theirs = configured(kind, rank)
-        ours = tpu_host.topology_env(rank, num_chips)
-        assert {name: ours[name] for name in SET_BY_TORCH_XLA} == theirs
-        assert ours["PJRT_LOCAL_PROCESS_RANK"] == str(rank)
-        assert ours["PJRT_LOCAL_PROCESS_COUNT"] == str(num_chips)
-
-
 @pytest.mark.parametrize("left_over", LEFT_OVER)
 @pytest.mark.parametrize("kind", HOSTS)
 def test_nothing_left_over_in_the_environment_gets_through(kind: str, left_over: str) -> None:
@@ -101,29 +89,6 @@ def test_the_traps_are_there() -> None:
     os.environ["TPU_PROCESS_ADDRESSES"] = "local"
     found = configured("v5litepod-8", 7)
     assert (found["TPU_PROCESS_BOUNDS"], found["TPU_PROCESS_ADDRESSES"]) == ("1,1,1", "local")
-
-
-def test_without_a_metadata_server_our_variables_are_complete() -> None:
-    """As in containers that say TPU_SKIP_MDS_QUERY: torch_xla then reads the very variables that are its outputs."""
-    os.environ.update(
-        TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost"
-    )
-    with pytest.raises(AttributeError):
-        tpu.configure_topology(3, 8)  # no bounds at all
-    expected = tpu_host.topology_env(3, 8)
-    env.apply(expected)
-    tpu.configure_topology(3, 8)
-    assert {name: os.environ.get(name) for name in SET_BY_TORCH_XLA} == {
-        name: expected[name] for name in SET_BY_TORCH_XLA
-    }
-
-
-def test_one_worker_sees_one_chip() -> None:
-    env.apply(tpu_host.topology_env(0, 1))
-    tpu.configure_one_chip_topology()
-    assert os.environ["TPU_VISIBLE_CHIPS"] == "0"
-    assert os.environ["TPU_PROCESS_BOUNDS"] == os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
-    assert "TPU_PROCESS_ADDRESSES" not in os.environ
 
 
 def test_the_chips_that_torch_xla_knows_are_known() -> None:
