@@ -143,7 +143,7 @@ class JobRequests:
 
     def _ask(self, query: Query) -> Future[str]:
         self._new_queries.append(query)
-        if not self._is_answering:  # a look after the append: whoever stops answering refuses what is there
+        if not self._is_answering:  # a look after the append: the end of answering refuses what is there
             self._refuse_queries()
         self._wake()
         return query
