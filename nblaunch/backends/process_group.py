@@ -179,7 +179,7 @@ def forget_inherited() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     _abandoned.extend(_kept)
     _kept.clear()
-    if c10d is None or not c10d.is_initialized():
+    if not _groups():
         return
     # torch has no public way to forget a group without ending it.
     _abandoned.append((c10d._world, c10d.GroupMember.WORLD, dict(vars(c10d._world))))

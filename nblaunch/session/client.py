@@ -26,7 +26,6 @@ from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.worker_commands import (
     Close,
-    DropFrames,
     Execute,
     LeaveGroup,
     ReceivedReply,
@@ -40,9 +39,6 @@ _PATIENCE_S = 0.5
 
 _INTERRUPTED_PATIENCE_S = 0.1
 """The same from an interrupt on."""
-
-_HANDOVER_S = 1.0
-"""How long a command waits for a thread that lets idle ranks give up frames."""
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
@@ -92,7 +88,7 @@ class SessionClient:
             self.raise_end()
         if not self._runner.is_running:
             raise LaunchError(_ENDED)
-        if not self._lock.acquire(timeout=_HANDOVER_S):
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self.num_interrupts = 0  # before they are counted
         try:
@@ -101,16 +97,6 @@ class SessionClient:
         finally:
             self._replies_to_skip.update(self.busy)  # an error in this process came before their replies
             self.busy = set()
-            self._lock.release()
-
-    def forget(self, ranks: Iterable[int]) -> None:
-        """Let ranks give up the frames of a command that has failed, if no other command runs."""
-        if not self._runner.is_running or not self._lock.acquire(blocking=False):
-            return
-        try:
-            for rank in ranks:
-                self._send_aside(rank, DropFrames())
-        finally:
             self._lock.release()
 
     def interrupt(self) -> None:
@@ -237,13 +223,9 @@ class SessionClient:
         self._signal(self.busy)
         for rank in self._connections.keys() - self.busy - leaving:
             leaving.add(rank)
-            self._send_aside(rank, LeaveGroup())
-
-    def _send_aside(self, rank: int, command: SessionCommand) -> None:
-        """Send a command whose reply nothing waits for: it is passed over later."""
-        with suppress(OSError, KeyError):  # a command that waits for the rank raises how it has ended
-            self._connections[rank].send(command)
-            self._replies_to_skip[rank] += 1
+            with suppress(OSError, KeyError):  # a command that waits for the rank raises how it has ended
+                self._connections[rank].send(LeaveGroup())
+                self._replies_to_skip[rank] += 1
 
     def _send(self, rank: int, command: SessionCommand, files: Sequence[int] = ()) -> None:
         try:
@@ -278,9 +260,8 @@ class FailedCommand(KeptFailure):
         ranks: that have raised.
     """
 
-    def __init__(self, client: SessionClient, failed_rank: int, ranks: Sequence[int]) -> None:
-        super().__init__(client.debugger, failed_rank)
-        self._client = client
+    def __init__(self, debugger: DebugClient, failed_rank: int, ranks: Sequence[int]) -> None:
+        super().__init__(debugger, failed_rank)
         self._ranks = ranks
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
@@ -294,7 +275,7 @@ class FailedCommand(KeptFailure):
         return found
 
     def _release(self) -> None:
-        self._client.forget(self._ranks)
+        """Do nothing: each rank gives its frames up when its next command begins."""
 
 
 @contextmanager

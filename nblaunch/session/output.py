@@ -53,7 +53,6 @@ class SessionOutput:
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._due_s = 0.0
-        self._thread = 0
         self._shown = threading.Lock()
         self.ended: set[int] = set()
 
@@ -67,8 +66,6 @@ class SessionOutput:
             self._due_s = 0.0  # the rows show it
         if is_output or (self._dashboards and not is_of_job):
             self._events.append(event)
-        if self._dashboards and threading.get_ident() == self._thread:
-            self.pump()  # the cell itself waits for what sends events
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Keep the state of every rank."""
@@ -95,7 +92,6 @@ class SessionOutput:
         self._dashboards, self._open_rows = dashboards, open_rows
         self._readings = ()  # those are of the command before
         self._due_s = time.monotonic() + _LONG_S
-        self._thread = threading.get_ident()
         try:
             yield
             self.pump()

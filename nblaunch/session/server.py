@@ -27,7 +27,6 @@ from nblaunch.wire.worker_commands import (
     NO_DESCRIPTOR,
     Close,
     CommandConnection,
-    DropFrames,
     Execute,
     LeaveGroup,
     Reply,
@@ -100,7 +99,7 @@ class _Server:
     def _reply(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
         failed, done = None, Reply()
         is_code = isinstance(command, (Execute, RunFunction))
-        if is_code or isinstance(command, DropFrames):
+        if not isinstance(command, LeaveGroup):
             self._debugger.begin_command()
         if is_code:
             context.current().num_commands += 1
@@ -141,8 +140,6 @@ class _Server:
             self._debugger.stop_at(sys._getframe(1))
 
     def _do(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
-        if isinstance(command, DropFrames):
-            return Reply()
         if isinstance(command, LeaveGroup):
             process_group.break_off()
             return Reply()

@@ -422,7 +422,7 @@ class Session(RankCommands):
         if failed_on := failed_ranks(replies):
             root = find_root_cause(self._report(replies))
             self._failed = FailedCommand(
-                self._client, root.rank if root is not None else failed_on[0], failed_on
+                self._client.debugger, root.rank if root is not None else failed_on[0], failed_on
             )
         return replies
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import pickle
 import random
 import re
 import sys
@@ -112,11 +111,10 @@ def _run_worker(
 
 def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], FunctionCall]:
     """Restore ``random`` before the call: Python seeds it anew in every child, unlike numpy and torch."""
-    # As one object: its 625 numbers lie on many pages, which would be copied when they are given up after the forks.
-    state = pickle.dumps(random.getstate())
+    state = random.getstate()
 
     def load() -> FunctionCall:
-        random.setstate(pickle.loads(state))
+        random.setstate(state)
         return load_call()
 
     return load

@@ -194,11 +194,6 @@ class LeaveGroup(SessionCommand):
 
 
 @dataclass(frozen=True)
-class DropFrames(SessionCommand):
-    """Request to give up the frames of a command that has failed."""
-
-
-@dataclass(frozen=True)
 class Close(SessionCommand):
     """Request to end the worker."""
 

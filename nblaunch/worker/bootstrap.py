@@ -22,6 +22,7 @@ and logs are reported under the rank; its state and result are ignored.
 from __future__ import annotations
 
 import atexit
+import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
@@ -281,7 +282,8 @@ class _Worker:
             if exit_code == 0:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
-            multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+            if multiprocessing.process._children or multiprocessing.util._finalizer_registry:  # type: ignore[attr-defined]
+                multiprocessing.util._exit_function()  # type: ignore[attr-defined]
             open_files.write_left_open()
             if exit_code == 0:
                 # NCCL waits for what was begun with other ranks; after a failure, until the launcher kills them all.

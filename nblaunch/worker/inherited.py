@@ -24,6 +24,7 @@ from nblaunch.wire import accelerate_states
 from nblaunch.worker import libraries
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+_abandoned: list[Any] = []
 
 
 def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
@@ -46,14 +47,15 @@ def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
 
 
 def _drop_exit_handlers() -> None:
-    """Drop all that the kernel does at its exit, but not what Python does then with finalizers and log handlers.
+    """Drop the kernel's exit handlers and finalizers, but not what Python does at its exit with finalizers and logs.
 
     It does that in the worker, too, with those that are made from now on. None of this has a public name.
     """
     atexit._clear()
+    # A temporary folder, say, is the kernel's, also where the worker's copy of the object that stands for it is freed.
     finalize: Any = weakref.finalize
-    for inherited in finalize._registry.values():
-        inherited.atexit = False
+    _abandoned.append(finalize._registry)  # kept: to free it would write to each of them
+    finalize._registry = {}
     finalize._registered_with_atexit = False  # so that the next one registers them again
     logging: Any = sys.modules.get("logging")
     if logging is not None:

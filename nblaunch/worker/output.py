@@ -28,7 +28,6 @@ from nblaunch.user_code import ipython_shell
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _LINE_BUFFERED = 1  # _IOLBF; source: <stdio.h> of glibc and musl
-_outputs: list[tuple[io.TextIOWrapper, io.BufferedWriter[_Output], _Output]] = []
 
 # Looked up here once, in the kernel, instead of in every worker.
 _library = ctypes.CDLL(None)
@@ -68,6 +67,32 @@ class _Output(io.RawIOBase):
             return len(view)
 
 
+class _NoInput(io.RawIOBase):
+    """Standard input of a worker, which is at its end, as /dev/null is."""
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 0
+
+    def readinto(self, buffer: object) -> int:
+        return 0
+
+
+def _made(raw: _Output) -> tuple[io.TextIOWrapper, io.BufferedWriter[_Output], _Output]:
+    buffer = io.BufferedWriter(raw)
+    return io.TextIOWrapper(buffer, **_TEXT), buffer, raw
+
+
+# Made here once, in the kernel, instead of in every worker: the first of them costs a fork a hundred page faults.
+_no_input: Any = io.TextIOWrapper(_NoInput(), encoding="utf-8")
+_outputs = (_made(_Output(1)), _made(_Output(2)))
+
+_replaced: list[Any] = []
+"""The kernel's streams. Kept, since what frees them writes to them."""
+
+
 def capture(log_path: str) -> None:
     """Point descriptors 0, 1 and 2 away from the kernel's, and replace ``sys.stdin``, ``stdout`` and ``stderr``.
 
@@ -89,11 +114,10 @@ def capture(log_path: str) -> None:
         os.dup2(source, target, inheritable=True)
     os.close(log)
     os.close(null)
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")  # type: ignore[misc]
-    _outputs.clear()
-    for raw in (_Output(1), _Output(2)):
-        buffer = io.BufferedWriter(raw)
-        _outputs.append((io.TextIOWrapper(buffer, **_TEXT), buffer, raw))
+    if sys.__stdout__ is _outputs[0][0]:  # of a forkserver, or of a worker that launches workers itself
+        renew_buffers()
+    _replaced.extend((sys.stdin, sys.__stdin__, sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__))
+    sys.stdin = sys.__stdin__ = _no_input  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
 

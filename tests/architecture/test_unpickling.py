@@ -12,7 +12,6 @@ READERS = {
     "nblaunch.detached.job_process": "its launch in a memory file that it inherited from the launching process",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
-    "nblaunch.start_methods.fork": "the state of random, which the same process has pickled a moment before",
     "nblaunch.start_methods.interpreter": "assignments in an inherited memory file that its launcher made",
     "nblaunch.start_methods.saved_call": "states of generators, in the same memory file as these assignments",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",

@@ -79,7 +79,7 @@ def test_the_next_command_gives_the_frames_up(failed: Kernel) -> None:
         raises="ValueError",
     )
     assert failed.run("set(session.inspect('seen() is None').values())").value == {False}
-    failed.run("session.ranks(0).execute('1')")
+    failed.run("session.execute('1')")
     assert failed.run("set(session.inspect('seen() is None').values())").value == {True}
     for call in ("session.find_debugger()", "nblaunch.debug(job=session)"):
         assert failed.run(call, raises="RuntimeError").error is not None

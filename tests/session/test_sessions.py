@@ -224,15 +224,26 @@ def test_the_threads_of_a_group_end_with_the_command_that_destroys_it(shared: Ke
     assert all(few < many for few, many in zip(after, within, strict=True))
 
 
-def test_all_ranks_join_the_group_once_one_of_them_has_imported_torch(kernel: Kernel) -> None:
-    kernel.run(
-        "import sys\nfrom nblaunch import Session\nassert 'torch' not in sys.modules\nsession = Session(2)"
+ONE_HAS_TORCH = """
+import sys
+from nblaunch import Session
+
+if __name__ == "__main__":
+    with Session(2) as session:
+        assert "torch" not in sys.modules
+        session.ranks(0).execute("import torch")
+        session.execute("import sys")
+        print(set(session.execute("sys.modules['torch'].distributed.is_initialized()").values()))
+"""
+
+
+def test_all_ranks_join_the_group_once_one_of_them_has_imported_torch(tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text(ONE_HAS_TORCH)
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
     )
-    kernel.run("session.ranks(0).execute('import torch')")
-    kernel.run("session.execute('import sys')")
-    in_group = "sys.modules['torch'].distributed.is_initialized()"
-    assert kernel.run(f"session.execute({in_group!r})").result == "[0-1] True"
-    kernel.run("session.close()")
+    assert run.stdout.splitlines()[-1] == "{True}"
 
 
 def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(shared: Kernel) -> None:

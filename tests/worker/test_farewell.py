@@ -172,7 +172,14 @@ def test_log_handlers_and_finalizers_of_the_worker_do_their_last(
     assert not Path(folder).exists()
 
 
-@pytest.mark.parametrize("ending", ["", "import logging.config; logging.config.dictConfig({'version': 1})"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        "import logging.config; logging.config.dictConfig({'version': 1})",
+        "import gc; globals().pop('folder'); gc.collect()",
+    ],
+)
 def test_those_of_the_kernel_stay_the_kernels(kernel: Kernel, tmp_path: Path, ending: str) -> None:
     kernel.run(KEEPING)
     folder = kernel.run(f"keep({str(tmp_path / 'log')!r})").value
