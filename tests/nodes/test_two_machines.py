@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.nodes.machines import Launch, Pair
+from tests.nodes.machines import LIMIT_S, Launch, Pair
 
 Settings = dict[str, Any]
 
@@ -94,8 +94,8 @@ def test_a_machine_that_has_failed_for_good_is_not_waited_for(pair: Pair, static
     launches = [
         pair[rank].start("fail_on_node_1", "raise", max_restarts=2 - 2 * rank, **static) for rank in range(2)
     ]
-    for launch in launches:
-        assert error_of(launch.result(SOON_S)).startswith("LookupError: no such sample")
+    for launch, limit_s in zip(launches[::-1], (LIMIT_S, SOON_S), strict=True):
+        assert error_of(launch.result(limit_s)).startswith("LookupError: no such sample")
 
 
 @pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), ("1:3", 5)], ids=["full", "open"])
