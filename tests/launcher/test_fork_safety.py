@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,9 +16,7 @@ import pytest
 
 from nblaunch import backends
 from nblaunch.diagnosis.stacks import Position, StackFrame
-from nblaunch.errors import WorkerDied
 from nblaunch.launcher import fork_safety
-from nblaunch.notebook import notebook_launcher
 from tests.kernels import Kernel
 
 _PR_SET_NAME = 15  # source: prctl(2)
@@ -123,16 +120,6 @@ def test_a_hang_inside_it_names_it(running: None) -> None:
     assert "polars" in line
     assert "forkserver" in line
     assert fork_safety.explain_hang([Position("Cell In[3], line 2 in train")]) == []
-
-
-def refuse_as_gnu_openmp_does() -> None:
-    os.write(2, b"Terminating: fork() called from a process already using GNU OpenMP, this is unsafe.\n")
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_the_refusal_of_gnu_openmp_is_explained() -> None:
-    with pytest.raises(WorkerDied, match="start_method='forkserver'"):
-        notebook_launcher(refuse_as_gnu_openmp_does, num_processes=1, backend="cpu", dashboard="none")
 
 
 def test_grpc_used_in_the_kernel(kernel: Kernel) -> None:
