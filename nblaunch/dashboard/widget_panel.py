@@ -172,7 +172,7 @@ class ChartRow:
         new = [widgets.HTML("", layout=self._layout) for _ in drawn[len(self.widget.children) :]]
         if new:
             self.widget.children = [*self.widget.children, *new]
-        every_s = max(ROWS_S * (1 + len(drawn)), len(view.ranks) * _CHART_S_PER_RANK)
+        every_s = max(ROWS_S * len(drawn), len(view.ranks) * _CHART_S_PER_RANK)
         self._next_s = self._clock() + every_s
         # An attempt that has just started has fewer charts than the one before it.
         for block, chart in zip_longest(self.widget.children, drawn, fillvalue=""):

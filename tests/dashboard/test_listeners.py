@@ -310,7 +310,7 @@ def test_the_output_of_hundreds_of_ranks_is_bounded_and_its_logs_are_named() -> 
     feed(printer, [lines_of(rank, first, first + 50) for first in range(0, 500, 50) for rank in range(512)])
     printer.close()
     lines = stream.getvalue().splitlines()
-    assert len(lines) < 2_200
+    assert len(lines) < 3_200
     assert any(line.startswith("[511]") for line in lines)  # something of every rank
     assert sum("prints a lot" in line for line in lines) == sum("rank_" in line for line in lines) == 512
     hidden = [

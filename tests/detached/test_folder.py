@@ -25,6 +25,7 @@ from nblaunch.detached.folder import End, JobFolder, Record
 from nblaunch.detached.job_process import Recorder
 from nblaunch.errors import ResultError
 from nblaunch.events import AttemptStarted, Event, Fact, JobEnded, LogLines, Note
+from nblaunch.host import descriptors
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
@@ -129,7 +130,7 @@ def test_what_could_be_pickled_of_a_large_value_is_in_the_error(
     error = ResultError("rank 1's return value can't be pickled: ...", partial=value)
     recorder = Recorder(folder, lambda: JobOutcome("done", error, values={0: None, 1: value}))
     recorder.on_event(JobEnded(-1, 1.0, "done"))
-    os.close(recorder._sender.fd)
+    descriptors.close(recorder._sender.fd)
     end = folder.load(End)
     assert end is not None
     read = follower._outcome_of(folder, end).error
@@ -168,7 +169,7 @@ def test_a_long_log_is_shown_while_it_is_read() -> None:
     recorder = Recorder(folder, lambda: JobOutcome("done"))
     recorder.on_event(AttemptStarted(-1, 1.0, "print", 1))
     recorder.on_event(JobEnded(-1, 2.0, "done"))
-    os.close(recorder._sender.fd)
+    descriptors.close(recorder._sender.fd)
     folder.log_path(0).parent.mkdir()
     folder.log_path(0).write_text("a line\n" * 500_000)  # read in portions of 1 MiB
     listener = _Ticks()
@@ -313,7 +314,7 @@ def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
     states = {0: {"weight": weight, "tied": weight, "_extra_state": {"seen": 3}}, "args[1]['a']": {}}
     recorder = Recorder(folder, lambda: JobOutcome("done", values={0: 7}, unloaded_weights=states))
     recorder.on_event(JobEnded(-1, 1.0, "done"))
-    os.close(recorder._sender.fd)
+    descriptors.close(recorder._sender.fd)
     assert 8192 < folder.weights_path.stat().st_size < 16384, "what is tied is written once"
     end = folder.load(End)
     assert end is not None
@@ -360,4 +361,4 @@ def test_events_that_the_disk_has_no_room_for_cost_no_others(
     receiver = EventReceiver(os.open(folder.events_path, os.O_RDONLY))
     assert [event.name for event in receiver.receive()[0] if isinstance(event, Fact)] == ["first", "last"]
     receiver.close()
-    os.close(recorder._sender.fd)
+    descriptors.close(recorder._sender.fd)

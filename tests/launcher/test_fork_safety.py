@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ import pytest
 from nblaunch import backends
 from nblaunch.errors import WorkerDied
 from nblaunch.launcher import fork_safety
-from nblaunch.notebook import notebook_launcher
 from tests.kernels import Kernel
 
 _PR_SET_NAME = 15  # source: prctl(2)
