@@ -20,7 +20,7 @@ from nblaunch.training.options import GradientAccumulationPlugin
 
 
 def _current_command() -> tuple[int, int]:
-    """Return what tells the session's command, or the notebook's cell, that runs from those before it."""
+    """Return what distinguishes the cell, or the command of a session, that runs from those before it."""
     shell = user_code.ipython_shell()
     return context.current().num_commands, 0 if shell is None else shell.execution_count
 

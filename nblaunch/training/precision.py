@@ -144,14 +144,21 @@ class Fp16Precision(Precision):
         super().__init__(backend, handlers)
         scaling = handlers.get(GradScalerKwargs) or GradScalerKwargs()
         self._scaler = backend.grad_scaler(**scaling.to_kwargs())
+        self._steps_taken = 0
+        self._know_no_optimizers()
+
+    def _know_no_optimizers(self) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unscaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last backward
         self._done: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
-        self._steps_taken = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A model that is copied has this with its forward; the optimizers are not copied with it.
-        return {**vars(self), **{name: weakref.WeakSet() for name in ("_optimizers", "_unscaled", "_done")}}
+        return {name: value for name, value in vars(self).items() if not isinstance(value, weakref.WeakSet)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know_no_optimizers()
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
