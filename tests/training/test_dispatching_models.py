@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,15 +73,14 @@ def test_only_what_was_saved_is_converted(tmp_path: Path, is_empty: bool) -> Non
     assert torch.equal(model.frequencies, Rotary().frequencies)
 
 
-@pytest.mark.parametrize("load", [load_checkpoint_and_dispatch, utils.load_checkpoint_in_model])
 @pytest.mark.parametrize(
     ("dtype", "of_norm"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
 def test_modules_can_stay_in_float32_beside_float16(
-    tmp_path: Path, load: Callable[..., object], dtype: torch.dtype, of_norm: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, of_norm: torch.dtype
 ) -> None:
     Accelerator(cpu=True).save_model(Rotary(), tmp_path)
     with init_empty_weights():
         model = Rotary()
-    load(model, tmp_path, {"": "cpu"}, dtype=dtype, keep_in_fp32_modules=["norm"])
+    utils.load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, dtype=dtype, keep_in_fp32_modules=["norm"])
     assert (model.norm.weight.dtype, model.layer.weight.dtype) == (of_norm, dtype)

@@ -243,7 +243,7 @@ class Participant(_Side):
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
         self._rank = rank
-        # Held to tell rank 0 that this rank is present, and to take the round that it is present for.
+        # Held to answer that this rank is present, and to take the round that it is present for.
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0

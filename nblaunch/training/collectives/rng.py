@@ -78,7 +78,8 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
 
 def capture_states(backend: Backend) -> dict[str, Any]:
     """Return the state of all generators of this process."""
-    kind, keys, *rest = numpy.random.get_state()
+    legacy: Any = numpy.random.get_state()
+    kind, keys, *rest = legacy
     return {
         "random_state": random.getstate(),
         "numpy_random_seed": (str(kind), torch.from_numpy(keys.astype("int64")), *rest),

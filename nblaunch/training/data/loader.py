@@ -467,7 +467,7 @@ class DataLoaderShard(PreparedLoader):
             if not is_plain:
                 current = self._take_in(current, is_placed)
                 rows = count(current)
-        self._finish_epoch()
+        self._finish_epoch(current)
         advance(loop, count(current))
         self._begin_step(shared, loop, current)
         yield current
@@ -478,9 +478,14 @@ class DataLoaderShard(PreparedLoader):
         self._note_position()
         return batch
 
-    def _finish_epoch(self) -> None:
-        """Note how many rows of the last batch are real, if that is known only now, and that it is the last one."""
+    def _finish_epoch(self, batch: Any) -> None:
+        """Note that this is the last batch, and how many of its rows are real, if that is known only now."""
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
+        elif self.num_processes == 1 and isinstance(self.dataset, IterableDataset):
+            # The first tensor may have something else than samples in its rows, so the longest is what counts.
+            tensors = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+            rows = max((len(tensor) for tensor in tensors), default=0)
+            self.remainder = rows if rows < self.total_batch_size else 0
         self.end_of_dataloader = True
         self._note_position(is_end=True)

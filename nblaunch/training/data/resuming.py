@@ -105,14 +105,15 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     """Return where ``loader`` is."""
     # It is read itself, or in its place a loader of the rest of its epoch.
     entered = shared.loaders.entered()
-    reading = next((one for one in entered if getattr(one, "epochs", None) is loader.epochs), None)
-    is_mid_epoch = reading is not None and not reading.end_of_dataloader
+    reading = [one for one in entered if getattr(one, "epochs", None) is loader.epochs]
     # With its last batch returned, an epoch counts as done: what follows is the next one.
-    is_done = reading is not None and not is_mid_epoch
+    is_done = bool(reading) and reading[0].end_of_dataloader
+    is_mid_epoch = bool(reading) and not is_done
+    has_position = is_mid_epoch and reading[0].has_portable_position
     state = {
         **loader.order_state(is_mid_epoch, is_done),
         "is_mid_epoch": is_mid_epoch,
-        "position": asdict(reading.position) if is_mid_epoch and reading.has_portable_position else None,
+        "position": asdict(reading[0].position) if has_position else None,
     }
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
