@@ -41,11 +41,12 @@ _IMPORTS = (
 )  # fmt: skip
 # What torch_xla imports, which takes ten times as long as the rest of it; a kernel that does so may be what is tested.
 _IMPORTS_FOR_XLA = ("torch._inductor.fx_passes.post_grad", "requests")
-# No import reads these (or only OpenMP, where a test knows it), so they may differ between kernels.
+# No import reads these (or only OpenMP, where a test knows it), so they may differ between kernels. The compiler's is
+# set in the process of the tests itself, as soon as a test imports it.
 _FREE_VARIABLES = (
     "ACCELERATE_USE_CPU", "CPU_NUM_DEVICES", "IPYTHONDIR", "JPY_PARENT_PID", "MPLBACKEND", "NBLAUNCH_",
-    "OMP_NUM_THREADS", "PJRT_DEVICE",
-    "PYDEVD_DISABLE_FILE_VALIDATION", "PYTEST_", "XLA_FLAGS",
+    "OMP_NUM_THREADS", "PJRT_DEVICE", "PYDEVD_DISABLE_FILE_VALIDATION", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR",
+    "XLA_FLAGS",
 )  # fmt: skip
 # No frame of a file of these tests is below those of the module that is run, as if the user had called it.
 _PROGRAM = f"""

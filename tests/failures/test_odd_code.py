@@ -93,8 +93,9 @@ except Large as arrived:
     assert "kept 3 False" in cell.stdout
 
 
-@pytest.mark.parametrize("message", ["'x' * 30_000_000", "'word\\n' * 2_000_000"], ids=["line", "lines"])
-@pytest.mark.parametrize("kind", ["ValueError", "Base"])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("ValueError", "'x' * 30_000_000"), ("Base", "'word\\n' * 2_000_000")]
+)
 def test_a_message_beyond_all_bounds_is_shown_in_part(odd_kernel: Kernel, kind: str, message: str) -> None:
     cell = odd_kernel.run(
         f"""

@@ -95,7 +95,8 @@ def train():
 inside, is_imported = notebook_launcher(train, (), 2, backend="cpu", return_all=True), "accelerate" in sys.modules
 import accelerate
 inside, is_imported, notebook_launcher(train, (), 2, backend="cpu", return_all=True)
-"""
+""",
+            timeout_s=110,
         )
     ranks = [(2, "cpu", 3)] * 2
     assert cell.value == (ranks, False, ranks)
@@ -118,9 +119,10 @@ asked, "ACCELERATE_MIXED_PRECISION" in os.environ
     assert cell.value == (["bf16", "no", "bf16", "no", "bf16"], False)
 
 
+@pytest.mark.timeout(240)
 def test_lightning_fabric(fresh: Kernel) -> None:
     """Whether it is first imported inside the function, or in the kernel."""
-    cell = fresh.run(
+    fresh.run(
         """
 def train():
     from lightning_fabric import Fabric
@@ -133,13 +135,12 @@ def train():
     return fabric.world_size, fabric.global_rank, fabric.all_reduce(torch.tensor(1.0), reduce_op="sum").item()
 def launched():
     return [notebook_launcher(train, (), 2, return_all=True, start_method=method) for method in ("fork", "forkserver")]
-inside, is_imported = launched(), "lightning_fabric" in sys.modules
-import lightning_fabric
-inside, is_imported, launched()
 """
     )
     ranks = [[(2, 0, 2.0), (2, 1, 2.0)]] * 2
-    assert cell.value == (ranks, False, ranks)
+    cell = fresh.run("launched(), 'lightning_fabric' in sys.modules", timeout_s=110)
+    assert cell.value == (ranks, False)
+    assert fresh.run("import lightning_fabric; launched()", timeout_s=110).value == ranks
 
 
 @pytest.mark.parametrize("method", METHODS)
