@@ -32,6 +32,7 @@ _NATIVE_FRAME = re.compile(r"\s*frame #\d+: |\s+@\s+0x[0-9a-f]+ |\*\*\* Check fa
 _NATIVE_ERROR = re.compile(r"\s*what\(\): |F\d{4} ")
 _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
+_OPENMP_REFUSAL = "fork() called from a process already using GNU OpenMP"
 _HEADLINE = 500  # characters
 _LOOK_THERE = (
     "Look at the launcher's output there and at the network between the machines; with --max_restarts, the job starts "
@@ -225,6 +226,16 @@ def _last_lines(printed: str, path: Path) -> list[str]:
     refusal = disk.refuses_growth(path, _LINE)
     lost = [f"What it printed last may be missing: {refusal}."] if refusal else []
     return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
+
+
+def _openmp_evidence(printed: str) -> list[str]:
+    """Return why GNU OpenMP ended a forked worker, if its last lines say that it did."""
+    if _OPENMP_REFUSAL not in printed:
+        return []
+    return [
+        "GNU OpenMP, which numba's parallel functions use, ran threads in the kernel before the worker was forked, and "
+        "refuses to run in the fork. Launch with start_method='forkserver'."
+    ]
 
 
 def _crash_stack(logs: Logs, rank: int, attempt: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from nblaunch import backends
 from nblaunch.errors import WorkerDied
 from nblaunch.launcher import fork_safety
+from nblaunch.notebook import notebook_launcher
 from tests.kernels import Kernel
 
 _PR_SET_NAME = 15  # source: prctl(2)
@@ -111,6 +113,16 @@ def test_threads_beside_it_hide_it_neither_when_they_end_nor_by_their_names(
     monkeypatch.setattr(fork_safety, "_THREADS", tmp_path)
     monkeypatch.setitem(sys.modules, "polars", polars)
     assert "polars" in (hazard(uses_module) or "")
+
+
+def refuse_as_gnu_openmp_does() -> None:
+    os.write(2, b"Terminating: fork() called from a process already using GNU OpenMP, this is unsafe.\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_refusal_of_gnu_openmp_is_explained() -> None:
+    with pytest.raises(WorkerDied, match="start_method='forkserver'"):
+        notebook_launcher(refuse_as_gnu_openmp_does, num_processes=1, backend="cpu", dashboard="none")
 
 
 def refuse_as_gnu_openmp_does() -> None:
