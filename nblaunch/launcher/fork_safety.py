@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from nblaunch.backends.base import Backend
+from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
 from nblaunch.user_code import captured_variables, cell_name, is_user_file
 from nblaunch.wire.assignment import FunctionCall
@@ -93,6 +94,21 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
             "call in a worker would wait for them for ever"
         )
     return None
+
+
+def explain_hang(positions: Sequence[Position]) -> list[str]:
+    """Return a line for each library whose threads in this process are missing in workers that hang in it.
+
+    Args:
+        positions: of ranks that were forked from this process.
+    """
+    files = {frame.filename for position in positions for frame in position.stack}
+    return [
+        f"{library.name} runs threads in the kernel that a fork does not copy, and a worker hangs in it: launch with "
+        "start_method='forkserver'"
+        for library in _LIBRARIES
+        if any(library.name in Path(file).parts for file in files) and library.is_running()
+    ]
 
 
 def _first_use(backend: Backend) -> str:

@@ -25,6 +25,7 @@ from nblaunch.diagnosis.hang import (
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.events import Event, Metric, Note, Stalled
 from nblaunch.host import proc
+from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.wire.board import SlotReading
@@ -137,7 +138,10 @@ class HangWatch:
 
     def _describe(self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()) -> list[str]:
         steps = {reading.rank: reading.step for reading in self._board.read()}
-        return describe_hang(positions, steps, gone=sorted(done), busy=busy)
+        lines = describe_hang(positions, steps, gone=sorted(done), busy=busy)
+        if self._attempt.plan.start_method == "fork":
+            lines += fork_safety.explain_hang(list(positions.values()))
+        return lines
 
     def _headline(self, finding: Finding) -> str:
         timeout_s = self._detector.timeout_s

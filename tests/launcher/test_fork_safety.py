@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from nblaunch import backends
+from nblaunch.diagnosis.stacks import Position, StackFrame
 from nblaunch.errors import WorkerDied
 from nblaunch.launcher import fork_safety
 from nblaunch.notebook import notebook_launcher
@@ -115,14 +116,13 @@ def test_threads_beside_it_hide_it_neither_when_they_end_nor_by_their_names(
     assert "polars" in (hazard(uses_module) or "")
 
 
-def refuse_as_gnu_openmp_does() -> None:
-    os.write(2, b"Terminating: fork() called from a process already using GNU OpenMP, this is unsafe.\n")
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_the_refusal_of_gnu_openmp_is_explained() -> None:
-    with pytest.raises(WorkerDied, match="start_method='forkserver'"):
-        notebook_launcher(refuse_as_gnu_openmp_does, num_processes=1, backend="cpu", dashboard="none")
+def test_a_hang_inside_it_names_it(running: None) -> None:
+    frame = StackFrame("/usr/lib/python3/site-packages/polars/lazyframe/frame.py", 3, "collect")
+    stuck = Position("Cell In[3], line 2 in train", stack=(frame,))
+    (line,) = fork_safety.explain_hang([stuck])
+    assert "polars" in line
+    assert "forkserver" in line
+    assert fork_safety.explain_hang([Position("Cell In[3], line 2 in train")]) == []
 
 
 def refuse_as_gnu_openmp_does() -> None:

@@ -12,6 +12,7 @@ from nblaunch.launcher.requests import JobRequests
 def test_the_answer_says_that_no_rank_runs_the_function() -> None:
     attempt = SimpleNamespace(
         spec=SimpleNamespace(hang_timeout_s=300.0),
+        plan=SimpleNamespace(start_method="fork"),
         log=None,
         number=0,
         ranks=range(0),
