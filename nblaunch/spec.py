@@ -123,6 +123,7 @@ def _check_call(function: Any, args: Any) -> None:
             f"function={function!r} can't be called; pass the training function itself, "
             "as in notebook_launcher(training_function, (model,))"
         )
+    _check_runs_when_called(function)
     if not isinstance(args, (tuple, list)):
         remedy = "for one argument write (model,) with a comma"
         if isinstance(args, Mapping):
@@ -140,6 +141,21 @@ def _check_call(function: Any, args: Any) -> None:
         name = name_of(function)
         types = ", ".join(type(arg).__name__ for arg in args) or "nothing"
         raise TypeError(f"args do not fit {name}{signature}: {error}; args hold ({types})") from None
+
+
+def _check_runs_when_called(function: Any) -> None:
+    """Raise TypeError for async and generator functions, of which a call runs no line."""
+    name = name_of(function)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"{name} is an async function, and calling it only makes a coroutine; "
+            f"pass a plain function that runs it: lambda *args: asyncio.run({name}(*args))"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{name} is a generator function (it has a yield), and calling it runs none of its lines; "
+            f"pass a plain function that iterates over it, such as lambda *args: list({name}(*args))"
+        )
 
 
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")

@@ -27,6 +27,14 @@ def train(model: object, epochs: int = 1) -> None:
     raise AssertionError("it must not be called")
 
 
+async def train_async(model: object) -> None:
+    """Would be a coroutine that is not awaited."""
+
+
+def train_in_steps(model: object) -> Iterator[int]:
+    yield 1
+
+
 class Trainer:
     def __call__(self, model: object) -> None:
         """Trains."""
@@ -75,6 +83,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"args": "model"}, TypeError, ("args", "tuple", "str", "(model,)")),
     ({"args": 3}, TypeError, ("args", "tuple", "int")),
     ({"args": {"model": 1}}, TypeError, ("args", "tuple", "dict", "functools.partial(")),
+    ({"function": train_async}, TypeError, ("train_async is an async function", "asyncio.run(train_async(")),
+    ({"function": functools.partial(train_async, 1), "args": ()}, TypeError, ("train_async is an async",)),
+    ({"function": train_in_steps}, TypeError, ("train_in_steps is a generator function", "list(train_in_steps")),
     ({"args": ()}, TypeError, ("train(model", "missing a required argument: 'model'", "nothing")),
     ({"args": (1, 2, 3)}, TypeError, ("train(model", "too many positional arguments", "int, int, int")),
     ({"num_processes": 0}, ValueError, ("num_processes=0", "at least 1")),
