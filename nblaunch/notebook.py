@@ -185,10 +185,10 @@ def notebook_launcher(
         # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
         del function, args
         if session is not None:
-            from nblaunch.session.session import run_spec
+            from nblaunch.session.session import run_in_session
 
-            return run_spec(session, specs.pop(), background=background, dashboard=dashboard)
-        return run(specs.pop(), background=background, dashboard=dashboard)
+            return run_in_session(session, specs.pop(), background=background, dashboard=dashboard)
+        return run_spec(specs.pop(), background=background, dashboard=dashboard)
 
 
 def _checked_detach(detach: bool, background: bool, session: object) -> bool:
@@ -219,7 +219,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     with HiddenLauncherFrames():
         specs = [LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")]
         del function, args
-        return run(specs.pop())
+        return run_spec(specs.pop())
 
 
 def launch(
@@ -275,10 +275,10 @@ def launch(
         spec = spec_of(resolved, function, args, return_all=return_all, sync_weights=sync_weights)
         shown = "auto" if resolved["dashboard"] == "text" else resolved["dashboard"]
         with env.patched(device_choice(resolved)):
-            return run(spec, background=background, dashboard=shown)
+            return run_spec(spec, background=background, dashboard=shown)
 
 
-def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
+def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
     """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
 
     An interrupt ends the job, with ``background`` only one that comes before its workers run. KeyboardInterrupt is

@@ -182,7 +182,7 @@ class LaunchSpec:
         is_session: the workers are those of a session: this process sends them commands while they run.
         is_detached: the job outlives this process; trained weights are kept for those that attach to it.
         is_spmd: one process drives all devices (XLA).
-        accelerator: further defaults of ``Accelerator()`` in workers, argument -> value, as
+        accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its own arguments.
 
     Raises:
@@ -221,7 +221,7 @@ class LaunchSpec:
     is_session: bool = False
     is_detached: bool = False
     is_spmd: bool = False
-    accelerator: Mapping[str, Any] = field(default_factory=dict)
+    accelerator_arguments: Mapping[str, Any] = field(default_factory=dict)
     function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
@@ -242,7 +242,9 @@ class LaunchSpec:
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "function_name", name_of(self.function))
         object.__setattr__(
-            self, "accelerator_defaults", {**self.accelerator, "mixed_precision": self.mixed_precision}
+            self,
+            "accelerator_defaults",
+            {**self.accelerator_arguments, "mixed_precision": self.mixed_precision},
         )
 
     @property

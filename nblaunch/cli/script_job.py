@@ -50,7 +50,7 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
         if resolved.sources[name] != DEFAULT or resolved[name] not in (None, False)
     ]
     print("\n".join(formatting.columns([("setting", "value", "from"), *rows])))
-    if spec.accelerator:
+    if spec.accelerator_arguments:
         print("\nAccelerator() in the script uses, unless the script passes another value:")
         defaults = [(f"  {name}", _text(value)) for name, value in spec.accelerator_defaults.items()]
         print("\n".join(formatting.columns(defaults)))

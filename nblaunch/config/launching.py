@@ -99,7 +99,7 @@ def spec_of(
         values["rdzv_endpoint"] = f"{resolved['main_process_ip']}:{port}"
     values["num_processes"] = processes_per_machine(resolved)
     values["is_spmd"] = resolved["strategy"] == "spmd"
-    values["accelerator"] = accelerator_settings(resolved)
+    values["accelerator_arguments"] = accelerator_settings(resolved)
     try:
         return LaunchSpec(function=function, args=args, **(values | fields))
     except (TypeError, ValueError) as error:

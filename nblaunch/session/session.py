@@ -242,7 +242,7 @@ class Session(RankCommands):
                 LaunchSpec(function=function, args=args, return_all=return_all, sync_weights=sync_weights)
             ]
             del function, args  # IPython keeps tracebacks and so this frame
-            return run_spec(self, specs.pop(), dashboard=dashboard)
+            return run_in_session(self, specs.pop(), dashboard=dashboard)
 
     def result(self) -> Any:
         """Return what the function of the last :meth:`run` returned, if that was interrupted all the same.
@@ -473,7 +473,9 @@ class Session(RankCommands):
         )
 
 
-def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
+def run_in_session(
+    session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto"
+) -> Any:
     """Run the call of ``spec`` on a session, as :meth:`Session.run` describes.
 
     Raises:

@@ -52,13 +52,13 @@ def configure_device(spmd: bool, downcast_bf16: bool) -> None:
         spmd: this process drives all devices of its host.
         downcast_bf16: see ``Accelerator``; also where the launcher was given it.
     """
-    worker = context.current()
-    if _rank_that_started_this(worker) is not None:
+    here = context.current()
+    if _rank_that_started_this(here) is not None:
         return
     if spmd:
-        worker.backend.enable_spmd()
-    if downcast_bf16 or worker.accelerator_defaults.get("downcast_bf16"):
-        worker.backend.downcast_to_bf16()
+        here.backend.enable_spmd()
+    if downcast_bf16 or here.accelerator_defaults.get("downcast_bf16"):
+        here.backend.downcast_to_bf16()
 
 
 def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> JoinedProcess:
@@ -70,25 +70,25 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
     Raises:
         RuntimeError: the environment has several processes but no address of their rendezvous.
     """
-    worker = context.current()
-    rank = _rank_that_started_this(worker)
+    here = context.current()
+    rank = _rank_that_started_this(here)
     if rank is not None:
         return rank
-    backend = backends.choose("cpu") if cpu else worker.backend
-    device = backend.device(worker.topology)
+    backend = backends.choose("cpu") if cpu else here.backend
+    device = backend.device(here.topology)
     init = init or InitProcessGroupKwargs()
     if init.backend is not None or init.init_method is not None:
-        _join_by_hand(worker.topology, backend, init)
-    backend.join(worker.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
-    if worker.topology.world_size > 1 and not is_distributed():
+        _join_by_hand(here.topology, backend, init)
+    backend.join(here.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
+    if here.topology.world_size > 1 and not is_distributed():
         raise RuntimeError(
-            f"this process is rank {worker.topology.rank} of {worker.topology.world_size} by its environment, but "
+            f"this process is rank {here.topology.rank} of {here.topology.world_size} by its environment, but "
             "MASTER_PORT is not set, so that it can't find the others. Start it with notebook_launcher or torchrun, or "
             "call torch.distributed.init_process_group before the Accelerator is built."
         )
-    process = JoinedProcess(current_topology(), backend, device, worker.slot)
-    if worker.topology.master_port or is_distributed():
-        _mark_children(process, worker.topology.to_env())
+    process = JoinedProcess(current_topology(), backend, device, here.slot)
+    if here.topology.master_port or is_distributed():
+        _mark_children(process, here.topology.to_env())
     return process
 
 
@@ -103,7 +103,7 @@ def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
     multiprocessing.current_process()._config[_RANK_ENTRY] = entry  # type: ignore[attr-defined]
 
 
-def _rank_that_started_this(worker: ProcessContext) -> JoinedProcess | None:
+def _rank_that_started_this(here: ProcessContext) -> JoinedProcess | None:
     """Return the rank that started this process, in which its device may be of no use; None where there is none.
 
     A process with another environment than that rank has a place of its own.
@@ -111,11 +111,11 @@ def _rank_that_started_this(worker: ProcessContext) -> JoinedProcess | None:
     if multiprocessing.parent_process() is None or is_distributed():
         return None
     entry = multiprocessing.current_process()._config.get(_RANK_ENTRY)  # type: ignore[attr-defined]
-    if entry is None or entry[0] != worker.topology.to_env():
+    if entry is None or entry[0] != here.topology.to_env():
         return None
     _, topology, name, device = entry
-    backend = backends.discover().get(name, worker.backend)
-    return JoinedProcess(Topology(**topology), backend, torch.device(device), worker.slot)
+    backend = backends.discover().get(name, here.backend)
+    return JoinedProcess(Topology(**topology), backend, torch.device(device), here.slot)
 
 
 def _of_this_process() -> JoinedProcess:

@@ -143,7 +143,7 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "device_placement": preparer.device_placement,
         "split_batches": None,
-        "dataloader_config": preparer.data,
+        "dataloader_config": preparer.dataloader_config,
         "rng_types": preparer.rng_types,
         "step_scheduler_with_optimizer": preparer.step_scheduler_with_optimizer,
         "kwargs_handlers": list(parts["_handlers"].values()),

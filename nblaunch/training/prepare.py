@@ -42,7 +42,7 @@ class Preparer:
     shared: SharedState
     precision: Precision
     strategy: Strategy
-    data: DataLoaderConfiguration
+    dataloader_config: DataLoaderConfiguration
     rng_types: Sequence[str]
     device_placement: bool
     step_scheduler_with_optimizer: bool
@@ -183,7 +183,7 @@ class Preparer:
             self.accumulation,
             num_ranks,
             self.step_scheduler_with_optimizer,
-            self.data.split_batches,
+            self.dataloader_config.split_batches,
         )
 
     def prepare_loader(
@@ -200,7 +200,7 @@ class Preparer:
                 slice_fn=slice_fn,
                 is_static=process.backend.needs_static_shapes,
             )
-            loader = shard_loader(loader, target, self.data)
+            loader = shard_loader(loader, target, self.dataloader_config)
         if not any(loader is known for known in self.loaders):
             self.loaders.append(loader)
         return loader

@@ -151,11 +151,11 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How prepared loaders share their data among ranks; may be set."""
-        return self._preparer.data
+        return self._preparer.dataloader_config
 
     @dataloader_config.setter
     def dataloader_config(self, config: DataLoaderConfiguration) -> None:
-        self._preparer.data = config
+        self._preparer.dataloader_config = config
 
     @property
     def rng_types(self) -> Sequence[str]:

@@ -154,18 +154,18 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     Raises:
         ValueError: ``cpu`` was asked for, but the process computes on another device already.
     """
-    worker = context.current()
+    here = context.current()
     init = init or InitProcessGroupKwargs()
-    is_joined = joining.is_distributed() and (worker.training is None or worker.training.init != init)
+    is_joined = joining.is_distributed() and (here.training is None or here.training.init != init)
     if is_joined and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
         warn(f"{given} has no effect: this process has joined its process group already")
-    if worker.training is None:
+    if here.training is None:
         process = joining.join(cpu, init)
         losses = LossReport(process.slot, process.backend)
-        worker.flush_losses, worker.forget_losses = losses.flush, losses.begin_anew
+        here.flush_losses, here.forget_losses = losses.flush, losses.begin_anew
         loaders = LoaderStack()
-        worker.training = SharedState(
+        here.training = SharedState(
             process,
             loaders,
             AccumulationState(loaders),
@@ -174,7 +174,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
             BusyTime(process.slot),
             init=init,
         )
-    shared: SharedState = worker.training
+    shared: SharedState = here.training
     if cpu and shared.process.device.type != "cpu":
         raise ValueError(
             f"cpu=True, but this process computes on {shared.process.device} since its first Accelerator "

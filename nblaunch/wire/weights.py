@@ -1,4 +1,4 @@
-"""Weights that travel in a form of their own: sharded and quantised ones.
+"""Weights that travel in a form of their own, sharded and quantised ones, and what tells them from ordinary ones.
 
 Sharded weights, of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed, travel shard by shard:
 
@@ -178,14 +178,14 @@ def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
+def shards_to_send(state: Mapping[str, Any], is_local_main: bool) -> dict[str, Any]:
     """Return what this rank sends of a module's weights: its shards; the main rank also what is not sharded.
 
     No rank waits for another. A shard that several ranks hold is sent by one of them.
 
     Args:
         state: a state dict of the parameters themselves (``keep_vars=True``), on which DeepSpeed's shards hang.
-        is_main: whether this is the main rank.
+        is_local_main: whether this is the first rank of its machine.
     """
     sent: dict[str, Any] = {}
     for name, value in state.items():
@@ -195,7 +195,7 @@ def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
                 sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
         elif hasattr(value, "ds_id"):
             sent[name] = _deepspeed_shard(value)
-        elif is_main:
+        elif is_local_main:
             sent[name] = value.detach() if hasattr(value, "detach") else value
     return sent
 

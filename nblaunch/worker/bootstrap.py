@@ -3,11 +3,12 @@
     process_control  own POSIX session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
     output           descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
-    inherited        the state of libraries that a fork brought along from the kernel is reset
+    inherited        what makes the process a kernel is taken off it, forked or not
+    payload          what is defined in cells is pickled by value
     libraries        steps, bars and parameters are counted as progress
-    context          environment, backend, thread counts, displays, ``nblaunch.context``
+    context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
-    function         the call is loaded, the user's function called
+    function         the call is loaded; delivery notes the modules' tensors; the user's function is called
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
                      (or, where the function raised: ──> Failed; where it called ``sys.exit(n)``: an exit code alone)
     finish           after success threads are joined; exit handlers run; files that are left open are written;
@@ -173,7 +174,7 @@ class _Worker:
         output.capture(assignment.log_path)
         process_control.prefer_for_oom_kill()
         process_control.watch_faults(assignment.stacks_path)
-        inherited.reset_after_fork(kernel_streams)
+        inherited.leave_kernel(kernel_streams)
         payload.send_cells_by_value()
         libraries.count_progress(self.slot)
         env.apply(assignment.environment)

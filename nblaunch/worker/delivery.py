@@ -60,7 +60,7 @@ class Delivery:
         wanted_optimizers: Sequence[ArgPath] = (),
     ) -> None:
         self._rank = topology.rank
-        self._is_main = topology.local_rank == 0
+        self._is_local_main = topology.local_rank == 0
         self._outbox_fd = outbox_fd
         self._returns_value = returns_value
         self._modules = modules_at(args, wanted_modules)
@@ -68,7 +68,7 @@ class Delivery:
         self._optimizers = optimizers_at(args, wanted_optimizers)
         found = self._modules.keys() | self._optimizers.keys()
         self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in found]
-        if originals is not None and self._is_main:
+        if originals is not None and self._is_local_main:
             originals.remember(self._modules)
 
     @cached_property
@@ -84,8 +84,8 @@ class Delivery:
         is_wanted = self._returns_value and not left_by_exit and value is not None
         location = self._outbox.put_value(value) if is_wanted else ValueLocation()
         # Where every rank holds the whole, one of them is enough.
-        sends = tuple(self._modules) if self._is_main or self._holds_shards() else ()
-        if self._is_main:
+        sends = tuple(self._modules) if self._is_local_main or self._holds_shards() else ()
+        if self._is_local_main:
             sends += (*self._optimizers, *self._absent)
         return Returned(
             self._rank, time.time(), value_location=location, left_by_exit=left_by_exit, sends=sends
@@ -128,7 +128,7 @@ class Delivery:
         """Write weights; return where they are, where they end, and which parts of them could not be sent."""
         module = self._modules[path]
         state = dict(
-            shards_to_send(module.state_dict(keep_vars=True), self._is_main)
+            shards_to_send(module.state_dict(keep_vars=True), self._is_local_main)
             if in_shards
             else module.state_dict()
         )

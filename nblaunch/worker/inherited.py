@@ -27,8 +27,8 @@ _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
 
 
-def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
-    """Reset each library that the kernel had imported.
+def leave_kernel(kernel_streams: Iterable[Any]) -> None:
+    """Make this process a worker rather than a kernel, forked or not, and reset what the kernel had imported.
 
     Args:
         kernel_streams: its ``sys.stdout`` and ``sys.stderr``, which the worker's own have replaced already.

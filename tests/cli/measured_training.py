@@ -17,7 +17,7 @@ from torch import nn
 
 from nblaunch import Accelerator
 from nblaunch.host import memory
-from nblaunch.notebook import run
+from nblaunch.notebook import run_spec
 from nblaunch.spec import LaunchSpec
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 
@@ -96,7 +96,7 @@ def main() -> None:
             mixed_precision=precision, return_all=True,
         )  # fmt: skip
         case = [num_processes, precision, strategy, optimizer_name]
-        measured.append({"case": case, "ranks": run(spec, dashboard="none")})
+        measured.append({"case": case, "ranks": run_spec(spec, dashboard="none")})
     json.dump(measured, sys.stdout)
 
 

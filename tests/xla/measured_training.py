@@ -10,7 +10,7 @@ import importlib
 import torch
 
 from nblaunch import Accelerator
-from nblaunch.notebook import run
+from nblaunch.notebook import run_spec
 from nblaunch.spec import LaunchSpec
 from tests.cli import measured_training as on_cpu
 
@@ -43,5 +43,5 @@ def measure() -> dict[str, list[float]]:
         spec = LaunchSpec(
             function=train, num_processes=2, backend="xla", mixed_precision=precision, return_all=True
         )
-        measured[precision] = run(spec, dashboard="none")
+        measured[precision] = run_spec(spec, dashboard="none")
     return measured

@@ -48,10 +48,10 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 def compares_shapes() -> bool:
     """Return whether collectives compare the shapes of their tensors over ranks first, wherever the tensors are."""
-    worker = context.current()
-    if worker.compares_shapes is not None:
-        return worker.compares_shapes
-    return bool(worker.accelerator_defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
+    here = context.current()
+    if here.compares_shapes is not None:
+        return here.compares_shapes
+    return bool(here.accelerator_defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
 
 
 def world_size() -> int:
@@ -67,9 +67,9 @@ def rank() -> int:
 def _joins() -> bool:
     """Return whether this process is in a process group; join that of its job where nothing has done so yet."""
     if not is_distributed():
-        worker = context.current()
+        here = context.current()
         # A process with a state of training has joined before: where it is in no group it has left it, or had none.
-        if worker.training is None and worker.topology.world_size > 1:
+        if here.training is None and here.topology.world_size > 1:
             join()
     return is_distributed()
 

@@ -114,8 +114,8 @@ class Fsdp2Strategy(DTensorStrategy):
         device = self._process.device
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
         # What computes in fewer bits is trained in fp32, however the model was loaded: small steps would be lost.
-        master = torch.float32 if self._dtype is not None else None
-        weights = FullWeights(model, ignored, device, may_be_sent, master)
+        trained_dtype = torch.float32 if self._dtype is not None else None
+        weights = FullWeights(model, ignored, device, may_be_sent, trained_dtype)
         weights.move_to_meta()
         self._apply_fully_shard(modules, ignored)
         place = torch.device("cpu") if self._settings.cpu_offload else device

@@ -37,7 +37,7 @@ class FullWeights:
         ignored: parameters that are not sharded; those that are replaced by others are replaced in it, too.
         device: where shards go.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.
-        master: dtype of the shards of what is trained; None: as the model has it.
+        trained_dtype: of the shards of what is trained; None: as the model has it.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class FullWeights:
         ignored: set[nn.Parameter],
         device: torch.device,
         may_be_sent: bool,
-        master: torch.dtype | None = None,
+        trained_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._device = device
         self._ignored = ignored
-        self._master = master
+        self._trained_dtype = trained_dtype
         named = model.named_parameters(remove_duplicate=False)
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
         self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
@@ -66,7 +66,7 @@ class FullWeights:
 
     def _shard_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         is_trained = parameter.requires_grad and parameter.is_floating_point()
-        return self._master if is_trained and self._master is not None else parameter.dtype
+        return self._trained_dtype if is_trained and self._trained_dtype is not None else parameter.dtype
 
     def move_to_meta(self) -> None:
         """Replace the parameters that are to be sharded by some on the meta device, tied as before.
