@@ -1,4 +1,4 @@
-"""Weights that travel in a form of their own, sharded and quantised ones, and what tells them from ordinary ones.
+"""Weights that travel in a form of their own, sharded and quantised ones, and how they are recognised.
 
 Sharded weights, of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed, travel shard by shard:
 
