@@ -32,7 +32,10 @@ _LINE_BUFFERED = 1  # _IOLBF; source: <stdio.h> of glibc and musl
 # Looked up here once, in the kernel, instead of in every worker.
 _library = ctypes.CDLL(None)
 _fflush, _setvbuf = _library.fflush, _library.setvbuf
-_c_stdout = ctypes.c_void_p.in_dll(_library, "__stdoutp" if sys.platform == "darwin" else "stdout")
+try:
+    _c_stdout = ctypes.c_void_p.in_dll(_library, "stdout")
+except ValueError:  # it has another name in macOS
+    _c_stdout = ctypes.c_void_p.in_dll(_library, "__stdoutp")
 
 
 class _Output(io.RawIOBase):
