@@ -173,23 +173,22 @@ def pause_pools() -> bool:
         True if a child may use all its threads: every library was paused, or none is loaded. False if some library
         could not be; then children must keep to one thread.
     """
-    were_paused = [_pause(library) for library in _loaded_libraries(_OWN_MAPS)]
+    were_paused = [_pause(library) for library in _loaded_libraries()]
     return all(were_paused)
 
 
-def _loaded_libraries(maps: Path) -> tuple[str, ...]:
+def _loaded_libraries() -> tuple[str, ...]:
     """Return paths of loaded OpenMP libraries. torch, scikit-learn and others each bring a copy of their own."""
     global _known
     size = _executable_size()
-    key = (maps, size)
-    if size is None or _known is None or _known[0] != key:
-        _known = (key, _find_libraries(maps))
+    if size is None or _known is None or _known[0] != size:
+        _known = (size, _find_libraries())
     return _known[1]
 
 
-def _find_libraries(maps: Path) -> tuple[str, ...]:
+def _find_libraries() -> tuple[str, ...]:
     try:
-        text = maps.read_text()
+        text = _OWN_MAPS.read_text()
     except OSError:
         torch = sys.modules.get("torch")
         folder = Path(torch.__file__ or "").parent / "lib" if torch is not None else None
@@ -211,7 +210,7 @@ def _loaded_name(line: str) -> str:
     return line[line.index("/") :]
 
 
-_known: tuple[tuple[Path, bytes | None], tuple[str, ...]] | None = None
+_known: tuple[bytes | None, tuple[str, ...]] | None = None
 """The libraries found last, and when: reading the maps of a process with torch in it takes a millisecond."""
 
 

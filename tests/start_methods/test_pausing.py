@@ -132,24 +132,3 @@ def test_openmp_libraries_are_recognised_by_their_names(path: str, is_openmp: bo
 def test_a_library_without_the_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, "_loaded_libraries", lambda *args: [str(Path("/proc/self/exe"))])
     assert fork.pause_pools() is False
-
-
-def test_one_that_cannot_be_paused_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    paused: list[str] = []
-    monkeypatch.setattr(fork, "_loaded_libraries", lambda *args: ["first", "second"])
-    monkeypatch.setattr(fork, "_pause", paused.append)  # which returns no True
-    assert fork.pause_pools() is False
-    assert paused == ["first", "second"]
-
-
-def test_where_their_size_is_not_counted_libraries_are_looked_for_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with C libraries other than GNU's."""
-    monkeypatch.setattr(fork, "_known", None)
-    monkeypatch.setattr(fork, "_executable_size", lambda: None)
-    maps = tmp_path / "maps"
-    maps.write_text("")
-    assert fork._loaded_libraries(maps) == ()
-    maps.write_text("7f00-7f01 r-xp 00000000 00:00 0   /opt/libs/libgomp.so.1.0.0\n")
-    assert fork._loaded_libraries(maps) == ("/opt/libs/libgomp.so.1.0.0",)
