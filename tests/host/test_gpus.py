@@ -169,7 +169,7 @@ def test_bf16_is_proposed_where_all_gpus_have_it(
     nvml(*(FakeGpu(f"GPU-{index}", capability=one) for index, one in enumerate(capabilities)))
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    assert Machine({"cpu": 4, "cuda": 2}, "cuda").precision("auto") == proposed
+    assert Machine({"cpu": 4, "cuda": 2}, "cuda").precision("cuda") == proposed
 
 
 def test_bf16_is_not_proposed_for_gpus_of_a_driver_in_a_bad_state(nvml: NvmlMaker) -> None:
