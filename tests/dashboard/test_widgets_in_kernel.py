@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -245,6 +246,20 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
     watched.wait_for(lambda front_end: front_end.open_ids == set(), "the last widget to go")
     table = replace(launching, messages=watched.messages).displays[0]
     assert "train: done in" in table.data["text/plain"]
+
+
+def test_buttons_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
+    """Kernels with subshells receive the click at once, others when the cell has ended."""
+    watched = Watched(shared)
+    run(shared, BACKGROUND)
+    cell = shared.submit("stop.wait(30)", allow_stdin=True)
+    watched.wait_for(lambda live: re.search(r"running for [2-9] s", live.html) is not None, "two seconds")
+    live = watched.front_end
+    buttons = [live.models[key] for key in live.of("Button") if key in live.open_ids]
+    assert [state["disabled"] for state in buttons] == [False] * 4
+    shared.interrupt()
+    cell.wait()
+    run(shared, "stop.set(); thread.join()")
 
 
 def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shared: Kernel) -> None:
