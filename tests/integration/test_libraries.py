@@ -199,11 +199,8 @@ PROGRAMS = {
     ),
     "Trainer with DeepSpeed": TRAINER.replace(
         "STRATEGY",
-        "warmup_steps=3, num_train_epochs=2, "
         "deepspeed={'zero_optimization': {'stage': 2}, 'gradient_accumulation_steps': 'auto', "
-        "'train_batch_size': 'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_clipping': 'auto', "
-        "'scheduler': {'type': 'WarmupDecayLR', 'params': dict.fromkeys("
-        "('warmup_min_lr', 'warmup_max_lr', 'warmup_num_steps', 'total_num_steps'), 'auto')}}",
+        "'train_batch_size': 'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_clipping': 'auto'}",
     ),
     "SFT": SFT.replace("PEFT", ""),
     "SFT with LoRA": SFT.replace(

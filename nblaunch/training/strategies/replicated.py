@@ -60,7 +60,9 @@ class ReduceAtStepStrategy(Strategy):
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    """Return parameters and buffers under each of their names: XLA's move takes tied ones apart, until it is done."""
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return [tensor.detach() for tensors in named for _, tensor in tensors]
 
 
 def checksum(tensor: torch.Tensor) -> int:
