@@ -645,16 +645,9 @@ def test_a_checkpoint_that_was_cut_short_is_reported_before_anything_changes(
     _assert_same(_weights(model), before)
 
 
-def test_damage_that_leaves_the_size_is_reported_too(tmp_path: Path) -> None:
+def test_a_list_of_files_that_was_cut_short_or_is_newer_is_reported(tmp_path: Path) -> None:
     accelerator, _, _ = _prepared()
-    for name in ("model.safetensors", "optimizer.bin"):
-        accelerator.save_state(tmp_path / "state")
-        path = tmp_path / "state" / name
-        path.write_bytes(b"\xff" * path.stat().st_size)
-        with pytest.raises(
-            CheckpointError, match=rf"{name} has the checksum crc32:.*bytes have changed since"
-        ):
-            accelerator.load_state(tmp_path / "state")
+    accelerator.save_state(tmp_path / "state")
     manifest = tmp_path / "state" / "nblaunch_checkpoint.json"
     text = manifest.read_text()
     manifest.write_text(text[:30])
