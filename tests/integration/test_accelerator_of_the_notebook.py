@@ -191,7 +191,8 @@ def train():
         found, = DataLoader(data, num_workers=1, collate_fn=list, multiprocessing_context="spawn")
     return found
 notebook_launcher(train, num_processes=2, return_all=True)
-"""
+""",
+        timeout_s=110,  # interpreters, one after the other
     )
     assert cell.value == [[[rank] * 5 + [2, False]] for rank in (0, 1)]
 

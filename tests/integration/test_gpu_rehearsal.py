@@ -200,8 +200,9 @@ for words, env in json.loads(sys.argv[1]):
 DRIVER = """
 import os, sys
 from tests.host.fake_nvml import FakeGpu, FakeNvml
-names = [f"GPU-0000000{number}-aaaa" for number in range(int(os.environ["GPUS"]))]
-sys.modules["pynvml"] = FakeNvml([FakeGpu(name, "NVIDIA H200", 1 << 37, capability=(9, 0)) for name in names], "570.1")
+gpus = [FakeGpu(f"GPU-0000000{number}-aaaa", "NVIDIA H200", 1 << 37, capability=(9, 0)) for number in range(8)]
+driver = sys.modules["pynvml"] = FakeNvml(gpus, "570.1")
+driver.nvmlDeviceGetCount = lambda: int(os.environ["GPUS"])  # torch imports it before there are any
 """
 
 
