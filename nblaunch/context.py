@@ -1,8 +1,8 @@
 """The context of this process: its topology, backend, slot of the board, and connection to the launcher.
 
-``worker/bootstrap.py`` installs a context before it calls the user's function. In other processes (``torchrun``, plain
-``python``, a notebook cell), :func:`current` makes one from the environment. Training code uses the launcher only
-through the context, so that the same script runs everywhere.
+``worker/bootstrap.py`` installs a context before it calls the user's function, as ``start_methods/inline.py`` does. In
+other processes (``torchrun``, plain ``python``, a notebook cell), :func:`current` makes one from the environment.
+Training code uses the launcher only through the context, so that the same script runs everywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class ProcessContext:
         command_connection: on which the kernel sends commands; None where it sends none.
         debug_connection: on which the kernel asks the debugger in this process; None where there is none.
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
-        is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
+        is_launched: the process runs the function of a launch, as a worker or inline; False if the context was made from
+            the environment.
         num_commands: commands of a session that this process has begun.
         training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
@@ -116,5 +117,5 @@ def exists() -> bool:
 
 
 def is_worker() -> bool:
-    """Return whether this process is a worker of nblaunch. Creates no context."""
+    """Return whether this process runs the function of a launch, as a worker or inline. Creates no context."""
     return _current is not None and _current.is_launched

@@ -1,4 +1,4 @@
-"""The exceptions of nblaunch, except ``config.ConfigError``; and warnings.
+"""The exceptions of nblaunch, except ``config.resolving.ConfigError``; and warnings.
 
     NblaunchError
     ├── LaunchError           the job could not be started; no worker ran the function

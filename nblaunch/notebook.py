@@ -303,7 +303,7 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
             job = start(spec, plan, listeners)
         else:
             job = make_runner(spec, plan, listeners)
-            release_kept_failures()  # no earlier: a launch that is refused takes nothing from the debugger
+            release_kept_failures()  # no earlier: a refused launch takes them only where they may have the devices
     except BaseException as error:
         dashboards.close_refused(listeners, error)
         raise

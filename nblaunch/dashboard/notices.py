@@ -1,8 +1,8 @@
 """Notices about slow and stalled ranks and losses that are not finite; rates as they are now. From the view alone.
 
-A stalled rank is one that trains, evaluates or waits without any change for 20 s, output included. Hangs are another
-matter: the launcher finds them by other rules (``diagnosis/hang.py``), and reports them with stacks in a ``Note`` event
-of kind ``"hang"``.
+A stalled rank is one that trains, evaluates or waits without any change, output included, for 20 s, or the time of 20
+of its steps where that is more. Hangs are another matter: the launcher finds them by other rules
+(``diagnosis/hang.py``), and reports them with stacks in a ``Note`` event of kind ``"hang"``.
 
 A view has what was measured last. What is true now follows from the time since: :func:`as_of_now` returns the view with
 the rates of the moment, and :func:`stall_text` what a rank does that makes no progress.

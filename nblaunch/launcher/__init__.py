@@ -7,17 +7,16 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
       fork_safety.py     whether the kernel can be forked
     job.py               Job: what the caller holds, a future; its state, its listeners
     runner.py            JobRunner: runs a job to its end, attempt after attempt
+      joblog.py          the log files of a job; those of old jobs are pruned at the first tick
+        logtail.py       follows them, and keeps them small
       requests.py        SIGINT while a launch runs; stop, interrupt, kill, show stacks; the supervisor reads them
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
       supervisor.py      waits for whatever happens until the workers have ended; reads what they returned
         escalation.py    which signal which rank gets when; an orderly end with time for a checkpoint
         hang_watch.py    finds ranks without progress; where the ranks are
-                         and, made by attempt.py and used here:
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
-        joblog.py        the log files of a job; those of old jobs are pruned at the first tick
-          logtail.py     follows them, and keeps them small
       outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
     debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures

@@ -1,6 +1,7 @@
 """LaunchPlan: what will be launched, how, and why it can't be; decided before any process is started.
 
-It reads the machine and makes no device context: with one in the kernel, workers could not be forked.
+It reads the machine and makes no device context: with one in the kernel, workers could not be forked. Where the devices
+are refused, workers that are kept for the debugger and may have them are ended first.
 """
 
 from __future__ import annotations

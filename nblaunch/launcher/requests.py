@@ -5,6 +5,7 @@
     interrupt()    KeyboardInterrupt in all workers; the second time they are killed
     cancel()       all workers are killed
     ask_stacks()   where every rank is, as text
+    ask_logs()     all that was printed by now is shown, as after a command of a session
 
     any thread, any signal handler ── counts, flags, queries ─────> JobRequests <── the supervisor reads
                                    └─ one byte ──> WakePipe ─────────────────────> wakes its wait loop

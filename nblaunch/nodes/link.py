@@ -4,10 +4,9 @@
                         │ receive, exchange
                       agent
 
-``agent_client.py`` is the client to the agent, ``peer_states.py`` holds the state of the other nodes. Nothing here
-starts or signals workers.
-
-:class:`NodeRunner` runs a job through them: the agent decides on restarts, together with those of the others.
+``agent_client.py`` is the client to the agent, ``peer_states.py`` holds the state of the other nodes. The link neither
+starts nor signals workers: :class:`NodeRunner` runs a job through it. The agent decides on restarts, together with
+those of the other nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting fresh interpreters from the kernel: what spawn, forkserver and the agents of nodes share."""
+"""Starting fresh interpreters from the kernel, for spawn, forkserver, agents of nodes and detached jobs."""
 
 from __future__ import annotations
 

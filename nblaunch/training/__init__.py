@@ -38,7 +38,8 @@ The way of objects through ``prepare``:
                              ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:
                                  casts_models)
                              ──> models.py (to the device; FSDP2, DeepSpeed and XLA's move it themselves: moves_models)
-                             ──> strategies/ (setup_module: rank 0's weights; wrap or shard) ──> models.py (compile)
+                             ──> strategies/ (setup_module: rank 0's weights; wrap or shard)
+                             ──> strategies/ (compile: DeepSpeed's own), else models.py (compile_model)
       optimizers             strategies/ ──> models.py (Replacements.hand_to: the parameters that prepare has put in
                                  the place of others; Accelerate's fsdp2_switch_optimizer_parameters)
                              ──> optimizer.py: steps only where ``accumulation`` ends a window

@@ -1,8 +1,8 @@
-"""What a forked worker inherits from the kernel and must forget.
+"""What makes a process a kernel, and what a fork has inherited from one: a worker gives it up.
 
-A fork copies memory, but neither threads nor the other ends of sockets. Each function here knows one library, looks at
-it only if the kernel has imported it, and leaves the worker as if it had been started on its own. ``libraries.py`` has
-those that are changed after a later import, too.
+A fork copies memory, but neither threads nor the other ends of sockets. A library is looked at only if the kernel has
+imported it, and is left as if the worker had been started on its own. ``libraries.py`` has those that are changed after
+a later import, too.
 """
 
 from __future__ import annotations

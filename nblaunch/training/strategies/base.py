@@ -154,7 +154,7 @@ class Strategy(ABC):
     """Member of ``DistributedType`` for a job whose ranks hold shards; empty: the label is that of the devices."""
 
     moves_models = False
-    """Whether :meth:`setup_module` brings a model to its device by itself, shard by shard."""
+    """Whether :meth:`setup_module` brings a model to its device by itself."""
 
     casts_models = False
     """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast.

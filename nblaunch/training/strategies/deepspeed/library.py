@@ -1,6 +1,6 @@
 """DeepSpeed itself: importing it when it is chosen, on the right device, and keeping it to what this job needs of it.
 
-The only file that imports it. It never decides how a model is trained.
+It is imported here; ``checkpoint.py`` takes two of its modules beside. Nothing here decides how a model is trained.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class FullWeights:
     Args:
         model: as the user built it.
         ignored: parameters that are not sharded; those that are replaced by others are replaced in it, too.
-        device: where shards go.
+        device: of this rank, for what is not sharded and what is sent; :meth:`fill_shards` is given that of shards.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.
         trained_dtype: of the shards of what is trained; None: as the model has it.
     """
