@@ -47,8 +47,8 @@ class ProcessContext:
         command_connection: on which the kernel sends commands; None where it sends none.
         debug_connection: on which the kernel asks the debugger in this process; None where there is none.
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
-        is_launched: the process runs the function of a launch, as a worker or inline; False if the context was made from
-            the environment.
+        is_launched: the process runs the function of a launch, as a worker or inline; False if the context was made
+            from the environment.
         num_commands: commands of a session that this process has begun.
         training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
