@@ -81,6 +81,7 @@ TABLE = {
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "MB that the log of a rank may take; its beginning goes"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in the platform's folder"),
+        Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: ranks choose among the same GPUs"),
         Variable("TERM", _TEXT, "", "kind of terminal; a dumb one has no colours"),
         Variable("NO_COLOR", _TEXT, "", "anything: no colours on terminals"),
         Variable("FORCE_COLOR", _TEXT, "", "anything: colours, also where the output is no terminal"),

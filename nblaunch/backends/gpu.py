@@ -15,13 +15,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nblaunch import formatting
+from nblaunch import env, formatting
 from nblaunch.backends import first_use, process_group
 from nblaunch.backends.base import LOOPBACK, NO_FP8, Backend
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
+
+
+_CHOSEN_BY_LOCAL_RANK = "NBLAUNCH_GPUS_BY_LOCAL_RANK"
 
 
 class GpuBackend(Backend):
@@ -70,7 +73,7 @@ class GpuBackend(Backend):
         )
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        changes = super().worker_env(topology)
+        changes = {**super().worker_env(topology), _CHOSEN_BY_LOCAL_RANK: "1"}
         if self.dist_backend == "nccl" and topology.num_nodes == 1:
             # Rendezvous of one machine's processes only; their data goes through links of GPUs or shared memory.
             changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
@@ -94,7 +97,11 @@ class GpuBackend(Backend):
         import torch.distributed as dist
 
         # NCCL refuses two ranks on one GPU, as it does instances of one; gloo does not mind.
-        fits = topology.local_world_size <= self._torch_module().device_count()
+        count = self._torch_module().device_count()
+        has_own = count == 1 and not env.read(
+            _CHOSEN_BY_LOCAL_RANK
+        )  # SLURM gives each process a GPU of its own
+        fits = has_own or topology.local_world_size <= count
         dist_backend = self.dist_backend if fits and dist.is_backend_available(self.dist_backend) else "gloo"
         process_group.join(dist_backend, topology, timeout_s)
 

@@ -163,6 +163,22 @@ def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> N
     assert joined == ["nccl", "gloo"]
 
 
+@pytest.mark.parametrize(("is_launched", "group"), [(True, "gloo"), (False, "nccl")])
+def test_a_process_that_sees_one_gpu_alone_has_it_to_itself_unless_the_launcher_shares_it(
+    monkeypatch: pytest.MonkeyPatch, is_launched: bool, group: str
+) -> None:
+    """As ``srun --gpus-per-task=1`` starts processes, and as two workers share the GPU of a small machine."""
+    joined: list[str] = []
+    monkeypatch.setattr(process_group, "join", lambda group, topology, timeout_s: joined.append(group))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for name, value in BACKEND.worker_env(TWO).items() if is_launched else ():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    BACKEND.join(TWO, torch.device("cuda", 0))
+    assert joined == [group]
+
+
 def test_ranks_get_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
     shown = [8]  # as NVML counts, until CUDA is initialised
