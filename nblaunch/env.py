@@ -80,7 +80,7 @@ TABLE = {
         Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "MB that the log of a rank may take; its beginning goes"),
-        Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in the platform's folder"),
+        Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in ~/.config"),
         Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: ranks choose among the same GPUs"),
         Variable("TERM", _TEXT, "", "kind of terminal; a dumb one has no colours"),
         Variable("NO_COLOR", _TEXT, "", "anything: no colours on terminals"),

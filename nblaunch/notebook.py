@@ -265,9 +265,10 @@ def launch(
     __tracebackhide__ = True
     from nblaunch.config.launching import device_choice, resolved_settings, spec_of
     from nblaunch.config.resolving import unknown
-    from nblaunch.config.settings import SETTINGS
+    from nblaunch.config.settings import SETTINGS, UNUSED
 
     with HiddenLauncherFrames():
+        settings = {name: value for name, value in settings.items() if name not in UNUSED}
         for name in settings:
             if name not in SETTINGS:
                 raise TypeError(f"launch() got an unexpected argument: {unknown(name, SETTINGS)}")

@@ -89,6 +89,8 @@ def _write_default(path: Path) -> int:
 
 
 def _ask(path: Path) -> int:
+    if path.exists():
+        print(f"{path} is there already; the answers will replace all of it")
     return _write(path, ask_all(Asker(), Machine.here()))
 
 

@@ -118,6 +118,8 @@ class Choice(Converter):
 
     def convert(self, value: Any) -> str:
         by_lower = {choice.lower(): choice for choice in self.choices}
+        if "no" in by_lower:  # other ways to write it in YAML 1.1 and Python
+            by_lower |= dict.fromkeys(("false", "off"), by_lower["no"])
         found = by_lower.get(str(value).strip().lower())
         if found is None:
             raise ValueError(f"must be one of {', '.join(self.choices)}")

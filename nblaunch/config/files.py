@@ -114,7 +114,11 @@ def _describe_yaml_error(error: Exception) -> str:
 
 
 def _is_null(value: Any) -> bool:
-    return value in ("", "~", "null")  # but "none" is a value of some settings
+    return isinstance(value, str) and value.lower() in (
+        "",
+        "~",
+        "null",
+    )  # but "none" is a value of some settings
 
 
 def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _check_needs(resolved: Resolved, order: Mapping[str, int]) -> None:
     """
     for name, setting in SETTINGS.items():
         needs = _NEEDS.get(name) or _NEEDS.get(setting.group)
-        if needs is None or resolved[name] in (False, setting.default):
+        if needs is None or resolved[name] is False or resolved[name] == setting.default:
             continue
         other, is_used, purpose = needs
         overrides = order[resolved.sources[other]] < order[resolved.sources[name]]

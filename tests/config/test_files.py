@@ -154,7 +154,7 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
-    assert not files.read(written(tmp_path, "# nothing\n")).values
+    assert not files.read(written(tmp_path, "# nothing\nlog_dir: Null\nhang_timeout_s: ~\n")).values
 
 
 @pytest.mark.parametrize("machines", ["1:4", "2:16"])

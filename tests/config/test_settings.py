@@ -32,6 +32,8 @@ def no_default_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         ("num_processes", 4.0, 4),
         ("fsdp_min_num_params", "1e8", 100_000_000),
         ("mixed_precision", "BF16", "bf16"),
+        ("mixed_precision", "off", "no"),  # as YAML 1.1 writes it, too
+        ("dynamo_backend", False, "no"),
         ("dynamo_backend", "INDUCTOR", "inductor"),
         ("dynamo_backend", "openxla", "openxla"),  # of a device family
         ("dynamo_backend", "ONNXRT", "onnxrt"),  # there once its library is imported
@@ -133,6 +135,7 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
         ({"num_machines": 2}, "main_process_ip"),
         ({"num_machines": 2, "main_process_ip": "a", "num_processes": 3}, "equally"),
         ({"zero_stage": 2}, "use_deepspeed"),
+        ({"zero_stage": 0}, "use_deepspeed"),
         ({"fsdp_offload_params": True, "strategy": "deepspeed"}, "use_fsdp"),
         ({"dynamo_mode": "default"}, "dynamo_backend"),
         ({"downcast_bf16": True, "backend": "cpu"}, "TPU"),
