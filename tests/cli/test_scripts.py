@@ -202,7 +202,8 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
             print(nblaunch.launch(train, (7,), config_file="mine.yaml", return_all=True))
             import nblaunch.launcher.job as module   # the folder of the same name is still there
             from nblaunch import launch
-            print(launch(train, (8,), config_file="mine.yaml", num_processes=1, mixed_precision="no", monitor_interval=1), module.Job)
+            settings = dict(config_file="mine.yaml", num_processes=1, mixed_precision="no", monitor_interval=1)
+            print(launch(train, (8,), **settings), module.Job)
             for wrong in ({"num_procs": 2}, {"num_processes": "x"}, {"config_file": "none.yaml"}):
                 try:
                     launch(train, (8,), **wrong)
