@@ -90,7 +90,7 @@ def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(kernel: Kernel
     assert "a module that it needs uses the device" in cell.raised.text
 
 
-def test_a_worker_that_libtpu_ends_says_that_there_is_no_tpu(kernel: Kernel) -> None:
+def test_a_worker_that_libtpu_ends_shows_why_without_native_frames(kernel: Kernel) -> None:
     cell = kernel.run(
         """
 def abort():
@@ -103,7 +103,7 @@ notebook_launcher(abort, dashboard="none")
         raises="WorkerDied",
         timeout_s=120,
     )
-    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.raised.text
+    assert "TPU initialization failed: No jellyfish device found" in cell.raised.text
     assert "compilation.cc:533] Check failed" in cell.raised.text
     assert "absl::LogMessage" not in cell.raised.text
 
