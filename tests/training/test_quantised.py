@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from nblaunch import Accelerator, CheckpointError, notebook_launcher
+from nblaunch.training.models import stays_in_place
+from nblaunch.training.shared_state import get_shared_state
 from nblaunch.wire.weights import quantised_entries
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, LinearPacked, train_one_step
@@ -48,6 +51,15 @@ def test_a_quantised_model_stays_on_the_device_that_it_was_loaded_to() -> None:
     model = Fixed(**{"": "cpu"})
     model.is_loaded_in_8bit = True  # type: ignore[assignment]
     Accelerator(cpu=True).prepare(model)
+
+
+@pytest.mark.parametrize(("places", "device"), [(["cpu", "disk"], "cpu"), (["cpu", "cuda:0"], "cuda:0")])
+def test_a_quantised_model_that_is_partly_offloaded_is_refused(places: list[str], device: str) -> None:
+    model = Fixed(**dict(zip(["embed", "head"], places, strict=True)))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    process = replace(get_shared_state(cpu=True).process, device=torch.device(device))
+    with pytest.raises(ValueError, match=rf"with CPU or disk offload: hf_device_map has {', '.join(places)}"):
+        stays_in_place(model, process)
 
 
 def test_a_model_that_is_cut_can_not_be_trained_by_several_ranks() -> None:
