@@ -110,6 +110,8 @@ class Preparer:
                 to_device(inner, self.shared.process)
         prepared: Any = model
         if not evaluation_mode:
+            if self.strategy.moves_models:
+                self.strategy.may_move = moves
             with self._replacing(inner):
                 prepared = self.strategy.setup_module(model, self.shared.process)
         compiled = self.strategy.compile(prepared, self.dynamo)

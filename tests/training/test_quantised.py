@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch import Accelerator, CheckpointError, notebook_launcher
+from nblaunch import Accelerator, CheckpointError, context, notebook_launcher
 from nblaunch.training.models import stays_in_place
 from nblaunch.training.shared_state import get_shared_state
 from nblaunch.wire.weights import quantised_entries
@@ -51,6 +51,27 @@ def test_a_quantised_model_stays_on_the_device_that_it_was_loaded_to() -> None:
     model = Fixed(**{"": "cpu"})
     model.is_loaded_in_8bit = True  # type: ignore[assignment]
     Accelerator(cpu=True).prepare(model)
+
+
+def _prepare_where_steps_average(device_placement: bool, is_quantised: bool) -> str:
+    context.current().backend.reduces_gradients_at_step = True  # as XLA devices do
+    model = Fixed(**{"": "cpu"})
+    model.is_loaded_in_8bit = is_quantised  # type: ignore[assignment]
+    try:
+        Accelerator(device_placement=device_placement).prepare(model)
+    except AssertionError as error:
+        return str(error)
+    return "stayed"
+
+
+def test_what_is_not_to_be_moved_stays_in_place_also_where_steps_average_gradients() -> None:
+    for device_placement, is_quantised, expected in (
+        (True, False, "moved"),
+        (False, False, "stayed"),
+        (True, True, "stayed"),
+    ):
+        found = ranks.run(_prepare_where_steps_average, 2, device_placement, is_quantised)
+        assert found == [expected] * 2
 
 
 @pytest.mark.parametrize(("places", "device"), [(["cpu", "disk"], "cpu"), (["cpu", "cuda:0"], "cuda:0")])
