@@ -143,7 +143,7 @@ def test_settings_of_loaders_are_shown() -> None:
     assert not accelerator.use_stateful_dataloader
     accelerator.even_batches = False
     assert not accelerator.even_batches
-    assert not accelerator._preparer.data.even_batches
+    assert not accelerator._preparer.dataloader_config.even_batches
 
 
 def test_an_accelerator_is_pickled_with_what_it_prepared() -> None:
