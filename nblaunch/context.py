@@ -51,6 +51,7 @@ class ProcessContext:
             from the environment.
         num_commands: commands of a session that this process has begun.
         training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
+        was_reset: ``PartialState._reset_state()`` was called: what the user has of ``training`` does not make it anew.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
         object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
             object itself (``training/per_process.py``).
@@ -73,6 +74,7 @@ class ProcessContext:
     is_launched: bool = False
     num_commands: int = 0
     training: Any = None
+    was_reset: bool = False
     compares_shapes: bool | None = None
     object_parts: dict[int, tuple[Any, dict[str, Any]]] = field(
         default_factory=dict, compare=False, repr=False

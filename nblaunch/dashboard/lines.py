@@ -127,8 +127,8 @@ class MergedLines:
 
 _HEAD_LINES_OF_ALL = 2 * HEAD_LINES  # about so many of all ranks together
 _LINE_LENGTH = 4000  # characters
-# Such as figures, of all ranks. VS Code shows the first 500 outputs of a cell (microsoft/vscode#325786): a display
-# takes two of them, and the last one may be an error.
+# Such as figures, of all ranks; each may have its share even if others have used it up. VS Code shows the first 500
+# outputs of a cell (microsoft/vscode#325786): a display takes two of them, and the last one may be an error.
 _NUM_DISPLAYS = 120
 _TAIL_LINES_OF_ALL = 320  # about so many last lines; of each rank at least one
 
@@ -184,7 +184,7 @@ class LinesPrinter(Dashboard):
         self._num_lines: Counter[int] = Counter()
         self._num_shown: Counter[int] = Counter()
         self._tails: dict[int, deque[str]] = {}
-        self._num_displays = 0
+        self._num_displays: Counter[int] = Counter()
         self._ranks_without_displays: set[int] = set()
         self._display_ids = set() if display_ids is None else display_ids
         self._num_processes = 1
@@ -300,8 +300,9 @@ class LinesPrinter(Dashboard):
             return
         if event.rank in self._ranks_without_displays:
             return
-        if self._num_displays < _NUM_DISPLAYS:
-            self._num_displays += 1
+        share = _NUM_DISPLAYS // self._num_processes
+        if self._num_displays[event.rank] < share or self._num_displays.total() < _NUM_DISPLAYS:
+            self._num_displays[event.rank] += 1
             self._pending.append(event)
         else:
             self._ranks_without_displays.add(event.rank)

@@ -105,7 +105,7 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
 def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     """Have the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
     with ExitStack() as stack:
-        for strategy in list(get_shared_state().strategies):
+        for strategy in list(get_shared_state().strategies.values()):
             stack.enter_context(strategy.sync_in_backward(model))
         yield
 

@@ -216,7 +216,13 @@ def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
         )
     if not is_quantised(model):
         return is_dispatched(model)
-    is_placed = bool(device_map(model))
+    places = {str(place) for place in device_map(model).values()}
+    is_placed = bool(places)
+    if "disk" in places or ("cpu" in places and process.device.type != "cpu"):
+        raise ValueError(
+            "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk offload: "
+            f'hf_device_map has {", ".join(sorted(places))}. Load it with device_map={{"": accelerator.device}}'
+        )
     if is_placed and not is_dispatched(model):
         for parameter in filter(is_quantised_weight, model.parameters()):
             _check_device(parameter.device, process.device)

@@ -26,7 +26,7 @@ from nblaunch import context, env
 from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
 from nblaunch.spec import MIXED_PRECISIONS
-from nblaunch.training.collectives import nested
+from nblaunch.training.collectives import dtensor, nested
 from nblaunch.training.joining import current_topology
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, KwargsHandler, check_choice
 
@@ -149,7 +149,7 @@ class Fp16Precision(Precision):
 
     def _know_no_optimizers(self) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._unscaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last backward
+        self._unscaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
         self._done: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,19 +174,23 @@ class Fp16Precision(Precision):
         self._optimizers.add(optimizer)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute scaled gradients. RuntimeError where gradients of true size would be mixed with them, or were."""
         for optimizer in list(self._unscaled):
             if not _has_gradients(optimizer):
                 self.forget_gradients(optimizer)
+        if self._done and self._unscaled - self._done:
+            raise RuntimeError(_MIXED.format("has not stepped since"))
         self._end_round()
-        self._unscaled.clear()
+        before = {optimizer: _versions(optimizer) for optimizer in self._unscaled}
         self._scaler.scale(loss).backward(**kwargs)
+        if any(_versions(optimizer) != versions for optimizer, versions in before.items()):
+            raise RuntimeError(_MIXED.format("was given more of them by backward before it stepped"))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self.register(optimizer)
         if optimizer in self._done:
             self._end_round()
-        # Clipping by norm and then by value is a fair thing to do. With another backward in between, gradients of true
-        # size and scaled ones would be mixed: torch's scaler refuses to unscale these.
+        # The scaler refuses to unscale twice in a round; clipping by norm and then by value is a fair thing to do.
         if optimizer not in self._unscaled and _has_gradients(optimizer):
             self._scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
@@ -245,10 +249,27 @@ class Fp16Precision(Precision):
                 attributes["step"] = own
 
 
+_MIXED = (
+    "fp16: unscale_() has already been called on this optimizer since the last update(): it was clipped or unscaled, "
+    "and {}, so that gradients of true size and scaled ones would be mixed. Clip, or call unscale_gradients, only "
+    "where the optimizer steps: if accelerator.sync_gradients: accelerator.clip_grad_norm_(parameters, max_norm)"
+)
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
+
+
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(
-        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
-    )
+    return any(True for _ in _gradients(optimizer))
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Return numbers that change whenever a gradient does."""
+    with torch.no_grad():  # otherwise each look at a shard makes a new tensor
+        held = [dtensor.local(gradient) for gradient in _gradients(optimizer)]
+    return [(id(one), one._version) for one in held]
 
 
 class AutocastForward:

@@ -74,6 +74,7 @@ class Preparer:
             {OPTIMIZERS: self.prepare_optimizer},
             {SCHEDULERS: lambda scheduler, placement: self.prepare_scheduler(scheduler)},
         )
+        _check_no_device_loader(objects)
         self.strategy.on_prepare(objects)
         prepared = list(objects)
         for stage in stages:
@@ -109,6 +110,8 @@ class Preparer:
                 to_device(inner, self.shared.process)
         prepared: Any = model
         if not evaluation_mode:
+            if self.strategy.moves_models:
+                self.strategy.may_move = moves
             with self._replacing(inner):
                 prepared = self.strategy.setup_module(model, self.shared.process)
         compiled = self.strategy.compile(prepared, self.dynamo)
@@ -217,6 +220,18 @@ def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder
     if isinstance(obj, kind):
         raise ValueError(
             f"{type(obj).__name__} stands for an object that is made elsewhere; it needs {obj.needs}"
+        )
+
+
+def _check_no_device_loader(objects: Sequence[Any]) -> None:
+    """Raise ValueError for a loader of torch_xla, which is no ``DataLoader``: every rank would read all data."""
+    module = sys.modules.get(
+        "torch_xla.distributed.parallel_loader"
+    )  # where it was not imported, there is none
+    if module is not None and any(isinstance(obj, module.MpDeviceLoader) for obj in objects):
+        raise ValueError(
+            "prepare can't divide the data of torch_xla's MpDeviceLoader over ranks. Pass the DataLoader that it was "
+            "made of instead: once prepared, that brings its batches to the device, too"
         )
 
 

@@ -44,7 +44,7 @@ class SharedState:
         plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
         parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
         label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
-        strategies: those of all Accelerators that there are.
+        strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
@@ -63,7 +63,9 @@ class SharedState:
     plugin: StrategyPlugin | None = None
     parallelism: ParallelismConfig | None = None
     label: str = ""
-    strategies: weakref.WeakSet[Strategy] = field(default_factory=weakref.WeakSet)
+    strategies: weakref.WeakValueDictionary[int, Strategy] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     has_checked_models: bool = False
@@ -135,7 +137,7 @@ class SharedState:
         self.accumulation = setup.accumulation
         self.precision = precision
         self.label = strategy.label if strategy.holds_shards else ""
-        self.strategies.add(strategy)
+        self.strategies[id(strategy)] = strategy
 
     def take_resuming(self) -> bool:
         """Return whether the middle of an epoch was loaded that now begins to be read; True once."""

@@ -87,7 +87,7 @@ class View:
     def _live(self) -> SharedState:
         """Return the shared state; AttributeError where it lacks what this view shows, as after a reset."""
         here = context.current()
-        is_first = here.training is None and here.is_launched
+        is_first = here.training is None and here.is_launched and not here.was_reset
         shared: SharedState | None = self._join() if is_first else here.training
         if shared is None or not self._is_in(shared):
             raise AttributeError(reset_message(type(self)))
@@ -161,7 +161,8 @@ class PartialState(View, ProcessMethods):
 
     @staticmethod
     def _reset_state() -> None:
-        context.current().training = None
+        here = context.current()
+        here.training, here.was_reset = None, True
 
     def __repr__(self) -> str:
         return (

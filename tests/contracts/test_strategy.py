@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,7 @@ class WholePlugin(StrategyPlugin):
     name = "whole"
 
     def build(self, setup: TrainingSetup) -> Strategy:
+        @dataclass  # with an ``__eq__``, so that it is not hashable
         class Whole(Strategy):
             name = "whole"
             unjoined = "in this toy"

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import pickle
+import sys
 import types
 from collections import OrderedDict
 from pathlib import Path
@@ -240,6 +241,18 @@ def test_prepare_returns_everything_in_order_and_only_once() -> None:
     assert accelerator._schedulers == [prepared[0]]
     assert accelerator._dataloaders == [prepared[2]]
     assert accelerator.prepare(model) is model
+
+
+def test_a_loader_of_torch_xla_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MpDeviceLoader:
+        """As torch_xla's: around a DataLoader, but none itself."""
+
+    loaders = types.SimpleNamespace(MpDeviceLoader=MpDeviceLoader)
+    monkeypatch.setitem(sys.modules, "torch_xla.distributed.parallel_loader", loaders)
+    model, _, loader = _parts()[:3]
+    with pytest.raises(ValueError, match="Pass the DataLoader that it was made of instead"):
+        Accelerator().prepare(model, MpDeviceLoader())
+    Accelerator().prepare(model, loader)
 
 
 def test_device_placement_is_one_per_object() -> None:

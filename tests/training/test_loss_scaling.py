@@ -159,22 +159,36 @@ def test_a_step_that_is_left_out_by_hand_is_no_mixture() -> None:
     assert norms == [1e6, 2, 3]
 
 
-def test_clipping_at_each_micro_step_is_refused_where_it_would_mix_gradients() -> None:
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_at_a_micro_step_is_refused_where_it_would_mix_gradients(name: str) -> None:
     accelerator = _accelerator("fp16")
     accelerator.gradient_accumulation_steps = 2
     module = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        getattr(accelerator, name)(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with (
+        accelerator.accumulate(model),
+        pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called .*sync_gradients"),
+    ):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
 
-    def micro_step() -> None:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 1)).sum())
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
 
-    micro_step()
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        micro_step()
+def test_an_optimizer_that_was_clipped_and_not_stepped_is_refused_the_next_backward() -> None:
+    accelerator = _accelerator("fp16")
+    module = nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in module.parameters()]
+    model, first, second = accelerator.prepare(module, *optimizers)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    first.step()
+    with pytest.raises(RuntimeError, match="has not stepped since"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    second.zero_grad()
+    accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
 def test_a_model_in_fp16_is_copied_and_pickled_without_its_optimizer() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nblaunch import Accelerator, CheckpointError, notebook_launcher
+from nblaunch import Accelerator, CheckpointError, context, notebook_launcher
+from nblaunch.training.models import stays_in_place
+from nblaunch.training.shared_state import get_shared_state
 from nblaunch.wire.weights import quantised_entries
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, LinearPacked, train_one_step
@@ -48,6 +51,36 @@ def test_a_quantised_model_stays_on_the_device_that_it_was_loaded_to() -> None:
     model = Fixed(**{"": "cpu"})
     model.is_loaded_in_8bit = True  # type: ignore[assignment]
     Accelerator(cpu=True).prepare(model)
+
+
+def _prepare_where_steps_average(device_placement: bool, is_quantised: bool) -> str:
+    context.current().backend.reduces_gradients_at_step = True  # as XLA devices do
+    model = Fixed(**{"": "cpu"})
+    model.is_loaded_in_8bit = is_quantised  # type: ignore[assignment]
+    try:
+        Accelerator(device_placement=device_placement).prepare(model)
+    except AssertionError as error:
+        return str(error)
+    return "stayed"
+
+
+def test_what_is_not_to_be_moved_stays_in_place_also_where_steps_average_gradients() -> None:
+    for device_placement, is_quantised, expected in (
+        (True, False, "moved"),
+        (False, False, "stayed"),
+        (True, True, "stayed"),
+    ):
+        found = ranks.run(_prepare_where_steps_average, 2, device_placement, is_quantised)
+        assert found == [expected] * 2
+
+
+@pytest.mark.parametrize(("places", "device"), [(["cpu", "disk"], "cpu"), (["cpu", "cuda:0"], "cuda:0")])
+def test_a_quantised_model_that_is_partly_offloaded_is_refused(places: list[str], device: str) -> None:
+    model = Fixed(**dict(zip(["embed", "head"], places, strict=True)))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    process = replace(get_shared_state(cpu=True).process, device=torch.device(device))
+    with pytest.raises(ValueError, match=rf"with CPU or disk offload: hf_device_map has {', '.join(places)}"):
+        stays_in_place(model, process)
 
 
 def test_a_model_that_is_cut_can_not_be_trained_by_several_ranks() -> None:

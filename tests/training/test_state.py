@@ -49,7 +49,10 @@ def test_an_accelerator_has_the_state_of_the_process() -> None:
     kept.free_memory()
 
 
-def test_a_view_that_was_reset_says_so() -> None:
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_view_that_was_reset_says_so(is_launched: bool) -> None:
+    if is_launched:
+        context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_launched=True))
     accelerator = Accelerator()
     partial, state, gradients = PartialState(), accelerator.state, GradientState()
     AcceleratorState._reset_state(reset_partial_state=True)

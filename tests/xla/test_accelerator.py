@@ -51,6 +51,19 @@ return before, own[0].weight.sum().item(), str(own[0].weight.device)
     assert device == "xla:0"
 
 
+def test_a_model_that_is_not_to_be_moved_stays_and_becomes_that_of_rank_0(shared: Kernel) -> None:
+    found = run(
+        shared,
+        """
+torch.manual_seed(rank)
+own = accelerator.prepare(nn.Linear(3, 3), device_placement=[False])
+return own.weight.sum().item(), str(own.weight.device)
+""",
+    )
+    assert found[0] == found[1]
+    assert found[0][1] == "cpu"  # type: ignore[index]
+
+
 def test_an_optimizer_built_before_follows_its_parameters(shared: Kernel) -> None:
     """A module that moves to an XLA device gets new parameters, also in the optimizer, in whatever order they come."""
     found = run(

@@ -156,6 +156,12 @@ class Strategy(ABC):
     moves_models = False
     """Whether :meth:`setup_module` brings a model to its device by itself."""
 
+    may_move = True
+    """Where it does: whether the model that it is given is to be moved, which ``prepare`` sets before.
+
+    False with ``device_placement=False``, and for a model that a device map or quantisation keeps in its place.
+    """
+
     casts_models = False
     """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast.
 

@@ -46,7 +46,8 @@ class ReduceAtStepStrategy(Strategy):
         build their models one after the other, the next one waits for this one's to move.
         """
         checksums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
-        models.to_device(models.bare_module(model), process)
+        if self.may_move:
+            models.to_device(models.bare_module(model), process)
         everyones = operations.gather_object([checksums])
         if len({len(one) for one in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))

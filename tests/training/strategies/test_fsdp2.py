@@ -465,9 +465,10 @@ def _train_mixed(settings: dict[str, Any] | None, precision: str) -> dict[str, t
     return {name: value.float() for name, value in accelerator.get_state_dict(rest[0]).items()}
 
 
-def test_a_unit_may_have_weights_of_several_dtypes_with_mixed_precision() -> None:
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_unit_may_have_weights_of_several_dtypes(precision: str) -> None:
     (alone,) = ranks.run(_train_mixed, 1, None, "no")
-    found = ranks.run(_train_mixed, 2, {}, "bf16")[0]
+    found = ranks.run(_train_mixed, 2, {}, precision)[0]
     assert found.keys() == alone.keys()
     # Weights have moved by up to 0.2; Adam makes much of rounding errors of single ones.
     assert max(float((found[name] - alone[name]).abs().mean()) for name in alone) < 0.02

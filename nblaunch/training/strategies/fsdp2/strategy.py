@@ -84,6 +84,8 @@ class Fsdp2Strategy(DTensorStrategy):
                     unit, bool(self._settings.activation_checkpointing_offload)
                 )
         if self.holds_shards:
+            if self._dtype is None:
+                units = fsdp2_units.of_one_dtype_each(inner, units)
             self._shard(inner, [*(unit for _, unit in units), inner])
         return model
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -61,6 +62,27 @@ def choose(
         if module is not model and not isinstance(module, _NEVER_CALLED) and is_unit(module)
     ]
     return sorted(_without_split_ties(model, chosen), key=lambda unit: -unit[0].count("."))
+
+
+def of_one_dtype_each(
+    model: nn.Module, units: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """Return ``units`` and more inside them, innermost first: trained weights of one unit must be alike in dtype.
+
+    Modules whose own weights are of another dtype than most of their unit's become units.
+    """
+    own = {
+        module: [p.dtype for p in module.parameters(recurse=False) if p.requires_grad]
+        for module in model.modules()
+    }
+    others: set[nn.Module] = set()
+    for _, unit in [*units, ("", model)]:
+        inside = {module: own.pop(module) for module in unit.modules() if module in own}
+        most = Counter(itertools.chain(*inside.values())).most_common(1)
+        others.update(module for module, dtypes in inside.items() if {*dtypes} - {dtype for dtype, _ in most})
+        others.discard(unit)
+    more = [(name, module) for name, module in model.named_modules() if module in others]
+    return sorted([*units, *_without_split_ties(model, more)], key=lambda unit: -unit[0].count("."))
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
