@@ -26,6 +26,7 @@ from nblaunch import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    PartialState,
 )
 from nblaunch.training.checkpoints import files, save_round
 from nblaunch.training.checkpoints.save_round import Report, Round, SaveOutcome, Whereabouts
@@ -207,6 +208,33 @@ def test_a_rank_that_has_left_says_so(tmp_path: Path) -> None:
     first, second = ranks.run(_save_afterwards, 2, str(tmp_path / "state"))
     assert first == "saved"
     assert second.startswith("rank 1 has left the process group, and can't save any more")
+
+
+class Noted(os.PathLike):  # type: ignore[type-arg]
+    """A folder's path that makes a file when it is read, which ``save_state`` does first."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        Path(f"{self.path}_is_read").touch()
+        return self.path
+
+
+def _save_before_and_after_a_reset(folder: str) -> str:
+    accelerator = Accelerator()
+    accelerator.save_state(f"{folder}_0")
+    PartialState._reset_state()  # as between the folds of a cross-validation
+    accelerator = Accelerator()
+    while accelerator.is_main_process and not Path(f"{folder}_1_is_read").exists():
+        time.sleep(0.005)  # the other rank comes first
+    return accelerator.save_state(Noted(f"{folder}_1"))  # type: ignore[arg-type]
+
+
+def test_ranks_save_together_after_the_state_was_reset(tmp_path: Path) -> None:
+    saved = ranks.run(_save_before_and_after_a_reset, 2, str(tmp_path / "state"))
+    assert saved == [str(tmp_path / "state_1")] * 2
+    assert (tmp_path / "state_1" / "random_states_1.pkl").is_file()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
