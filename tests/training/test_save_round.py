@@ -27,7 +27,9 @@ from nblaunch import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     PartialState,
+    context,
 )
+from nblaunch.events import WorkerState
 from nblaunch.training.checkpoints import files, save_round
 from nblaunch.training.checkpoints.save_round import Report, Round, SaveOutcome, Whereabouts
 from tests.training import ranks
@@ -162,6 +164,35 @@ def test_the_main_process_waits_for_none_where_it_is_asked_not_to(tmp_path: Path
     for found in ranks.run(_save_on_main_only, 2, str(tmp_path / "state")):
         assert "random_states_0.pkl" in found
         assert "random_states_1.pkl" not in found
+
+
+def _save_with_a_slow_rank(folder: str) -> str:
+    """What rank 0's slot says while it waits for the files of rank 1, and afterwards."""
+    accelerator = Accelerator()
+    seen, slot = Path(f"{folder}_is_waited_for"), context.current().slot
+
+    def look() -> None:
+        while slot.state is not WorkerState.WAITING:
+            time.sleep(0.005)
+        seen.touch()
+
+    looking = threading.Thread(target=look, daemon=True)
+
+    def hook(*_: Any) -> None:  # behind the meeting of the ranks, where rank 0 waits, too
+        if accelerator.is_main_process:
+            looking.start()
+        while not accelerator.is_main_process and not seen.exists():
+            time.sleep(0.005)
+
+    accelerator.register_save_state_pre_hook(hook)
+    before = slot.state
+    accelerator.save_state(folder)
+    return f"{before.name}, then {slot.state.name}"
+
+
+def test_the_main_process_says_that_it_waits_for_the_files_of_others(tmp_path: Path) -> None:
+    states = ranks.run(_save_with_a_slow_rank, 2, str(tmp_path / "state"), timeout_s=20.0)
+    assert states == ["STARTING, then STARTING"] * 2
 
 
 class Stream(IterableDataset):
