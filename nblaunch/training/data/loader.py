@@ -317,7 +317,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         rest = copy.copy(self)  # with the same ``epochs``
         rest._loop = None
-        rest._left_position = self.epochs.saved_position  # where it begins is said by ``position``
+        rest._left_position = self.epochs.saved_position  # it begins at ``position`` instead
         self._forget_base_state()
         num_rounds = position.samples // self.rounds(1).samples
         is_whole = position == self.rounds(num_rounds)
