@@ -50,6 +50,9 @@ def test_a_map_that_cuts_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.M
 def test_other_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="devicemap"):
         load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, devicemap=None)
+    for argument in ("keep_in_fp32_modules", "offload_8bit_bnb"):  # of load_checkpoint_in_model
+        with pytest.raises(TypeError, match=argument):
+            load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, **{argument: ["norm"]})
     with pytest.raises(ValueError, match="dtype='bf16'"):
         load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, dtype="bf16")
 
@@ -73,14 +76,18 @@ def test_only_what_was_saved_is_converted(tmp_path: Path, is_empty: bool) -> Non
     assert torch.equal(model.frequencies, Rotary().frequencies)
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
 @pytest.mark.parametrize(
     ("dtype", "of_norm"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
 def test_modules_can_stay_in_float32_beside_float16(
-    tmp_path: Path, dtype: torch.dtype, of_norm: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, of_norm: torch.dtype, device_map: dict[str, str] | None
 ) -> None:
     Accelerator(cpu=True).save_model(Rotary(), tmp_path)
     with init_empty_weights():
         model = Rotary()
-    utils.load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, dtype=dtype, keep_in_fp32_modules=["norm"])
+    utils.load_checkpoint_in_model(model, tmp_path, device_map, dtype=dtype, keep_in_fp32_modules=["norm"])
     assert (model.norm.weight.dtype, model.layer.weight.dtype) == (of_norm, dtype)
+    weights = [(one.data_ptr(), one.dtype) for one in model.parameters()]
+    utils.load_checkpoint_in_model(model, tmp_path, dtype=dtype, keep_in_fp32_modules=["norm"])
+    assert [(one.data_ptr(), one.dtype) for one in model.parameters()] == weights, "what has memory is filled"

@@ -26,7 +26,10 @@ from nblaunch import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    PartialState,
+    context,
 )
+from nblaunch.events import WorkerState
 from nblaunch.training.checkpoints import files, save_round
 from nblaunch.training.checkpoints.save_round import Report, Round, SaveOutcome, Whereabouts
 from tests.training import ranks
@@ -163,6 +166,35 @@ def test_the_main_process_waits_for_none_where_it_is_asked_not_to(tmp_path: Path
         assert "random_states_1.pkl" not in found
 
 
+def _save_with_a_slow_rank(folder: str) -> str:
+    """What rank 0's slot says while it waits for the files of rank 1, and afterwards."""
+    accelerator = Accelerator()
+    seen, slot = Path(f"{folder}_is_waited_for"), context.current().slot
+
+    def look() -> None:
+        while slot.state is not WorkerState.WAITING:
+            time.sleep(0.005)
+        seen.touch()
+
+    looking = threading.Thread(target=look, daemon=True)
+
+    def hook(*_: Any) -> None:  # behind the meeting of the ranks, where rank 0 waits, too
+        if accelerator.is_main_process:
+            looking.start()
+        while not accelerator.is_main_process and not seen.exists():
+            time.sleep(0.005)
+
+    accelerator.register_save_state_pre_hook(hook)
+    before = slot.state
+    accelerator.save_state(folder)
+    return f"{before.name}, then {slot.state.name}"
+
+
+def test_the_main_process_says_that_it_waits_for_the_files_of_others(tmp_path: Path) -> None:
+    states = ranks.run(_save_with_a_slow_rank, 2, str(tmp_path / "state"), timeout_s=20.0)
+    assert states == ["STARTING, then STARTING"] * 2
+
+
 class Stream(IterableDataset):
     """One without a length."""
 
@@ -207,6 +239,33 @@ def test_a_rank_that_has_left_says_so(tmp_path: Path) -> None:
     first, second = ranks.run(_save_afterwards, 2, str(tmp_path / "state"))
     assert first == "saved"
     assert second.startswith("rank 1 has left the process group, and can't save any more")
+
+
+class Noted(os.PathLike):  # type: ignore[type-arg]
+    """A folder's path that makes a file when it is read, which ``save_state`` does first."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        Path(f"{self.path}_is_read").touch()
+        return self.path
+
+
+def _save_before_and_after_a_reset(folder: str) -> str:
+    accelerator = Accelerator()
+    accelerator.save_state(f"{folder}_0")
+    PartialState._reset_state()  # as between the folds of a cross-validation
+    accelerator = Accelerator()
+    while accelerator.is_main_process and not Path(f"{folder}_1_is_read").exists():
+        time.sleep(0.005)  # the other rank comes first
+    return accelerator.save_state(Noted(f"{folder}_1"))  # type: ignore[arg-type]
+
+
+def test_ranks_save_together_after_the_state_was_reset(tmp_path: Path) -> None:
+    saved = ranks.run(_save_before_and_after_a_reset, 2, str(tmp_path / "state"))
+    assert saved == [str(tmp_path / "state_1")] * 2
+    assert (tmp_path / "state_1" / "random_states_1.pkl").is_file()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -210,6 +210,34 @@ def test_epochs_are_whole_behind_one_that_a_part_has_finished(
     assert _lists(loader) == epochs[1], "the state in between was that of the epoch's end"
 
 
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "stream of a worker"])
+@pytest.mark.parametrize("num_batches", [None, 4])
+def test_batches_are_skipped_once_where_a_part_was_saved(
+    tmp_path: Path, kind: str, num_batches: int | None
+) -> None:
+    accelerator, loader = _resumable(kind)
+    epochs = [_lists(loader) for _ in range(2)]
+    accelerator, loader = _resumable(kind)
+    for number, _ in enumerate(accelerator.skip_first_batches(loader, 2), 3):
+        if number == 4:
+            accelerator.save_state(tmp_path / "state")
+    accelerator, loader = _resumable(kind, tmp_path / "state")
+    assert _lists(accelerator.skip_first_batches(loader, num_batches)) == epochs[0][4:]
+    assert _lists(loader) == epochs[1]
+
+
+def test_a_loader_goes_on_by_itself_where_no_loader_of_the_rest_is_read(tmp_path: Path) -> None:
+    accelerator, loader = _resumable("shuffled")
+    expected = _lists(loader)[4:]
+    accelerator, loader = _resumable("shuffled")
+    for number, _ in enumerate(accelerator.skip_first_batches(loader, 2), 3):
+        if number == 4:
+            accelerator.save_state(tmp_path / "state")
+    accelerator, loader = _resumable("shuffled", tmp_path / "state")
+    accelerator.skip_first_batches(loader)
+    assert _lists(loader) == expected
+
+
 def test_a_state_of_an_epoch_s_end_takes_the_place_of_one_that_was_loaded() -> None:
     loader = _stateful(shuffle=False)
     end = [loader.state_dict() for _ in loader][-1]

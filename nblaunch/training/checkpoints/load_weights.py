@@ -11,7 +11,7 @@ of Hugging Face Accelerate call. A device map that cuts a model into pieces is f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,10 +36,11 @@ from nblaunch.wire.weights import (
 
 _OF_ACCELERATE = (
     "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict", "skip_keys",
-    "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0", "keep_in_fp32_modules",
-    "offload_8bit_bnb",
+    "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0",
 )  # fmt: skip
-"""Arguments for a model that is cut into pieces, and ``keep_in_fp32_modules``, which leaves any to Accelerate."""
+"""Arguments for a model that is cut into pieces."""
+_OF_ITS_LOADING = ("keep_in_fp32_modules", "offload_8bit_bnb")
+"""Those of load_checkpoint_in_model alone; the first leaves any model to Accelerate."""
 _MAX_NAMED = 8  # names in one message
 
 
@@ -71,7 +72,7 @@ def load_checkpoint_in_model(
         dtype: of what has no memory yet and is of floating point; None: as the model says.
         strict: raise where names of the files and the model differ.
         **others: Accelerate's other arguments, without effect on a model that stays whole. Only with
-            ``keep_in_fp32_modules`` an installed Accelerate loads that, too.
+            ``keep_in_fp32_modules`` an installed Accelerate loads that, too, if anything of it has no memory yet.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or they don't fit.
@@ -80,7 +81,11 @@ def load_checkpoint_in_model(
         ValueError: ``dtype`` is not the name of one.
     """
     target = _dtype(dtype)
-    if _needs_accelerate("load_checkpoint_in_model", device_map, others):
+    is_mixed = bool(others.get("keep_in_fp32_modules"))
+    if is_mixed and device_map is None and any(tensor.is_meta for *_, tensor in _tensors(model)):
+        device_map = {"": "cpu"}  # where it goes by None; but by None, Accelerate converts nothing
+    _check_arguments("load_checkpoint_in_model", others, (*_OF_ACCELERATE, *_OF_ITS_LOADING))
+    if _is_cut(device_map) or (is_mixed and device_map is not None):
         others |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
         from_accelerate("load_checkpoint_in_model")(bare_module(model), checkpoint, device_map, **others)
         return
@@ -111,7 +116,8 @@ def load_checkpoint_and_dispatch(
         dtype: convert floating point weights of the files to this type, as ``torch.bfloat16`` or ``"bfloat16"``. What
             is in the model only, as a buffer that is not saved, keeps its own.
         strict: raise where names of the file and the model differ.
-        **others: as of :func:`load_checkpoint_in_model`.
+        **others: as of :func:`load_checkpoint_in_model`, without ``keep_in_fp32_modules`` and ``offload_8bit_bnb``:
+            Accelerate's function of this name does not take them either.
 
     Returns:
         ``model``.
@@ -123,7 +129,8 @@ def load_checkpoint_and_dispatch(
         ValueError: ``dtype`` is not the name of one.
     """
     target = _dtype(dtype)
-    if _needs_accelerate("load_checkpoint_and_dispatch", device_map, others):
+    _check_arguments("load_checkpoint_and_dispatch", others, _OF_ACCELERATE)
+    if _is_cut(device_map):
         others |= {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
         others |= {"dtype": target, "strict": strict}
         dispatched = from_accelerate("load_checkpoint_and_dispatch")(model, checkpoint, device_map, **others)
@@ -159,17 +166,17 @@ def _convert(module: nn.Module, weights: Mapping[str, Any], dtype: torch.dtype) 
             owner._buffers[name.rpartition(".")[2]] = tensor.to(dtype)
 
 
-def _needs_accelerate(
-    function: str, device_map: Mapping[str, Any] | str | None, others: Mapping[str, Any]
-) -> bool:
-    """Return whether Accelerate is to load the model: in pieces, or in several types; raise for an unknown argument."""
-    for name in others:
-        if name not in _OF_ACCELERATE:
+def _check_arguments(function: str, given: Collection[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def _is_cut(device_map: Mapping[str, Any] | str | None) -> bool:
+    """Return whether a device map is one for Accelerate: it cuts the model into pieces, or lays it on the disk."""
     if device_map is None:
         return False
-    is_cut = isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk"
-    return is_cut or bool(others.get("keep_in_fp32_modules"))
+    return isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk"
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

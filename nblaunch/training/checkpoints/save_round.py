@@ -247,6 +247,10 @@ class Participant(_Side):
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0
+        with suppress(CheckpointError):  # who comes to a round raises the same
+            before = self._mail.read("round", Round)
+            if before is not None:  # of another Participant, before the state of the process was reset
+                self._num_taken = before.number if before.is_decided else before.number - 1
         self._is_stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._answer_rank_0, name="nblaunch-saves", daemon=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class Saver:
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
             raise
-        write = partial(self._write, staging, snapshot, coordinator)
+        write = partial(self._write, staging, snapshot, coordinator, asynchronous)
         if asynchronous:
             self._start_thread(target, write)
         else:
@@ -156,7 +156,9 @@ class Saver:
             raise CheckpointError(_not_saved(target, 0, error)) from error
         return staging
 
-    def _write(self, staging: Staging, snapshot: Snapshot, coordinator: Coordinator | None) -> None:
+    def _write(
+        self, staging: Staging, snapshot: Snapshot, coordinator: Coordinator | None, asynchronous: bool
+    ) -> None:
         """Write, commit, and only then remove what is too many."""
         target = staging.target
         try:
@@ -165,7 +167,8 @@ class Saver:
                 before = files.read_manifest(target)
             snapshot.write(staging.folder)
             if coordinator is not None:
-                coordinator.wait_for_reports()
+                with nullcontext() if asynchronous else waiting():  # where a thread waits, this rank trains
+                    coordinator.wait_for_reports()
             manifest = snapshot.manifest.write(staging.folder)
             staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
         except BaseException as error:

@@ -107,6 +107,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._loop: Loop | None = None
         self._is_rest = False
         self._begins_at = EpochPosition()
+        self._left_position: EpochPosition | None = (
+            None  # of the saved ones, one that this loader is not to go on at
+        )
         self._global_now: torch.Tensor | None = None
 
     def _find_shard(self) -> Any:
@@ -129,7 +132,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         position = self.epochs.saved_position if self.use_stateful_dataloader else None
         self.epochs.saved_position = None
-        if position is not None:
+        if position is not None and position is not self._left_position:
             rest = self.beginning_at(position)
             for batch in rest:
                 self.end_of_dataloader, self.remainder = rest.end_of_dataloader, rest.remainder
@@ -314,6 +317,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         rest = copy.copy(self)  # with the same ``epochs``
         rest._loop = None
+        rest._left_position = self.epochs.saved_position  # it begins at ``position`` instead
         self._forget_base_state()
         num_rounds = position.samples // self.rounds(1).samples
         is_whole = position == self.rounds(num_rounds)
