@@ -618,6 +618,18 @@ def test_fresh_workers_have_what_they_are_sent(kernel: Kernel, start_method: str
     assert kernel.processes() == []
 
 
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_idle_ranks_are_asked_among_their_variables(kernel: Kernel, start_method: str) -> None:
+    """Before the first command, and after one that runs no code."""
+    kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
+    assert kernel.run("dict(session.inspect('__name__'))").value == {0: "__main__", 1: "__main__"}
+    kernel.run("session.put(y=2)")
+    assert kernel.run("dict(session.inspect('y'))").value == {0: 2, 1: 2}
+    assert "ranks 0-1: idle" in (kernel.run("session.compare()").result or "")
+    kernel.run("session.close()")
+    assert kernel.processes() == []
+
+
 def test_the_end_of_the_kernel_ends_the_workers(kernel: Kernel) -> None:
     kernel.run(PREAMBLE)
     assert len(kernel.processes()) >= 4
