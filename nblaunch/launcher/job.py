@@ -185,7 +185,9 @@ class Job:
         return self.log.path
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Return everything that a rank has printed by now, in the last attempt or in the one asked for.
+        """Return what a rank has printed by now, in the last attempt or in the one asked for.
+
+        Of more than 256 MB (``NBLAUNCH_LOG_LIMIT_MB``) it is the end; a first line says how much was dropped.
 
         Raises:
             ValueError: there is no such rank.

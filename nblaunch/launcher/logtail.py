@@ -83,7 +83,8 @@ class LogTail:
         """Return bytes that were not read yet; none at the end of the file."""
         if not self._is_open():
             return b""
-        _skip_hole(self._fd)
+        if self._max_bytes is None:  # else only this object makes holes, and skips them as it does
+            _skip_hole(self._fd)
         return os.read(self._fd, min(_READ_BYTES, max_bytes))
 
     def _is_open(self) -> bool:
@@ -111,6 +112,7 @@ class LogTail:
         self._kept_from = kept_from
         unread = kept_from - os.lseek(self._fd, 0, os.SEEK_CUR)
         if unread > 0:
+            os.lseek(self._fd, kept_from, os.SEEK_SET)
             gap = f"... {formatting.size(unread)} of output dropped: printed too fast ..."
             texts = (self._line.end(), gap)
             events.append(LogLines(rank=self._rank, time_s=time.time(), lines=tuple(filter(None, texts))))

@@ -400,10 +400,13 @@ class Supervisor:
 
     def _abandon(self, rank: int) -> None:
         pid = self._group.pids().get(rank)
+        # A forkserver that blocks before it has started its workers has told no pids.
+        name, hint = f"rank {rank}", ""
+        if pid is not None:
+            name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
         text = (
-            f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file "
-            "system blocks it. The job went on without it. It keeps its memory and devices until the system ends it; "
-            f"as root, cat /proc/{pid}/stack shows what it waits for"
+            f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system blocks it. "
+            f"The job went on without it. It keeps its memory and devices until the system ends it{hint}"
         )
         self._group.abandon(rank)
         self._watch_ends()

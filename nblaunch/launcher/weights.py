@@ -83,29 +83,33 @@ def load_back(
             )
         else:
             (back if _is_sent(state) else unchanged).append(path)
+    known_unchanged = [path for path in unchanged if path not in lost]
     lines = []
     if back:
         size = formatting.size(sum(_num_bytes(weights[path]) for path in back))
         lines.append(f"copied trained weights into {_listed(modules, back)}: {size}")
-    if unchanged:
-        lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
+    if known_unchanged:
+        lines.append(f"the weights of {_listed(modules, known_unchanged)} were not changed by the workers")
     notes = [*map(Note.of_job, lines), *(Note.of_job(text, "warning") for text in warnings)]
-    return {*back, *unchanged}, [*notes, *notes_of_lost(modules, lost)]
+    return {*back, *unchanged}, [*notes, *notes_of_lost(modules, weights, lost)]
 
 
-def notes_of_lost(modules: Mapping[ArgPath, Any], lost: Mapping[ArgPath, str]) -> list[Note]:
+def notes_of_lost(
+    modules: Mapping[ArgPath, Any], weights: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
+) -> list[Note]:
     """Return warnings about weights, or parts of them, that did not come through; see :func:`load_back`."""
-    paths_by_reason: dict[str, list[ArgPath]] = {}
+    paths_by_reason: dict[tuple[str, str], list[ArgPath]] = {}
     for path, reason in lost.items():
-        paths_by_reason.setdefault(reason, []).append(path)
+        quantity = "some " if path in weights else ""
+        paths_by_reason.setdefault((quantity, reason), []).append(path)
     return [
         Note.of_job(
-            f"trained weights of {_listed(modules, paths)} could not be copied back: {reason}. The return value and "
-            "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
+            f"{quantity}trained weights of {_listed(modules, paths)} could not be copied back: {reason}. The return "
+            "value and the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
             "sync_weights=False to send none",
             "warning",
         )
-        for reason, paths in paths_by_reason.items()
+        for (quantity, reason), paths in paths_by_reason.items()
     ]
 
 
@@ -114,7 +118,7 @@ def notes_of_detached(
 ) -> list[Note]:
     """Return notes about the weights of a detached job, which are kept; see :func:`load_back`."""
     text = f"kept the trained weights of {_listed(modules, list(full))}: job.load_weights(model) loads them"
-    return [*([Note.of_job(text)] if full else []), *notes_of_lost(modules, lost)]
+    return [*([Note.of_job(text)] if full else []), *notes_of_lost(modules, full, lost)]
 
 
 def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:

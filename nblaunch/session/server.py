@@ -50,6 +50,7 @@ def serve() -> None:
     assert own.command_connection is not None, "the launch of a session gives its workers a connection"
     assert own.debug_connection is not None, "and one with the debugger"
     debugger = Debugger(own.topology.rank, own.debug_connection)
+    debugger.end_command(None)  # idle until the first command
     debugger.start()
     process_group.extend_collective_timeout()
     own.slot.set_state(WorkerState.DONE)  # between commands there is nothing to watch
@@ -116,8 +117,9 @@ class _Server:
                     context.current().flush_losses()
             finally:
                 self._is_interruptible = False
-            if is_code:
+            if not isinstance(command, LeaveGroup):
                 self._debugger.end_command(None)
+            if is_code:
                 process_group.drop_destroyed_groups()
         except BaseException as error:
             failed = describe_failure(self._topology.rank, error)

@@ -405,6 +405,7 @@ class Session(RankCommands):
                     f"{reason}. Ranks have no variables of the notebook: session.put(name=value) sends them"
                 )
                 self._output.on_event(Note.of_job(text))
+                self._output.pump()  # the start takes seconds
             self._runner.run_in_background()
         self._end = weakref.finalize(self, self._runner.requests.cancel)
         self._runner.raise_if_not_started()

@@ -23,6 +23,7 @@ values are pickled as Python's own types (:func:`plain`), and any process can re
 from __future__ import annotations
 
 import enum
+import errno
 import io
 import os
 import pickle
@@ -51,15 +52,22 @@ class EventSender:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._pipe = os.fstat(fd)
 
     def send(self, event: Event) -> None:
-        """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too."""
+        """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too.
+
+        Raises:
+            OSError: the descriptor was closed in this process; its number may be that of another file by now.
+        """
         try:
             body = dump_plain(event)
         except Exception as error:  # what the user's code has put into it
             kind = type(event).__name__
             text = f"an event could not be sent, and is lost: {kind!r} ({type(error).__name__}: {error})"
             body = dump_plain(Note(event.rank, event.time_s, text, "warning"))
+        if not os.path.samestat(os.fstat(self.fd), self._pipe):
+            raise OSError(errno.EBADF, "the pipe to the launcher was closed in this process (os.closerange?)")
         with suppress(BrokenPipeError):
             for packet in _packets(body):
                 while packet:

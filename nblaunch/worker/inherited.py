@@ -61,7 +61,8 @@ def _drop_exit_handlers() -> None:
     if logging is not None:
         own: list[Any] = []  # in place of the kernel's: to clear that would write to each of its handlers
         logging._handlerList = own
-        atexit.register(logging.shutdown, own)
+        logging.shutdown.__defaults__ = (own,)  # also where the user's code calls it
+        atexit.register(logging.shutdown)
 
 
 def _leave_interactive_mode() -> None:

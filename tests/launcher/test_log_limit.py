@@ -93,6 +93,24 @@ def test_what_came_faster_than_it_can_be_read_is_skipped(tail: LogTail, path: Pa
     assert numbers(got) == list(range(numbers(got)[0], 100_100))
 
 
+def test_its_own_holes_are_skipped_without_asking_the_file_system(
+    tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked about a file that is being written, some write it to the disk or the server first."""
+    seek = os.lseek
+
+    def refuse(fd: int, position: int, whence: int) -> int:
+        assert whence != os.SEEK_DATA
+        return seek(fd, position, whence)
+
+    monkeypatch.setattr(os, "lseek", refuse)
+    append(path, numbered(0, 100_000))
+    got = shown(list(tail.read_rest()))
+    assert "dropped" in got[0]
+    assert "\0" not in "".join(got)
+    assert numbers(got) == list(range(numbers(got)[0], 100_000))
+
+
 def test_a_rank_that_prints_meanwhile_loses_nothing(path: Path) -> None:
     """Its file is never moved, cut or written to at the end."""
     append(path, b"")

@@ -41,6 +41,7 @@ class Group(WorkerGroup):
         failed: Collection[int] = (),
     ) -> None:
         self.is_closed = False
+        self.known_pids = {0: os.getpid(), 1: os.getpid()}
         self.signals: list[tuple[int, int]] = []
         self.abandoned: list[int] = []
         self._ends_by = ends_by
@@ -48,7 +49,7 @@ class Group(WorkerGroup):
         self._ended = [(rank, ExitStatus(1)) for rank in failed]
 
     def pids(self) -> dict[int, int]:
-        return {0: os.getpid(), 1: os.getpid()}
+        return self.known_pids
 
     def process_groups(self) -> list[int]:
         return []
@@ -108,6 +109,18 @@ def test_what_sigkill_does_not_end_is_left_behind(group: Group, tmp_path: Path) 
     assert f"rank 0 (pid {os.getpid()})" in report.unkillable[0]
     assert [event.text for event in events if isinstance(event, Note)] == [report.unkillable[0]]
     assert {event.rank for event in events if isinstance(event, Exited)} == {0, 1} == report.exits.keys()
+    requests.close()
+
+
+def test_one_without_a_known_process_is_described_without_it(group: Group, tmp_path: Path) -> None:
+    """As where a forkserver is blocked before it has started its workers."""
+    group.known_pids = {1: os.getpid()}
+    requests = JobRequests()
+    requests.interrupt()
+    report = watch(group, requests, [], tmp_path)
+    assert report.unkillable[0].startswith("rank 0 did not end")
+    assert "None" not in report.unkillable[0]
+    assert "/proc" not in report.unkillable[0]
     requests.close()
 
 

@@ -64,12 +64,24 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
     paths, (line,), (warning,) = load_back({0: model}, {0: state}, lost)
     assert "copied trained weights" in line
     assert paths == {0}
-    assert lost[0] in warning
+    assert warning.startswith(
+        f"some trained weights of args[0] (Sequential) could not be copied back: {lost[0]}"
+    )
     assert model[0].weight.unique().tolist() == [1.0]
     paths, _lines, warnings = load_back({0: model}, {}, {0: "OSError: gone"})
     (line,) = warnings
     assert not paths
-    assert "OSError: gone" in line
+    assert line.startswith("trained weights of args[0] (Sequential) could not be copied back: OSError: gone")
+
+
+def test_a_module_is_not_called_unchanged_where_a_part_is_not_known() -> None:
+    modules = {0: net(), 1: net()}
+    states = {path: {"0.bias": Unchanged((2,))} for path in modules}
+    states[1] = {name: Unchanged(tuple(value.shape)) for name, value in modules[1].state_dict().items()}
+    paths, lines, (warning,) = load_back(modules, states, {0: "no"})
+    assert paths == {0, 1}
+    assert lines == ["the weights of args[1] (Sequential) were not changed by the workers"]
+    assert warning.startswith("some trained weights of args[0] (Sequential) could not be copied back: no")
 
 
 def test_a_lazy_module_is_filled() -> None:

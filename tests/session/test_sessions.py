@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,6 +144,21 @@ def test_ranks_that_can_not_be_forked_have_no_variables_and_the_cell_says_why(sh
     cell = shared.run("with Session(1) as other: 'base' in other.execute('dir()')[0]")
     assert "no variables of the notebook" in cell.stdout
     assert "another job of this process is running" in cell.stdout
+
+
+def test_the_cell_says_why_before_the_workers_have_started(shared: Kernel, tmp_path: Path) -> None:
+    shared.run("session.execute('torch.distributed.barrier()')")
+    os.mkfifo(tmp_path / "go")
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'go')!r}).close()")
+    shared.run(f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}")
+    cell = shared.submit("with Session(1): del os.environ['PYTHONPATH']")
+    try:
+        cell.wait_for_text("no variables of the notebook")
+    finally:
+        go = os.open(tmp_path / "go", os.O_RDWR)  # lets new interpreters go on
+    cell.wait()
+    os.close(go)
+    assert cell.status == "ok", cell.describe()
 
 
 def test_a_command_of_another_thread_is_refused_and_disturbs_nothing(shared: Kernel) -> None:
@@ -614,6 +630,18 @@ def test_fresh_workers_have_what_they_are_sent(kernel: Kernel, start_method: str
     kernel.run("factor = 3\ndef scale(x): return x * factor\nsession.put(y=2)")
     assert kernel.run("session.run(scale, (5,), return_all=True)").value == [15, 15]
     assert kernel.run("session.execute('y + 1')").result == "[0-1] 3"
+    kernel.run("session.close()")
+    assert kernel.processes() == []
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_idle_ranks_are_asked_among_their_variables(kernel: Kernel, start_method: str) -> None:
+    """Before the first command, and after one that runs no code."""
+    kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
+    assert kernel.run("dict(session.inspect('__name__'))").value == {0: "__main__", 1: "__main__"}
+    kernel.run("session.put(y=2)")
+    assert kernel.run("dict(session.inspect('y'))").value == {0: 2, 1: 2}
+    assert "ranks 0-1: idle" in (kernel.run("session.compare()").result or "")
     kernel.run("session.close()")
     assert kernel.processes() == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import itertools
 import os
 import select
@@ -12,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,19 @@ def receive(receiver: EventReceiver, number: int) -> list[Event]:
         got += events
         assert not is_closed
     return got
+
+
+def test_a_file_that_has_got_the_number_of_the_pipe_is_left_alone(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    sender = EventSender(writing)
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), writing)
+        with pytest.raises(OSError, match="closed in this process") as raised:
+            sender.send(Note(0, 0.0, ""))
+    assert raised.value.errno == errno.EBADF
+    assert (tmp_path / "file").read_bytes() == b""
+    os.close(reading)
+    os.close(writing)
 
 
 def test_threads_send_events_larger_than_the_pipe(pipe: tuple[EventReceiver, EventSender]) -> None:

@@ -156,6 +156,11 @@ def keep(path):
     folder = tempfile.TemporaryDirectory()
     return folder.name
 
+def keep_until_shutdown(path):
+    keep(path)
+    logging.shutdown()
+    return open(path).read()
+
 def do(ending):
     exec(ending)
 """
@@ -172,10 +177,21 @@ def test_log_handlers_and_finalizers_of_the_worker_do_their_last(
     assert not Path(folder).exists()
 
 
+def test_a_shutdown_of_logging_in_the_function_is_for_the_workers_handlers(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    kernel.run(KEEPING)
+    assert (
+        kernel.run(f"notebook_launcher(keep_until_shutdown, ({str(tmp_path / 'log')!r},), 1)").value
+        == "logged\n"
+    )
+
+
 @pytest.mark.parametrize(
     "ending",
     [
         "",
+        "import logging; logging.shutdown()",
         "import logging.config; logging.config.dictConfig({'version': 1})",
         "import gc; globals().pop('folder'); gc.collect()",
     ],
