@@ -85,6 +85,35 @@ def test_a_late_rank_is_waited_for(tmp_path: Path, kind: str) -> None:
             assert kind != "stateful" or "dl_state_dict.bin" in found
 
 
+def _save_and_note_sums(folder: str, kind: str) -> list[str]:
+    """The files that this rank has read to sum them up."""
+    accelerator, *_ = _prepare(kind)
+    checksums, read = files.checksums, []
+
+    def noting(folder: Path, names: Any) -> dict[str, str]:
+        read.extend(names)
+        return checksums(folder, names)
+
+    files.checksums = noting
+    accelerator.save_state(folder)
+    files.checksums = checksums
+    accelerator.load_state(folder)
+    return sorted(read)
+
+
+def test_each_rank_sums_up_its_own_files(tmp_path: Path) -> None:
+    """Where they were written, the system still has them in memory."""
+    main, other = ranks.run(_save_and_note_sums, 2, str(tmp_path / "state"), "fsdp2")
+    assert other == [
+        "optimizer_0/__1_0.distcp",
+        "pytorch_model_fsdp_0/__1_0.distcp",
+        "random_states_1.pkl",
+    ]
+    manifest = files.read_manifest(tmp_path / "state")
+    assert manifest is not None
+    assert sorted([*main, *other]) == sorted(manifest.files) == sorted(manifest.checksums)
+
+
 # --- ranks that never come -------------------------------------------------------------------------------------------
 
 
@@ -425,7 +454,7 @@ def test_nothing_that_another_process_writes_to_the_store_is_executed(tmp_path: 
     [
         Round(3, True, (1, 2), "a\udc80b", "c", 4),
         Whereabouts(3, True, False, {"0/cpu": 7}),
-        Report(3, "a problem", True),
+        Report(3, "a problem", True, {"a file": "crc32:00000000"}),
         SaveOutcome("ValueError", "ünlucky"),
     ],
 )

@@ -145,10 +145,15 @@ class Manifest:
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> Manifest:
-        """Write the manifest, last of all files of ``folder``; return it with their sizes and checksums."""
+    def write(self, folder: Path, known: Mapping[str, str] | None = None) -> Manifest:
+        """Write the manifest, last of all files of ``folder``; return it with their sizes and checksums.
+
+        Checksums that are ``known`` are not made again.
+        """
         found = safe_save.files_below(folder)
-        manifest = replace(self, files=found, checksums=checksums(folder, found))
+        sums = {name: value for name, value in (known or {}).items() if name in found}
+        sums |= checksums(folder, found.keys() - sums.keys())
+        manifest = replace(self, files=found, checksums=sums)
         values = {"version": _VERSION, **asdict(manifest)}
         text = json.dumps({**values, "checksum": _checksum_of(values)}, indent=2) + "\n"
         (folder / MANIFEST).write_text(text)

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
@@ -76,6 +76,7 @@ class Report:
     number: int
     problem: str = ""
     is_through: bool = False  # it does not wait for the outcome any more
+    checksums: dict[str, str] = field(default_factory=dict)  # of its files, by name
 
 
 @dataclass(frozen=True)
@@ -199,11 +200,18 @@ class Coordinator(_Side):
         self._is_decided, self._target = True, target
         self._mail.post("round", Round(self._number, True, tuple(self.present), folder, target, iteration))
 
-    def wait_for_reports(self) -> None:
-        """Wait until the present ranks have written their files; raise CheckpointError where one could not."""
+    def wait_for_reports(self) -> dict[str, str]:
+        """Wait until the present ranks have written their files, and return the checksums that these know.
+
+        Raises:
+            CheckpointError: one could not write its own.
+        """
+        checksums: dict[str, str] = {}
         for report in [_wait_for(partial(self._report_of, rank)) for rank in self.present]:
             if report.problem:
                 raise CheckpointError(report.problem)
+            checksums |= report.checksums
+        return checksums
 
     def _report_of(self, rank: int) -> Report | None:
         where = self._mail.read(f"rank/{rank}", Whereabouts)
@@ -281,9 +289,9 @@ class Participant(_Side):
             raise CheckpointError(f"rank {self._rank} can't save: it has left the process group")
         return None
 
-    def report(self, number: int, problem: str = "") -> None:
+    def report(self, number: int, problem: str = "", checksums: Mapping[str, str] | None = None) -> None:
         """Let rank 0 know that this rank's files of round ``number`` are written, or what kept them from it."""
-        self._mail.post(f"report/{self._rank}", Report(number, problem, is_through=bool(problem)))
+        self._mail.post(f"report/{self._rank}", Report(number, problem, bool(problem), dict(checksums or {})))
 
     def outcome(self, number: int) -> SaveOutcome:
         """Return how round ``number``, in which this rank was present, has ended; waits for it."""

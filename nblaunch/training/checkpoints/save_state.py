@@ -166,10 +166,11 @@ class Saver:
             with suppress(CheckpointError):  # a damaged one is about to be replaced
                 before = files.read_manifest(target)
             snapshot.write(staging.folder)
+            known: dict[str, str] = {}
             if coordinator is not None:
                 with nullcontext() if asynchronous else waiting():  # where a thread waits, this rank trains
-                    coordinator.wait_for_reports()
-            manifest = snapshot.manifest.write(staging.folder)
+                    known = coordinator.wait_for_reports()
+            manifest = snapshot.manifest.write(staging.folder, known)
             staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
@@ -229,10 +230,17 @@ class Saver:
         with self._reporting_errors(participant, round):
             try:
                 snapshot.write(Path(round.folder))
+                checksums = self._checksums_of_own(snapshot, Path(round.folder))
             except OSError as error:  # a full disk
                 raise CheckpointError(_not_saved(Path(round.target), self._live.rank, error)) from error
-        participant.report(round.number)
+        participant.report(round.number, checksums=checksums)
         participant.outcome(round.number).check()
+
+    def _checksums_of_own(self, snapshot: Snapshot, folder: Path) -> dict[str, str]:
+        """Return those of all files that are known to be this rank's: where they were written, they are read fast."""
+        pattern = self._live.strategy.shard_files.format(rank=self._live.rank)
+        shards = [path.relative_to(folder).as_posix() for path in folder.glob(pattern)] if pattern else []
+        return files.checksums(folder, [*snapshot.objects, *shards])
 
     @contextmanager
     def _reporting_errors(self, participant: Participant, round: Round) -> Iterator[None]:

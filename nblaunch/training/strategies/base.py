@@ -171,6 +171,9 @@ class Strategy(ABC):
     holds_shards = False
     """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
 
+    shard_files = ""
+    """Pattern of the files in a checkpoint that rank ``{rank}`` alone writes; it sums them up. Empty: rank 0 does."""
+
     unjoined = ""
     """Where :meth:`join_uneven_inputs` warns that it has no effect, as in ``"with DeepSpeed"``; empty: it does not."""
 

@@ -45,6 +45,8 @@ _NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training
 class DTensorStrategy(Strategy):
     """Clip, save and load models whose parameters are DTensors; ``setting`` is what asks for that, for the error."""
 
+    shard_files = "*/__{rank}_*.distcp"
+
     def __init__(self, process: JoinedProcess, setting: str) -> None:
         if not hasattr(torch.nn.utils, "get_total_norm"):
             # Torch 2.6 brought it, along with fully_shard and checkpoints that one rank writes.

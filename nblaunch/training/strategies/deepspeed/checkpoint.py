@@ -30,6 +30,8 @@ from nblaunch.training.strategies.dtensor_strategy import loading
 from nblaunch.wire.weights import versions_of, with_versions
 
 _NAME = "pytorch_model"
+OWN_FILES = f"{_NAME}*/*zero_pp_rank_{{rank}}_mp_rank_*.pt"
+"""Pattern of the files that each rank has of its own."""
 _UNIVERSAL = "universal"
 
 

@@ -56,6 +56,7 @@ class DeepSpeedStrategy(Strategy):
     unjoined = "with DeepSpeed"
     moves_models = True
     holds_shards = True
+    shard_files = checkpoint.OWN_FILES
 
     def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
