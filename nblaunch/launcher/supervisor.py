@@ -400,7 +400,7 @@ class Supervisor:
 
     def _abandon(self, rank: int) -> None:
         pid = self._group.pids().get(rank)
-        # A forkserver that blocks before it has started its workers has told no pids.
+        # A forkserver that blocks before it has started its workers has sent no pids.
         name, hint = f"rank {rank}", ""
         if pid is not None:
             name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
