@@ -42,7 +42,7 @@ def set_up_attach(parser: argparse.ArgumentParser) -> None:
 def set_up_logs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch logs``."""
     parser.description = (
-        "Print all that a rank of a job has printed by now, also of a job that has ended or was lost."
+        "Print what a rank of a job has printed by now, also of a job that has ended or was lost."
     )
     _add_job_argument(parser)
     parser.add_argument("--rank", type=int, default=0, help="of which rank; default: 0")
