@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 import zlib
@@ -34,7 +35,7 @@ from nblaunch import (
     context,
     set_seed,
 )
-from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files, safe_save, save_round
 from nblaunch.training.checkpoints.snapshot import CpuCopies, Snapshot
 from nblaunch.training.options import GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
@@ -1046,6 +1047,30 @@ def test_asynchronous_checkpoints_on_ranks(tmp_path: Path) -> None:
         assert {"model.safetensors", "random_states_0.pkl", "random_states_1.pkl"} <= set(found)
         assert "state_3 was not saved; nothing was changed. Rank 0: OSError: no room" in message
     assert not (tmp_path / "state_3").exists()
+
+
+def _behind_a_failure(folder: str) -> str:
+    accelerator, _, _ = _prepared()
+    model_files.write_weights = _raise  # type: ignore[assignment]
+    arrive = save_round.Participant.arrive
+
+    def arrive_late(self: save_round.Participant) -> save_round.Round:
+        round = arrive(self)
+        while self.failure_of(round.number) is None:
+            time.sleep(0.01)
+        return round
+
+    save_round.Participant.arrive = arrive_late  # type: ignore[method-assign]
+    accelerator.save_state(folder, asynchronous=True)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.wait_for_checkpoint()
+    return str(caught.value)
+
+
+def test_a_rank_that_comes_after_rank_0_has_given_up_raises_it_where_it_waits(tmp_path: Path) -> None:
+    first, late = ranks.run(_behind_a_failure, 2, str(tmp_path / "state"))
+    assert first == late
+    assert "Rank 0: OSError: no room" in late
 
 
 def test_an_asynchronous_failure_is_reported_to_the_launcher(

@@ -208,14 +208,16 @@ class Saver:
         round = participant.arrive()
         if not round.folder:
             participant.outcome(round.number).check()
-        folder, target = Path(round.folder), Path(round.target)
-        with self._reporting_errors(participant, round):
-            if not folder.is_dir():
-                raise CheckpointError(
-                    f"checkpoint {target} was not saved; nothing was changed. Rank {self._live.rank} does not find "
-                    f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
-                )
-            snapshot = self._collect(folder, safe, asynchronous)
+        target = Path(round.target)
+        try:
+            with self._reporting_errors(participant, round):
+                snapshot = self._collect(self._folder_of(round), safe, asynchronous)
+        except CheckpointError:
+            if not asynchronous or participant.failure_of(round.number) is None:
+                raise
+            # Rank 0 has given up already, and raises it where it waits for the checkpoint: so does this rank.
+            self._start_thread(target, participant.outcome(round.number).check)
+            return target
         self._project.iteration = round.iteration
         write = partial(self._contribute, snapshot, participant, round)
         if asynchronous:
@@ -224,6 +226,16 @@ class Saver:
             with waiting():
                 write()
         return target
+
+    def _folder_of(self, round: Round) -> Path:
+        """Return the folder that rank 0 has made for the files of a round."""
+        folder = Path(round.folder)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"checkpoint {round.target} was not saved; nothing was changed. Rank {self._live.rank} does not find "
+                f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
+            )
+        return folder
 
     def _contribute(self, snapshot: Snapshot, participant: Participant, round: Round) -> None:
         """Write this rank's files, and wait until all is written."""
