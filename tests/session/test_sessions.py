@@ -240,6 +240,14 @@ def test_the_threads_of_a_group_end_with_the_command_that_destroys_it(shared: Ke
     assert all(few < many for few, many in zip(after, within, strict=True))
 
 
+def _output_of(program: str, folder: Path) -> str:
+    script = folder / "program.py"
+    script.write_text(program)
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+
+
 ONE_HAS_TORCH = """
 import sys
 from nblaunch import Session
@@ -254,12 +262,7 @@ if __name__ == "__main__":
 
 
 def test_all_ranks_join_the_group_once_one_of_them_has_imported_torch(tmp_path: Path) -> None:
-    script = tmp_path / "one.py"
-    script.write_text(ONE_HAS_TORCH)
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert run.stdout.splitlines()[-1] == "{True}"
+    assert _output_of(ONE_HAS_TORCH, tmp_path).splitlines()[-1] == "{True}"
 
 
 def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(shared: Kernel) -> None:
@@ -673,9 +676,4 @@ if __name__ == "__main__":
 
 
 def test_closed_sessions_leave_no_descriptors_until_python_collects_garbage(tmp_path: Path) -> None:
-    script = tmp_path / "opens.py"
-    script.write_text(OPENS_AND_CLOSES)
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert run.stdout.split()[-1] == "0"
+    assert _output_of(OPENS_AND_CLOSES, tmp_path).split()[-1] == "0"
