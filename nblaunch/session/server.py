@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from types import CodeType
@@ -40,7 +41,6 @@ from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 
-_CELL_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
 
 
@@ -176,7 +176,7 @@ class _Server:
 
     def _enter_group(self, command: SessionCommand) -> None:
         """Join the process group that the command needs, with all other ranks."""
-        if not command.group or self._topology.world_size == 1:
+        if not command.group:
             return
         if self._group != command.group:
             process_group.break_off()
@@ -239,16 +239,36 @@ def _run_cell(command: Execute) -> tuple[bool, Any]:
     is_value = isinstance(last, ast.Expr) and not code.rstrip().endswith(";")
     statements = tree.body[:-1] if is_value else tree.body
     names = vars(sys.modules["__main__"])
-    _evaluate(compile(ast.Module(statements, tree.type_ignores), filename, "exec", _CELL_FLAGS), names)
+    _evaluate(_compiled(ast.Module(statements, tree.type_ignores), filename, "exec"), names)
     if not is_value:
         return False, None
     assert isinstance(last, ast.Expr)
-    return True, _evaluate(compile(ast.Expression(last.value), filename, "eval", _CELL_FLAGS), names)
+    return True, _evaluate(_compiled(ast.Expression(last.value), filename, "eval"), names)
+
+
+def _compiled(tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
+    # Not with the future statements of this module, by which annotations would be texts.
+    code: CodeType = compile(tree, filename, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return code
 
 
 def _evaluate(code: CodeType, names: dict[str, Any]) -> Any:
     value = eval(code, names)
-    return _loop().run_until_complete(value) if code.co_flags & inspect.CO_COROUTINE else value
+    return _awaited(value) if code.co_flags & inspect.CO_COROUTINE else value
+
+
+def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end, or interrupted to the end of its ``finally`` blocks."""
+    loop = _loop()
+    task = loop.create_task(coroutine)
+    try:
+        return loop.run_until_complete(task)
+    except KeyboardInterrupt:
+        if not task.done():  # it was raised in the loop, which would go on with the task at the next await
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
+        raise
 
 
 @cache

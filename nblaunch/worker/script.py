@@ -47,7 +47,8 @@ class Script:
         else:
             path = os.path.abspath(self.target)
             with io.open_code(path) as file:
-                code = compile(file.read(), path, "exec")
+                # Not with the future statements of this module, by which annotations would be texts.
+                code = compile(file.read(), path, "exec", dont_inherit=True)
             main = _become_main(path, None)
         sys.argv[:] = [path if self.is_module else self.target, *self.arguments]
         exec(code, main.__dict__)

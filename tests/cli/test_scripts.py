@@ -18,9 +18,10 @@ import json, os, pickle, sys
 class Thing:
     pass
 
-def facts():
+def facts(x: int = 0):
     import helper
     return {
+        "annotation": facts.__annotations__["x"].__name__,
         "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "helper": helper.__file__,
         "package": __package__, "spec": __spec__ and __spec__.name, "cached": __cached__ and True,
         "main": sys.modules["__main__"].__dict__ is globals(),

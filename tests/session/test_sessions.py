@@ -51,6 +51,8 @@ def test_code_runs_as_in_a_cell(shared: Kernel) -> None:
         {True},
     )
     assert shared.run("session.execute('5;')").result == "[0-3] None"
+    annotated = "def f(x: int): pass\nf.__annotations__['x'] is int"
+    assert set(shared.run(f"dict(session.execute({annotated!r}))").value.values()) == {True}
 
 
 def test_all_that_a_command_prints_is_in_its_cell(shared: Kernel) -> None:
@@ -396,6 +398,34 @@ def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
     assert "interrupted" in str(cell.displays[0].data)
     assert "7/7" not in str(cell.displays[0].data)  # of the command before
     assert shared.run("session.execute('kept')").result == "[0-3] 7"
+
+
+AWAITS = """
+import asyncio
+is_closed = False
+print("begun", flush=True)
+try:
+    await asyncio.sleep(3600)
+finally:
+    is_closed = True
+"""
+
+
+def test_an_interrupt_ends_what_a_command_awaits(shared: Kernel) -> None:
+    cell = shared.submit(f"session.execute({AWAITS!r})")
+    cell.wait_for_text("begun")
+    shared.interrupt()
+    assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
+    assert set(shared.run("dict(session['is_closed'])").value.values()) == {True}
+    assert shared.run("session.execute('await asyncio.sleep(0, 1)')").result == "[0-3] 1"
+
+
+def test_a_session_of_one_rank_has_a_process_group_too(kernel: Kernel) -> None:
+    kernel.run("import torch\nfrom nblaunch import Session\nsession = Session(1)")
+    assert kernel.run("session.execute('torch.distributed.get_world_size()')").result == "[0] 1"
+    kernel.run("session.execute('1 / 0')", raises="ZeroDivisionError")
+    assert kernel.run("session.execute('torch.distributed.get_world_size()')").result == "[0] 1"
+    kernel.run("session.close()")
 
 
 def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(shared: Kernel) -> None:
