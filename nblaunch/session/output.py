@@ -52,6 +52,8 @@ class SessionOutput:
         self._readings: Sequence[SlotReading] = ()
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
+        self._missed: list[Event] = []
+        """Events of the command from before its rows are opened, which show them, too."""
         self._due_s = 0.0
         self._shown = threading.Lock()
         self.ended: set[int] = set()
@@ -90,7 +92,7 @@ class SessionOutput:
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self._dashboards, self._open_rows = dashboards, open_rows
-        self._readings = ()  # those are of the command before
+        self._readings, self._missed = (), []  # those are of the command before
         self._due_s = time.monotonic() + _LONG_S
         try:
             yield
@@ -105,10 +107,15 @@ class SessionOutput:
     def pump(self) -> None:
         """Show what has arrived."""
         if self._open_rows is not None and time.monotonic() >= self._due_s:
-            self._dashboards = [*self._open_rows(), *self._dashboards]
+            rows = self._open_rows()
+            emit(rows, self._missed)
+            self._dashboards = [*rows, *self._dashboards]
             self._open_rows = None
         while self._events:
-            emit(self._dashboards, [self._events.popleft()])
+            event = self._events.popleft()
+            emit(self._dashboards, [event])
+            if self._open_rows is not None and not isinstance(event, (LogLines, Displayed)):
+                self._missed.append(event)
         for dashboard in self._dashboards:
             dashboard.on_readings(self._readings)
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nblaunch.events import EpochEnded, Event, Fact, LogLines, Metric
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.session import client
+from nblaunch.session import client, output
 from nblaunch.session.client import SessionClient
 from nblaunch.session.output import SessionOutput
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect, send_reply
+from tests.no_descriptors import no_descriptor_left
 
 
 class Ranks:
@@ -56,23 +57,6 @@ def ranks() -> Iterator[Ranks]:
     ranks.client.close()
     for ends in (ranks.workers, ranks.debuggers, ranks.kernels):
         ends.clear()  # which closes them
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 1, hard))
-    fillers: list[int] = []
-    try:
-        with suppress(OSError):
-            while True:
-                fillers.append(os.dup(0))
-        yield
-    finally:
-        for fd in fillers:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_reply_whose_file_finds_no_descriptor_is_that_of_its_rank_alone(ranks: Ranks) -> None:
@@ -152,3 +136,38 @@ def test_the_second_interrupt_of_a_command_kills_the_ranks(
     monkeypatch.setattr(ranks.output, "pump", interrupt_twice)
     assert ranks.values() == [1, 1]
     assert (ranks.client.num_interrupts, ranks.cancelled) == (2, [True])
+
+
+class _Shown:
+    """A dashboard that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def on_readings(self, readings: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_rows_of_a_long_command_show_what_came_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_session, lines, rows = SessionOutput(), _Shown(), _Shown()
+    early = [
+        Fact(-1, 1.0, name="precision", text="bf16"),
+        EpochEnded(0, 1.0, 1, 0.8, 2.0),
+        Metric(0, 1.0, step=1, values={"accuracy": 0.5}),
+    ]
+    printed = LogLines(0, 1.0, lines=("printed",))
+    with of_session.shown_by([lines], lambda: [rows]):  # type: ignore[list-item]
+        for event in (*early, printed):
+            of_session.on_event(event)
+        of_session.pump()
+        assert (lines.events, rows.events) == ([*early, printed], [])
+        late = time.monotonic() + output._LONG_S
+        monkeypatch.setattr(output.time, "monotonic", lambda: late)
+        of_session.on_event(EpochEnded(0, 2.0, 2, 0.8, 2.0))
+    assert rows.events == [*early, EpochEnded(0, 2.0, 2, 0.8, 2.0)]
