@@ -30,9 +30,12 @@ from typing import IO, Any, TypeVar
 from nblaunch import formatting
 from nblaunch.detached.requests import is_served
 from nblaunch.events import Event, Failed, JobEnded
+from nblaunch.host import descriptors
 from nblaunch.launcher.joblog import LogFolder, log_root
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import SlotReading
+
+_RETRY_S = 0.1
 
 _Stored = TypeVar("_Stored", "Record", "Snapshot", "End")
 
@@ -84,7 +87,8 @@ class End:
         event: its last event.
         failed: the error, with its text and frames as IPython shows it; None if there is none.
         notes: of an error that is shown as that of a worker; None = as any error of the launcher.
-        unsaved: why result or weights could not be written; empty if they were.
+        unsaved: why the result could not be written; empty if it was.
+        unsaved_weights: the same of trained weights.
         partial_rank: the rank whose value is the ``partial`` of the error; None where the error has none.
     """
 
@@ -92,6 +96,7 @@ class End:
     failed: Failed | None
     notes: Sequence[str] | None
     unsaved: str
+    unsaved_weights: str
     partial_rank: int | None
 
 
@@ -155,16 +160,25 @@ class JobFolder(LogFolder):
         """Whether the job process runs."""
         return is_served(self.path)
 
-    def load(self, kind: type[_Stored]) -> _Stored | None:
+    def load(self, kind: type[_Stored], *, is_patient: bool = False) -> _Stored | None:
         """Return what the file of this kind of value holds; None if it was not written yet.
+
+        Args:
+            is_patient: wait while this process has no descriptor left to open it with.
 
         Raises:
             LookupError: it is of another version of nblaunch.
         """
-        try:
-            data = (self.path / kind.__name__.lower()).read_bytes()
-        except FileNotFoundError:
-            return None
+        data = None
+        while data is None:
+            try:
+                data = (self.path / kind.__name__.lower()).read_bytes()
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if not (is_patient and descriptors.have_run_out(error)):
+                    raise
+                time.sleep(_RETRY_S)
         try:
             value = pickle.loads(data)
         except (ImportError, AttributeError, TypeError):  # a module or class that this version does not have

@@ -112,7 +112,7 @@ class JobFollower(Job):
 
     def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
         """Return events of the past with the time since the start of attempts, up to now or to the job's end."""
-        snapshot = self._folder.load(Snapshot)
+        snapshot = self._folder.load(Snapshot, is_patient=True)
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
@@ -129,7 +129,8 @@ class JobFollower(Job):
         if isinstance(event, AttemptStarted):
             self._read_logs_to_end()
             self.attempt, self.pids = event.attempt, {}
-            record = self._folder.load(Record)  # the job process's own plan, from its first attempt on
+            # The job process's own plan, from its first attempt on.
+            record = self._folder.load(Record, is_patient=True)
             self.plan = replace(
                 self.plan if record is None else _plan_of(record),
                 start_method=event.start_method,
@@ -156,7 +157,7 @@ class JobFollower(Job):
         self._tails = {}
 
     def _read_snapshot(self) -> None:
-        snapshot = self._folder.load(Snapshot)
+        snapshot = self._folder.load(Snapshot, is_patient=True)
         if snapshot is None or snapshot == self._snapshot:
             return
         known = self._snapshot.samples if self._snapshot is not None else ()
@@ -172,7 +173,7 @@ class JobFollower(Job):
         """Conclude with what the job process has left."""
         self._read_logs_to_end()
         self._read_snapshot()
-        end = self._folder.load(End)
+        end = self._folder.load(End, is_patient=True)
         if end is not None:
             outcome = _outcome_of(self._folder, end)
             ended = end.event
@@ -225,7 +226,7 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
         headline=end.event.message,
         is_early=end.event.is_early,
         values=_Stored(lambda: _load_values(folder)),
-        unloaded_weights=_Stored(lambda: _load(folder.weights_path)),
+        unloaded_weights=_Stored(lambda: _load_weights(folder, end)),
     )
 
 
@@ -270,6 +271,12 @@ def _load_values(folder: JobFolder) -> Any:
             f"the return value of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. If "
             "the class is defined in a cell, run that cell and ask again"
         ) from error
+
+
+def _load_weights(folder: JobFolder, end: End) -> Any:
+    if end.unsaved_weights:
+        raise ResultError(end.unsaved_weights)
+    return _load(folder.weights_path)
 
 
 def _load(path: Path) -> Any:

@@ -272,29 +272,32 @@ class Recorder:
         """Write the outcome; return why a part of it could not be, empty if all is there."""
         outcome = self._outcome()
         assert outcome is not None, "the job has ended"
-        unsaved = _tried(self._folder, lambda: _save_values(self._folder, outcome))
-        problem = _tried(self._folder, lambda: self._folder.write(_end_of(event, outcome, unsaved)))
-        return unsaved or problem
+        # The result first, and apart: nothing that happens to weights, which may be large, can cost it.
+        unsaved = self._try("the result", lambda: _save_result(self._folder, outcome))
+        unsaved_weights = self._try("the trained weights", lambda: _save_weights(self._folder, outcome))
+        end = _end_of(event, outcome, unsaved, unsaved_weights)
+        problem = self._try("the end of the job", lambda: self._folder.write(end))
+        return "; ".join(filter(None, (unsaved, unsaved_weights, problem)))
+
+    def _try(self, what: str, write: Callable[[], None]) -> str:
+        """Write a part of the outcome; return why it could not be, empty if it is there."""
+        try:
+            write()
+        except OSError as error:
+            return f"{what} could not be written: {disk.reason(self._folder.path, error)}"
+        except Exception as error:  # the user's classes have code of their own
+            return f"{what} could not be written: {type(error).__name__}: {error}"
+        return ""
 
 
-def _tried(folder: JobFolder, write: Callable[[], None]) -> str:
-    try:
-        write()
-    except OSError as error:
-        return f"the result and the trained weights could not be written: {disk.reason(folder.path, error)}"
-    except Exception as error:  # the user's classes have code of their own
-        return f"the result could not be written: {type(error).__name__}: {error}"
-    return ""
-
-
-def _end_of(event: JobEnded, outcome: JobOutcome, unsaved: str) -> End:
+def _end_of(event: JobEnded, outcome: JobOutcome, unsaved: str, unsaved_weights: str) -> End:
     failed, notes = None, None
     if outcome.error is not None:
         failed = describe_failure(-1 if outcome.failed_rank is None else outcome.failed_rank, outcome.error)
         shown = getattr(outcome.error, "_render_traceback_", None)
         if isinstance(shown, RemoteRendering):
             failed, notes = replace(failed, info=shown.info), shown.notes
-    return End(event, failed, notes, unsaved, _partial_rank(outcome))
+    return End(event, failed, notes, unsaved, unsaved_weights, _partial_rank(outcome))
 
 
 def _partial_rank(outcome: JobOutcome) -> int | None:
@@ -303,12 +306,16 @@ def _partial_rank(outcome: JobOutcome) -> int | None:
     return ranks[0] if partial is not None and ranks else None
 
 
-def _save_values(folder: JobFolder, outcome: JobOutcome) -> None:
-    """Write what the ranks returned, and trained weights."""
-    if outcome.unloaded_weights:
-        _write(folder, folder.weights_path, dict(outcome.unloaded_weights))
+def _save_result(folder: JobFolder, outcome: JobOutcome) -> None:
+    """Write what the ranks returned."""
     if outcome.status == "done":
         _write(folder, folder.result_path, dict(outcome.values))
+
+
+def _save_weights(folder: JobFolder, outcome: JobOutcome) -> None:
+    """Write the trained weights, if there are any."""
+    if outcome.unloaded_weights:
+        _write(folder, folder.weights_path, dict(outcome.unloaded_weights))
 
 
 def _write(folder: JobFolder, path: Path, value: Any) -> None:

@@ -137,8 +137,8 @@ def is_served(folder: Path) -> bool:
             return True
     except BlockingIOError:  # more wait than the system queues: it is only busy, or stopped
         return True
-    except OSError:
-        return False
+    except OSError as error:
+        return descriptors.have_run_out(error)  # of this process: nothing is known of the other
 
 
 @contextmanager

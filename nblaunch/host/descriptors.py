@@ -8,6 +8,7 @@ is kept from children by :func:`forks_held_back`.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -56,6 +57,11 @@ def occupy_standard_ones() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+
+
+def have_run_out(error: OSError) -> bool:
+    """Return whether ``error`` says that this process, or the system, has no descriptor left."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def check_room(count: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nblaunch import formatting
 from nblaunch.events import Event, LogLines, Note, StatusLine
-from nblaunch.host import disk
+from nblaunch.host import descriptors, disk
 
 _READ_BYTES = 1 << 20
 _MAX_BYTES_A_TICK = 4 << 20
@@ -93,6 +93,10 @@ class LogTail:
                 self._fd = os.open(self._path, (os.O_RDWR if self._max_bytes else os.O_RDONLY) | os.O_CLOEXEC)
             except FileNotFoundError:
                 return False  # the worker has not come so far
+            except OSError as error:
+                if not descriptors.have_run_out(error):
+                    raise
+                return False  # for the moment
         return True
 
     def _keep_within_limit(self) -> list[Event]:

@@ -8,11 +8,11 @@ import pickle
 import shutil
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ import nblaunch
 from nblaunch import cli
 from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
-from nblaunch.detached.folder import End, JobFolder, Record
+from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
 from nblaunch.detached.job_process import Recorder
 from nblaunch.errors import ResultError
 from nblaunch.events import AttemptStarted, Event, Fact, JobEnded, LogLines, Note
@@ -33,6 +33,7 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.wire import exceptions
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventReceiver
+from tests.no_descriptors import no_descriptor_left
 
 
 def _bare_record() -> Record:
@@ -334,6 +335,49 @@ def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
     ):
         with pytest.raises(ResultError):
             dict(stored)
+
+
+def test_weights_that_cannot_be_written_do_not_cost_the_result(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own_folder / "job"
+    path.mkdir(mode=0o700)
+    folder = JobFolder(path)
+    states = {0: {"weight": torch.zeros(8)}}
+    recorder = Recorder(folder, lambda: JobOutcome("done", values={0: 7}, unloaded_weights=states))
+    replace_file = JobFolder.replace
+
+    def refuse_weights(folder: JobFolder, path: Path, write: Callable[[IO[bytes]], object]) -> None:
+        if path == folder.weights_path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(folder, path, write)
+
+    monkeypatch.setattr(JobFolder, "replace", refuse_weights)
+    recorder.on_event(JobEnded(-1, 1.0, "done"))
+    descriptors.close(recorder._sender.fd)
+    end = folder.load(End)
+    assert end is not None
+    outcome = follower._outcome_of(folder, end)
+    assert (outcome.error, dict(outcome.values)) == (None, {0: 7})
+    with pytest.raises(ResultError, match="weights"):
+        dict(outcome.unloaded_weights)
+
+
+def test_a_moment_without_descriptors_is_no_end_of_a_job(own_folder: Path, server: _Requests) -> None:
+    path = own_folder / "job"
+    path.mkdir(mode=0o700)
+    folder = JobFolder(path)
+    folder.write(Snapshot(1.0, (), ()))
+    loaded: list[Snapshot | None] = []
+    reader = threading.Thread(target=lambda: loaded.append(folder.load(Snapshot, is_patient=True)))
+    with no_descriptor_left():
+        assert requests.is_served(own_folder)
+        reader.start()
+        with pytest.raises(OSError, match="open files"):
+            folder.load(Snapshot)
+        assert not loaded
+    reader.join(10)
+    assert loaded == [Snapshot(1.0, (), ())]
 
 
 def test_events_that_the_disk_has_no_room_for_cost_no_others(
