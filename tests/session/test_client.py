@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
