@@ -126,8 +126,8 @@ class NodeLink:
             self._check_settings()
             self._handle_requests()
             if self._is_finished:  # other nodes may continue to train as long as their heartbeats arrive
-                if not self._peers.is_any_expected:
-                    self._agent.leave(messages.FINISHED)
+                if reason := self._reason_to_leave():
+                    self._agent.leave(reason)
                     return None
                 continue
             waited_s = time.monotonic() - began_s
@@ -136,6 +136,14 @@ class NodeLink:
                 return None
             if waited_s > _FIRST_NOTE_S:
                 last_note = self._note_joining(last_note)
+
+    def _reason_to_leave(self) -> str:
+        """Return why this node, whose ranks have returned, leaves now; empty while it waits for the others."""
+        for text in self._peers.check(time.monotonic()):
+            self._note(text)
+        if self._requests.interrupts and self._agent.rendezvous.listen_fd >= 0:
+            return "was interrupted"  # the others end: they lose the store with it
+        return messages.FINISHED if self._requests.interrupts or not self._peers.is_any_expected else ""
 
     def _enter(self, world: WorldFormed) -> None:
         own = world.topology.node_rank

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.nodes.machines import LIMIT_S, Launch, Pair
@@ -233,6 +234,32 @@ def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
     assert outcomes[1]["error"] == "KeyboardInterrupt"
     assert [outcome["kept"] for outcome in outcomes] == [[10], [11]]
     assert [outcome["model"] for outcome in outcomes] == [[[[7.0] * 4] * 2, [7.0] * 2]] * 2
+
+
+@pytest.fixture
+def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
+    """The rank of machine 0 has returned, that of machine 1 has not."""
+    launches = [pair[rank].start("return_on_request", str(tmp_path), **static) for rank in range(2)]
+    for launch in launches:
+        launch.wait_for("ready ")
+    (pid,) = re.findall(r"ready (\d+)", launches[0].output)
+    worker = psutil.Process(int(pid))
+    (tmp_path / "0").touch()
+    worker.wait(SOON_S)
+    return launches
+
+
+def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneven: list[Launch]) -> None:
+    """It hosts the store, without which the other one can not go on."""
+    os.kill(uneven[0].process.pid, signal.SIGINT)
+    outcome = uneven[0].result(SOON_S)
+    assert (outcome["error"], outcome["kept"]) == ("KeyboardInterrupt", [10])
+    assert uneven[1].result(SOON_S)["error"] == "NodeLost"
+
+
+def test_a_machine_whose_ranks_have_returned_does_not_wait_for_one_that_died(uneven: list[Launch]) -> None:
+    uneven[1].kill(whole_machine=True)
+    assert uneven[0].result(SOON_S)["value"] == [10]
 
 
 def test_an_agent_that_is_killed_ends_the_job(pair: Pair, static: Settings) -> None:
