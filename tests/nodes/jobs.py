@@ -111,6 +111,14 @@ def go_on_until_stopped(model: nn.Module) -> int:
     return step
 
 
+def save_when_stopped(model: nn.Module) -> int:
+    """The rank of node 1 goes on for a while after the last step."""
+    step = go_on_until_stopped(model)
+    if current().topology.node_rank == 1:
+        time.sleep(2.0)
+    return step
+
+
 def handle_interrupt(model: nn.Module) -> int:
     """Waits for an interrupt, and returns with a trained model."""
     try:
@@ -179,8 +187,9 @@ def attack(host: str, port: int, witness: str) -> None:
 
 
 def _wait(job: nblaunch.Job) -> Any:
-    """For the end of a job in the background; SIGUSR1 lets it end early and well."""
+    """For the end of a job in the background; SIGUSR1 lets it end early and well, SIGTERM as in a script."""
     signal.signal(signal.SIGUSR1, lambda signum, frame: job.stop())
+    signal.signal(signal.SIGTERM, lambda signum, frame: job.requests.terminate(20.0))
     print("can be stopped", flush=True)
     return job.result()
 

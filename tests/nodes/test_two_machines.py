@@ -133,6 +133,19 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
     assert steps[0] > 10
 
 
+def test_after_sigterm_a_machine_has_time_to_save_though_the_other_is_done(
+    pair: Pair, static: Settings
+) -> None:
+    launches = [pair[rank].start("save_when_stopped", background=True, **static) for rank in range(2)]
+    for launch in launches:
+        launch.wait_for("can be stopped")
+        launch.wait_for("step 10")
+    for launch in launches:
+        os.kill(launch.process.pid, signal.SIGTERM)
+    here, there = (launch.result()["value"] for launch in launches)
+    assert here == there
+
+
 def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, static: Settings) -> None:
     first = pair[0].start("go_on_until_stopped", background=True, **static)
     first.wait_for("can be stopped")
