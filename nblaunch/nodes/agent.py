@@ -57,6 +57,11 @@ from nblaunch.worker import output
 _MONITOR_INTERVAL_S = 0.1
 """Seconds between two looks of torch's agent at the workers, of which the launcher informs it."""
 
+_EXIT_BARRIER_S = 7 * 24 * 3600.0
+"""Seconds for which an agent waits for workers of other nodes: torch's 300 s would end those that still write files.
+
+The launcher ends the wait for nodes that are lost. torch's store takes no more than 24 days."""
+
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run an agent; the argument is the descriptor of a memory file with its pickled :class:`AgentConfig`."""
@@ -197,7 +202,7 @@ class TorchAgent(SimpleElasticAgent):
             monitor_interval=_MONITOR_INTERVAL_S,
             local_addr=config.address,
         )
-        super().__init__(spec)
+        super().__init__(spec, exit_barrier_timeout=_EXIT_BARRIER_S)
         self._config = config
         self._job_store = store
         self._heartbeats = heartbeats
