@@ -159,6 +159,15 @@ def fail_once(model: nn.Module) -> int:
     return int(accelerator.reduce(torch.ones(()), "sum"))
 
 
+def fail_late_once(model: nn.Module) -> list[int]:
+    """In the first attempt, the rank of node 1 fails some time after that of node 0 has returned."""
+    total = int(Accelerator().reduce(torch.ones(()), "sum"))
+    if current().attempt == 0 and current().topology.node_rank == 1:
+        time.sleep(1.0)
+        raise LookupError("for the first time")
+    return [total, current().attempt]
+
+
 class _Crime:
     """Leaves a trace wherever a pickle of it is read."""
 

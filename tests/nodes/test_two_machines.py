@@ -90,6 +90,13 @@ def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None
     assert "attempt 0: rank 1 raised LookupError: for the first time\n" in launches[1].output
 
 
+def test_a_machine_whose_ranks_have_returned_starts_again_with_the_others(
+    pair: Pair, static: Settings
+) -> None:
+    launches = [pair[rank].start("fail_late_once", max_restarts=1, **static) for rank in range(2)]
+    assert [launch.result()["value"] for launch in launches] == [[[2, 1]], [[2, 1]]]
+
+
 def test_a_machine_that_has_failed_for_good_is_not_waited_for(pair: Pair, static: Settings) -> None:
     """The other one has restarts left: those for a change of machines are not counted."""
     launches = [
