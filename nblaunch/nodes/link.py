@@ -141,9 +141,9 @@ class NodeLink:
         """Return why this node, whose ranks have returned, leaves now; empty while it waits for the others."""
         for text in self._peers.check(time.monotonic()):
             self._note(text)
-        if self._requests.interrupts and self._agent.rendezvous.listen_fd >= 0:
-            return "was interrupted"  # the others end: they lose the store with it
-        return messages.FINISHED if self._requests.interrupts or not self._peers.is_any_expected else ""
+        if self._requests.interrupts:
+            return "was interrupted"
+        return "" if self._peers.is_any_expected else messages.FINISHED
 
     def _enter(self, world: WorldFormed) -> None:
         own = world.topology.node_rank

@@ -270,7 +270,7 @@ def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
 
 
 def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneven: list[Launch]) -> None:
-    """It hosts the store, without which the other one can not go on."""
+    """Its value is kept; on the other one, the job ends as after any interrupt."""
     os.kill(uneven[0].process.pid, signal.SIGINT)
     outcome = uneven[0].result(SOON_S)
     assert (outcome["error"], outcome["kept"]) == ("KeyboardInterrupt", [10])
