@@ -6,11 +6,11 @@
        └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, heartbeats ──>  agent 1 ──┘
 
 A job here waits until all nodes have joined, lets the supervisor run this node's workers, reports their end, and waits
-again for a restart. The agent runs torch's elastic agent and exchanges heartbeats with the other nodes.
+again for a restart. The agent takes part in torch's elastic rendezvous and exchanges heartbeats with the other nodes.
 
-torch's agent usually starts workers as its own children. Forked workers could then inherit neither the function nor the
-model of the notebook, and events, logs, diagnosis, results, trained weights and escalation would need a second
-implementation. So the agent runs in a fresh process, where its threads and signal handlers do not affect the kernel,
+It stands in for the agent of torchrun, which starts workers as its own children. Forked workers could then inherit
+neither the function nor the model of the notebook, and events, logs, diagnosis, results, trained weights and escalation
+would need a second implementation. So the agent runs in a fresh process, where its threads do not affect the kernel,
 and sends messages to the launcher, which starts and supervises workers as on one machine.
 
 There are two differences from torchrun. Workers do not share the store of the agents: each start has a new store in
@@ -25,7 +25,7 @@ In the launcher:
 
 In the agent:
 
-    agent.py             torch's elastic agent, whose workers are started by the launcher
+    agent.py             from one rendezvous to the next; the launcher starts the workers in between
       rendezvous.py      store of the rendezvous, and torch's handlers on it
       heartbeats.py      state of each node, exchanged through that store
 

@@ -1,13 +1,16 @@
-"""The agent of one node: torch's elastic agent, in a process of its own, with workers that its launcher starts.
+"""The agent of one node: it meets those of the other nodes, in a process of its own; its launcher starts the workers.
 
-    launcher (kernel) <── pipes ──> agent (fresh interpreter): main thread    torch's SimpleElasticAgent
+    launcher (kernel) <── pipes ──> agent (fresh interpreter): main thread    from one rendezvous to the next
         │ fork                                                 launcher       receives the launcher's messages
         └──> workers                                           heartbeats     of all nodes, twice a second
 
-torch's agent decides when to rendezvous, which node gets which ranks, whether to restart, and when a node that returns
-joins. Its abstract methods about workers (start, monitor, stop) send messages to the launcher, which owns the workers.
-The agent of node 0 hosts the store through which the workers of all nodes form their process group.
-:func:`main` is called with the descriptor of an inherited memory file, which holds the configuration.
+    rendezvous ──> workers run ──> returned on all nodes: done
+        ^               ├──> failed, with restarts left
+        └───────────────┴──> other nodes wait, because they failed, came or came back: these stop, too
+
+torch's handler of the rendezvous decides which nodes belong together, and their order. The agent of node 0 hosts the
+store through which the workers of all nodes form their process group. :func:`main` is called with the descriptor of an
+inherited memory file, which holds the configuration.
 """
 
 from __future__ import annotations
@@ -19,18 +22,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 from multiprocessing.connection import wait
-from typing import Any, NoReturn
+from queue import Empty, SimpleQueue
+from typing import NoReturn
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
+from torch.distributed import Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
@@ -54,8 +61,8 @@ from nblaunch.wire import schema
 from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.worker import output
 
-_MONITOR_INTERVAL_S = 0.1
-"""Seconds between two looks of torch's agent at the workers, of which the launcher informs it."""
+_POLL_S = 0.1
+"""Seconds between polls for other nodes that wait."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -81,9 +88,10 @@ class NodeAgent:
         id = f"{config.host_name}-{os.getpid()}-{secrets.token_hex(4)}"
         self._heartbeats = HeartbeatExchange(config, id, sender.send)
         self._launcher = LauncherClient(sender, config.reading_fd, self._heartbeats, self._leave)
+        self._workers_store: StoreHost | None = None
 
     def run(self) -> None:
-        """Run torch's agent until it ends, and send the outcome to the launcher."""
+        """Meet the other nodes until the workers have ended for good, and send the outcome to the launcher."""
         self._launcher.start()
         rendezvous = self._config.rendezvous
         try:
@@ -92,9 +100,7 @@ class NodeAgent:
             if rendezvous.backend == "static":
                 self._heartbeats.check_rank_is_free()
             handler = make_handler(rendezvous, store, self._heartbeats.id, self._config.host_name)
-            agent = TorchAgent(self._config, handler, store, self._heartbeats, self._launcher)
-            result: RunResult | None = agent.run()
-            is_success = result is not None and not result.is_failed()
+            is_success = self._run_workers(handler, store)
             self._heartbeats.publish(messages.DONE if is_success else messages.FAILED)
             if is_success:
                 self._heartbeats.wait_for_final()
@@ -114,15 +120,111 @@ class NodeAgent:
         output.flush()
         os._exit(0)
 
+    # --- from one rendezvous to the next -------------------------------------------------------------------------
+
+    def _run_workers(self, handler: RendezvousHandler, store: Store) -> bool:
+        """Have the workers started after each rendezvous; return whether those of all nodes have returned."""
+        restarts_left = self._config.max_restarts
+        while True:
+            self._heartbeats.publish(messages.JOINING)
+            self._heartbeats.refresh()  # nodes that wait for others have published whether they failed
+            world = handler.next_rendezvous()
+            self._start_workers(world, store)
+            ended = self._wait_for_workers(handler)
+            if ended is None:
+                continue  # no failure, so it counts as no restart
+            if not ended.is_success:
+                if restarts_left == 0:
+                    return False
+                restarts_left -= 1
+            elif self._wait_for_others(world, handler):
+                return True
+
+    def _wait_for_workers(self, handler: RendezvousHandler) -> WorkersEnded | None:
+        """Wait for the end of the workers; return None if they were stopped because other nodes wait."""
+        while (ended := self._launcher.ended_within(_POLL_S)) is None:
+            if self._must_meet_again(handler):
+                self._launcher.ended_within(None)
+                return None
+        return ended
+
+    def _wait_for_others(self, world: RendezvousInfo, handler: RendezvousHandler) -> bool:
+        """Wait until the workers of all nodes have returned; return False if they start again, as others wait.
+
+        The launcher, which knows of nodes that have failed or were lost, has the agent leave because of these.
+        """
+        # Without the store, what the workers here have returned stays.
+        with suppress(RuntimeError, RendezvousError):
+            num_finished = world.store.add("nblaunch/finished", 1)
+            while num_finished < world.world_size:
+                if self._must_meet_again(handler):
+                    return False
+                time.sleep(_POLL_S)
+                num_finished = world.store.add("nblaunch/finished", 0)
+        return True
+
+    def _must_meet_again(self, handler: RendezvousHandler) -> bool:
+        """Return whether other nodes wait for the next rendezvous; the launcher then stops the workers."""
+        if handler.num_nodes_waiting() == 0:
+            return False
+        self._heartbeats.refresh()
+        reason = "the set of nodes changes, so all workers restart"
+        self._launcher.send(StopWorkers(-1, time.time(), reason=reason))
+        return True
+
+    # --- the start of the workers --------------------------------------------------------------------------------
+
+    def _start_workers(self, world: RendezvousInfo, store: Store) -> None:
+        """Exchange addresses with the other nodes, and request that the launcher starts the workers."""
+        self._heartbeats.refresh()  # how workers failed, which nodes reset once all have written their address
+        nodes = self._exchange_nodes(world)
+        own = nodes[world.rank]
+        self._heartbeats.enter_world(nodes)
+        self._heartbeats.publish(messages.RUNNING, node_rank=own.node_rank)
+        if self._workers_store is not None:  # of the start before
+            self._workers_store.close()
+            self._workers_store = None
+        if own.node_rank == 0:
+            self._workers_store = StoreHost(own.address, None)
+            self._workers_store.start()  # first: where it fails, nothing was started
+            num_starts = store.add(f"{self._config.rendezvous.run_id}/starts", 1)
+            world.store.set("nblaunch/start", f"{self._workers_store.port} {num_starts - 1}")
+        port, restart_count = (int(part) for part in world.store.get("nblaunch/start").split())
+        self._heartbeats.reset_summary(restart_count)
+        topology = Topology(
+            rank=own.first_rank,
+            local_rank=0,
+            node_rank=own.node_rank,
+            world_size=sum(node.num_workers for node in nodes),
+            local_world_size=own.num_workers,
+            num_nodes=len(nodes),
+            master_addr=nodes[0].address,
+            master_port=port,
+        )
+        self._launcher.send(WorldFormed(-1, time.time(), topology, nodes, restart_count))
+
+    def _exchange_nodes(self, world: RendezvousInfo) -> tuple[Node, ...]:
+        """Write this node to the store of the current round; return all nodes of the round, by node rank."""
+        own = Node(
+            id=self._heartbeats.id,
+            node_rank=world.rank,
+            host=self._config.host_name,
+            address=self._config.address,
+            first_rank=0,  # that of each follows from the others
+            num_workers=self._config.num_workers,
+        )
+        world.store.set(f"nblaunch/node/{own.node_rank}", schema.dump(own))
+        values = world.store.multi_get([f"nblaunch/node/{rank}" for rank in range(world.world_size)])
+        nodes = [schema.load(Node, value) for value in values]
+        first_ranks = accumulate((node.num_workers for node in nodes), initial=0)
+        return tuple(replace(node, first_rank=rank) for node, rank in zip(nodes, first_ranks, strict=False))
+
 
 class LauncherClient:
     """The agent's connection to its launcher.
 
     Args:
         leave: ends this process, with a reason for the other nodes.
-
-    Attributes:
-        workers_ended: how the workers ended; None while they run.
     """
 
     def __init__(
@@ -136,8 +238,7 @@ class LauncherClient:
         self._reading_fd = reading_fd
         self._heartbeats = heartbeats
         self._leave = leave
-        self._changed = threading.Condition()
-        self.workers_ended: WorkersEnded | None = None
+        self._ended: SimpleQueue[WorkersEnded] = SimpleQueue()
 
     def start(self) -> None:
         """Start the daemon thread that receives."""
@@ -161,131 +262,13 @@ class LauncherClient:
             self._heartbeats.update_summary(message)
         elif isinstance(message, WorkersEnded):
             self._heartbeats.update_summary(message.summary)
-            with self._changed:
-                self.workers_ended = message
-                self._changed.notify_all()
+            self._ended.put(message)
 
-    def expect_workers(self) -> None:
-        """Reset the state of the workers before a new start."""
-        with self._changed:
-            self.workers_ended = None
-
-    def wait_for_end(self) -> None:
-        """Wait until the workers have ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.workers_ended is not None)
-            self.workers_ended = None
-
-
-class TorchAgent(SimpleElasticAgent):
-    """torch's elastic agent, with workers that a launcher starts."""
-
-    def __init__(
-        self,
-        config: AgentConfig,
-        handler: Any,
-        store: Any,
-        heartbeats: HeartbeatExchange,
-        launcher: LauncherClient,
-    ) -> None:
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=config.num_workers,
-            rdzv_handler=handler,
-            entrypoint="nblaunch",
-            max_restarts=config.max_restarts,
-            monitor_interval=_MONITOR_INTERVAL_S,
-            local_addr=config.address,
-        )
-        super().__init__(spec)
-        self._config = config
-        self._job_store = store
-        self._heartbeats = heartbeats
-        self._launcher = launcher
-        self._are_running = False
-        self._workers_store: StoreHost | None = None
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._heartbeats.publish(messages.JOINING)
-        super()._rendezvous(worker_group)
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Exchange addresses with the other nodes, and request that the launcher starts the workers."""
-        store: Any = worker_group.store
-        nodes = self._exchange_nodes(worker_group)
-        topology = _topology(worker_group, nodes)
-        self._launcher.expect_workers()
-        self._heartbeats.enter_world(nodes)
-        self._heartbeats.publish(messages.RUNNING, node_rank=topology.node_rank)
-        if self._workers_store is not None:  # of the start before
-            self._workers_store.close()
-            self._workers_store = None
-        if topology.node_rank == 0:
-            port = self._host_store(topology.master_addr)  # first: where it fails, nothing was started
-            num_starts = int(self._job_store.add(f"{self._config.rendezvous.run_id}/starts", 1))
-            store.set("nblaunch/start", f"{port} {num_starts - 1}")
-        port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
-        self._heartbeats.reset_summary(restart_count)
-        topology = replace(topology, master_port=port)
-        self._launcher.send(WorldFormed(-1, time.time(), topology, nodes, restart_count))
-        self._are_running = True
-        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-
-    def _host_store(self, address: str) -> int:
-        """Start the store of the workers of all nodes; return its port."""
-        self._workers_store = StoreHost(address, None)
-        self._workers_store.start()
-        return self._workers_store.port
-
-    def _exchange_nodes(self, worker_group: WorkerGroup) -> tuple[Node, ...]:
-        """Write this node to the store of the current round; return all nodes of the round, by node rank."""
-        store: Any = worker_group.store
-        own = Node(
-            id=self._heartbeats.id,
-            node_rank=worker_group.group_rank or 0,
-            host=self._config.host_name,
-            address=self._config.address,
-            first_rank=worker_group.workers[0].global_rank,
-            num_workers=len(worker_group.workers),
-        )
-        store.set(f"nblaunch/node/{own.node_rank}", schema.dump(own))
-        keys = [f"nblaunch/node/{rank}" for rank in range(worker_group.group_world_size or 1)]
-        return tuple(schema.load(Node, value) for value in store.multi_get(keys))
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ended = self._launcher.workers_ended
-        if ended is None:
-            return RunResult(state=WorkerState.HEALTHY)
-        self._are_running = False
-        if not ended.is_success:
-            return RunResult(state=WorkerState.FAILED)
-        values = {worker.global_rank: None for worker in worker_group.workers}
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        if self._are_running:
-            self._are_running = False
-            self._heartbeats.refresh()  # nodes that wait for a restart have published whether they failed
-            reason = "the set of nodes changes, so all workers restart"
-            self._launcher.send(StopWorkers(-1, time.time(), reason=reason))
-            self._launcher.wait_for_end()
-
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the launcher stops its workers when it receives :class:`AgentEnded`."""
-
-
-def _topology(worker_group: WorkerGroup, nodes: Sequence[Node]) -> Topology:
-    """Return the topology of the first worker of this node."""
-    first = worker_group.workers[0]
-    return Topology(
-        rank=first.global_rank,
-        local_rank=0,
-        node_rank=worker_group.group_rank or 0,
-        world_size=first.world_size,
-        local_world_size=len(worker_group.workers),
-        num_nodes=worker_group.group_world_size or 1,
-        master_addr=nodes[0].address,
-    )
+    def ended_within(self, timeout_s: float | None) -> WorkersEnded | None:
+        """Wait until the workers of the last start have ended; return None if they run on after ``timeout_s`` s."""
+        with suppress(Empty):
+            return self._ended.get(timeout=timeout_s)
+        return None
 
 
 def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: HeartbeatExchange) -> str:
@@ -294,7 +277,7 @@ def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: Heartbe
         return str(error)
     if isinstance(error, RendezvousTimeoutError):
         return _describe_timeout(str(error), rendezvous, heartbeats.joining_nodes())
-    if isinstance(error, RendezvousClosedError):
+    if isinstance(error, (RendezvousClosedError, RendezvousGracefulExitError)):
         return (
             f"the rendezvous {rendezvous.run_id!r} at {rendezvous.endpoint} is closed: another node has failed or "
             "finished. Launch again on all nodes."

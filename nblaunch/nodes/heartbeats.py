@@ -41,7 +41,7 @@ class HeartbeatStore:
     """Access of one node to the heartbeats on the store. Not thread-safe.
 
     Args:
-        store: a separate connection to the rendezvous store, so that blocking requests do not block torch's agent.
+        store: a separate connection to the rendezvous store, so that blocking requests do not block the agent.
         prefix: of all keys; the name of the job.
         warn: receives a warning about each value that is not a heartbeat of a node, once.
     """

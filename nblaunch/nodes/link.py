@@ -126,8 +126,8 @@ class NodeLink:
             self._check_settings()
             self._handle_requests()
             if self._is_finished:  # other nodes may continue to train as long as their heartbeats arrive
-                if not self._peers.is_any_expected:
-                    self._agent.leave(messages.FINISHED)
+                if reason := self._reason_to_leave():
+                    self._agent.leave(reason)
                     return None
                 continue
             waited_s = time.monotonic() - began_s
@@ -136,6 +136,14 @@ class NodeLink:
                 return None
             if waited_s > _FIRST_NOTE_S:
                 last_note = self._note_joining(last_note)
+
+    def _reason_to_leave(self) -> str:
+        """Return why this node, whose ranks have returned, leaves now; empty while it waits for the others."""
+        for text in self._peers.check(time.monotonic()):
+            self._note(text)
+        if self._requests.interrupts:
+            return "was interrupted"
+        return "" if self._peers.is_any_expected else messages.FINISHED
 
     def _enter(self, world: WorldFormed) -> None:
         own = world.topology.node_rank
@@ -426,7 +434,8 @@ class NodeRunner(JobRunner):
         """
         link = self._join()
         report, rank_results = self._finish_attempt(link)
-        while not self._must_not_restart(report) and (world := link.next_world()) is not None:
+        # Nodes whose ranks have returned stay: after SIGTERM, others may still save a checkpoint.
+        while (report.is_success or not self._must_not_restart(report)) and (world := link.next_world()):
             self._next_attempt()
             self._start_in_world(world)
             report, rank_results = self._finish_attempt(link)

@@ -115,7 +115,7 @@ class AgentConfig:
 
     Args:
         address: of this node, as the others reach it.
-        log_path: file for the output of torch.
+        log_path: file for its output.
     """
 
     rendezvous: RendezvousConfig

@@ -111,6 +111,14 @@ def go_on_until_stopped(model: nn.Module) -> int:
     return step
 
 
+def save_when_stopped(model: nn.Module) -> int:
+    """The rank of node 1 goes on for a while after the last step."""
+    step = go_on_until_stopped(model)
+    if current().topology.node_rank == 1:
+        time.sleep(2.0)
+    return step
+
+
 def handle_interrupt(model: nn.Module) -> int:
     """Waits for an interrupt, and returns with a trained model."""
     try:
@@ -121,6 +129,15 @@ def handle_interrupt(model: nn.Module) -> int:
             for parameter in model.parameters():
                 parameter.fill_(7.0)
     return current().topology.rank + 10
+
+
+def return_on_request(model: nn.Module, folder: str) -> int:
+    """Every rank prints its process, and returns when there is a file with its number."""
+    rank = current().topology.rank
+    print(f"ready {os.getpid()}", flush=True)
+    while not Path(folder, str(rank)).exists():
+        time.sleep(0.02)
+    return rank + 10
 
 
 def fail_on_node_1(model: nn.Module, kind: str) -> None:
@@ -140,6 +157,15 @@ def fail_once(model: nn.Module) -> int:
     if current().attempt == 0 and current().topology.node_rank == 1:
         raise LookupError("for the first time")
     return int(accelerator.reduce(torch.ones(()), "sum"))
+
+
+def fail_late_once(model: nn.Module) -> list[int]:
+    """In the first attempt, the rank of node 1 fails some time after that of node 0 has returned."""
+    total = int(Accelerator().reduce(torch.ones(()), "sum"))
+    if current().attempt == 0 and current().topology.node_rank == 1:
+        time.sleep(1.0)
+        raise LookupError("for the first time")
+    return [total, current().attempt]
 
 
 class _Crime:
@@ -170,8 +196,9 @@ def attack(host: str, port: int, witness: str) -> None:
 
 
 def _wait(job: nblaunch.Job) -> Any:
-    """For the end of a job in the background; SIGUSR1 lets it end early and well."""
+    """For the end of a job in the background; SIGUSR1 lets it end early and well, SIGTERM as in a script."""
     signal.signal(signal.SIGUSR1, lambda signum, frame: job.stop())
+    signal.signal(signal.SIGTERM, lambda signum, frame: job.requests.terminate(20.0))
     print("can be stopped", flush=True)
     return job.result()
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.nodes.machines import LIMIT_S, Launch, Pair
@@ -89,6 +90,13 @@ def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None
     assert "attempt 0: rank 1 raised LookupError: for the first time\n" in launches[1].output
 
 
+def test_a_machine_whose_ranks_have_returned_starts_again_with_the_others(
+    pair: Pair, static: Settings
+) -> None:
+    launches = [pair[rank].start("fail_late_once", max_restarts=1, **static) for rank in range(2)]
+    assert [launch.result()["value"] for launch in launches] == [[[2, 1]], [[2, 1]]]
+
+
 def test_a_machine_that_has_failed_for_good_is_not_waited_for(pair: Pair, static: Settings) -> None:
     """The other one has restarts left: those for a change of machines are not counted."""
     launches = [
@@ -130,6 +138,19 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
     assert len(steps) == 4
     assert len(set(steps)) == 1
     assert steps[0] > 10
+
+
+def test_after_sigterm_a_machine_has_time_to_save_though_the_other_is_done(
+    pair: Pair, static: Settings
+) -> None:
+    launches = [pair[rank].start("save_when_stopped", background=True, **static) for rank in range(2)]
+    for launch in launches:
+        launch.wait_for("can be stopped")
+        launch.wait_for("step 10")
+    for launch in launches:
+        os.kill(launch.process.pid, signal.SIGTERM)
+    here, there = (launch.result()["value"] for launch in launches)
+    assert here == there
 
 
 def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, static: Settings) -> None:
@@ -233,6 +254,32 @@ def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
     assert outcomes[1]["error"] == "KeyboardInterrupt"
     assert [outcome["kept"] for outcome in outcomes] == [[10], [11]]
     assert [outcome["model"] for outcome in outcomes] == [[[[7.0] * 4] * 2, [7.0] * 2]] * 2
+
+
+@pytest.fixture
+def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
+    """The rank of machine 0 has returned, that of machine 1 has not."""
+    launches = [pair[rank].start("return_on_request", str(tmp_path), **static) for rank in range(2)]
+    for launch in launches:
+        launch.wait_for("ready ")
+    (pid,) = re.findall(r"ready (\d+)", launches[0].output)
+    worker = psutil.Process(int(pid))
+    (tmp_path / "0").touch()
+    worker.wait(SOON_S)
+    return launches
+
+
+def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneven: list[Launch]) -> None:
+    """Its value is kept; on the other one, the job ends as after any interrupt."""
+    os.kill(uneven[0].process.pid, signal.SIGINT)
+    outcome = uneven[0].result(SOON_S)
+    assert (outcome["error"], outcome["kept"]) == ("KeyboardInterrupt", [10])
+    assert uneven[1].result(SOON_S)["error"] == "NodeLost"
+
+
+def test_a_machine_whose_ranks_have_returned_does_not_wait_for_one_that_died(uneven: list[Launch]) -> None:
+    uneven[1].kill(whole_machine=True)
+    assert uneven[0].result(SOON_S)["value"] == [10]
 
 
 def test_an_agent_that_is_killed_ends_the_job(pair: Pair, static: Settings) -> None:

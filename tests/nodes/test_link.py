@@ -1,0 +1,92 @@
+"""A launcher whose ranks have returned, and which waits for the other node; the test is the agent of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.events import Event
+from nblaunch.launcher.requests import JobRequests
+from nblaunch.nodes import link, messages
+from nblaunch.nodes.link import NodeLink
+from nblaunch.nodes.messages import Node, WorldFormed
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+
+NODES = (
+    Node(id="a", node_rank=0, host="alpha", address="10.0.0.1", first_rank=0, num_workers=1),
+    Node(id="b", node_rank=1, host="beta", address="10.0.0.2", first_rank=1, num_workers=1),
+)
+
+
+class Agent:
+    """The agent of node 0, which has met node 1 and receives no heartbeat of it."""
+
+    ended = None
+    is_closed = False
+    heartbeats = ()
+
+    def __init__(self, fd: int, patience_s: float) -> None:
+        self.silence_s = self.patience_s = patience_s
+        self.reasons: list[str] = []
+        self._fd = fd
+        self._worlds = [WorldFormed(-1, 0.0, Topology(world_size=2, num_nodes=2), NODES)]
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def receive(self) -> list[Event]:
+        return []
+
+    def take_world(self) -> WorldFormed | None:
+        return self._worlds.pop() if self._worlds else None
+
+    def send(self, message: Event) -> None:
+        """Do nothing: the workers have ended."""
+
+    def leave(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+Finished = Callable[..., tuple[NodeLink, Agent]]
+
+
+@pytest.fixture
+def requests() -> JobRequests:
+    return JobRequests()
+
+
+@pytest.fixture
+def finished(requests: JobRequests, monkeypatch: pytest.MonkeyPatch) -> Iterator[Finished]:
+    """Makes one: ``finished(patience_s=...)``."""
+    reading, writing = os.pipe()
+
+    def make(patience_s: float = 100.0) -> tuple[NodeLink, Agent]:
+        agent = Agent(reading, patience_s)
+        monkeypatch.setattr(link, "AgentClient", lambda *args: agent)
+        spec = LaunchSpec(function=print, num_nodes=2, master_addr="10.0.0.1")
+        node = NodeLink(spec, 1, "", requests, lambda event: None, lambda readings: None)
+        assert node.next_world() is not None
+        node.conclude(AttemptReport())
+        return node, agent
+
+    yield make
+    os.close(reading)
+    os.close(writing)
+
+
+def test_an_interrupt_ends_its_wait(finished: Finished, requests: JobRequests) -> None:
+    """And the job on the other node, as any interrupt does."""
+    node, agent = finished()
+    requests.interrupt()
+    assert node.next_world() is None
+    assert agent.reasons == ["was interrupted"]
+
+
+def test_it_does_not_wait_for_a_node_that_is_silent_for_too_long(finished: Finished) -> None:
+    node, agent = finished(patience_s=0.0)
+    assert node.next_world() is None
+    assert agent.reasons == [messages.FINISHED]
