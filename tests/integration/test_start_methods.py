@@ -233,6 +233,23 @@ values, dist.get_world_size(), ours.num_processes, theirs.num_processes, os.envi
     assert cell.value == ([[one, one]] * 2, 1, 1, 1, "5")
 
 
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_path_among_the_folders_of_modules_is_passed_over(shared: Kernel, method: str) -> None:
+    """As imports in the kernel do."""
+    cell = shared.run(
+        f"""
+import pathlib
+sys.path.append(pathlib.Path("elsewhere"))
+try:
+    value = notebook_launcher(lambda: 1, num_processes=1, start_method={method!r})
+finally:
+    sys.path.pop()
+value
+"""
+    )
+    assert cell.value == 1
+
+
 def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> None:
     cell = shared.run(
         DRAWS
