@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -31,6 +32,7 @@ from nblaunch.wire.assignment import FunctionCall
 
 _THREADS = Path("/proc/self/task")
 _MAX_VISITED = 500
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})  # they refer to nothing
 
 
 @dataclass(frozen=True)
@@ -140,22 +142,28 @@ def _uses(call: FunctionCall, library: str) -> bool:
     )
 
 
-def _reached(pending: list[Any]) -> Iterator[Any]:
-    """Yield values and what they refer to in turn: variables of the user's functions, members of objects."""
+def _reached(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, then what they refer to, the nearest first: variables of the user's functions, members of objects.
+
+    In another order, a model of many layers would use up the number of those that are looked at.
+    """
+    pending = deque(values)
     seen: set[int] = set()
     while pending:
-        value = pending.pop()
+        value = pending.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
         yield value
         if isinstance(value, FunctionType):
             if _is_users(value):
-                pending += [captured for _, captured in captured_variables(value)]
+                pending.extend(captured for _, captured in captured_variables(value))
         elif isinstance(value, type):
-            pending += [function for function in vars(value).values() if _is_users(function)]
+            pending.extend(filter(_is_users, vars(value).values()))
         elif not isinstance(value, ModuleType):
-            pending += [type(value), *gc.get_referents(value)[:_MAX_VISITED]]
+            pending.append(type(value))
+            referents = gc.get_referents(value)[:_MAX_VISITED]
+            pending.extend(one for one in referents if type(one) not in _ATOMS)
 
 
 def _is_users(value: Any) -> bool:

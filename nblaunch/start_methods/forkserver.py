@@ -150,7 +150,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     process_control.end_with_parent(first.parent_pid)
     descendants.carry(first.descendant_tag)
     try:
-        output.capture(f"{first.log_path}.forkserver")
+        # What happens while the call is loaded is shown as the first rank's.
+        output.capture(first.log_path)
+        process_control.watch_faults(first.stacks_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         process_control.unblock_signals()
         boot.call.restore_surroundings()

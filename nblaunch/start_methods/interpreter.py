@@ -106,7 +106,9 @@ def start_program(
     try:
         os.write(message_fd, pickle.dumps(message))
         os.lseek(message_fd, 0, os.SEEK_SET)
-        program = _PROGRAM.format(path=list(sys.path if call is None else call.path), module=module)
+        # Imports pass over entries of any other type, as a pathlib.Path; the repr() of one would end the program.
+        path = [entry for entry in (sys.path if call is None else call.path) if isinstance(entry, str)]
+        program = _PROGRAM.format(path=path, module=module)
         fds = {message_fd, *inherited} if call is None else {message_fd, call.fd, *inherited}
         # Or an interrupt would print the traceback of an unfinished import into the cell.
         with process_control.signals_blocked(), descriptors.forks_held_back():

@@ -70,6 +70,9 @@ class NotebookPickler(cloudpickle.CloudPickler):
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # cloudpickle refuses modules with a class of their own, as torch.backends.cudnn.
             return importlib.import_module, (obj.__name__,)
+        if _is_on_device(obj):
+            with sys.modules["torch"].no_grad():
+                return _same, (obj.to("cpu"),)
         if _is_ddp(obj):
             # The wrapper belongs to a process group, and can't be rebuilt without it.
             return _same, (obj.module,)
@@ -93,6 +96,14 @@ class NotebookPickler(cloudpickle.CloudPickler):
         for name in obj.__qualname__.split("."):  # Outer.Inner is looked up in steps
             found = getattr(found, name, None)
         return found is obj
+
+
+def _is_on_device(obj: Any) -> bool:
+    """Return whether ``obj`` is a tensor whose reader would open a device; a parameter is pickled by its data."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(obj, torch.Tensor) or isinstance(obj, torch.nn.Parameter):
+        return False
+    return obj.device.type not in ("cpu", "meta")
 
 
 def _is_ddp(obj: Any) -> bool:

@@ -168,6 +168,16 @@ def is_fsdp_module(module: Any) -> bool:
     return isinstance(module, getattr(fsdp, "FSDPModule", ()))  # from torch 2.6 on
 
 
+def is_fsdp1_module(module: Any) -> bool:
+    """Return whether ``module`` is a wrapper of FSDP version 1 that shards; that of a single rank does not."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (
+        fsdp is not None
+        and isinstance(module, fsdp.FullyShardedDataParallel)
+        and module.sharding_strategy is not fsdp.ShardingStrategy.NO_SHARD
+    )
+
+
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. By
     torch's own arithmetic, which also knows shards of shards: of FSDP2 over tensor parallelism.

@@ -20,6 +20,7 @@ from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, opti
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
 from nblaunch.wire.weights import (
+    is_fsdp1_module,
     is_fsdp_module,
     is_sharded,
     quantised_entries,
@@ -125,8 +126,17 @@ class Delivery:
         )
 
     def _put_weights(self, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
-        """Write weights; return where they are, where they end, and which parts of them could not be sent."""
+        """Write weights; return where they are, where they end, and which parts of them could not be sent.
+
+        Raises:
+            RuntimeError: ``state_dict()`` would wait for the other ranks.
+        """
         module = self._modules[path]
+        if any(map(is_fsdp1_module, module.modules())):
+            raise RuntimeError(
+                "FSDP version 1 has sharded it, and can only gather it on all ranks at once; shards of version 2, "
+                "fully_shard, come back"
+            )
         state = dict(
             shards_to_send(module.state_dict(keep_vars=True), self._is_local_main)
             if in_shards

@@ -24,18 +24,21 @@ _KEPT_CHARACTERS = 8000
 
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
     "gloo/transport",
     "nccl error",
     "nccl communicator was aborted",
-    "socket timeout",
     "failed to recv",
     "the client socket has",
     "heartbeat monitor",
 )
+_CONNECTION_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+)
+"""Of the system, which the user's own connections report, too."""
 
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
@@ -112,21 +115,22 @@ def _qualified_name(cls: type) -> str:
 
 def _is_consequence(error: BaseException) -> bool:
     """Return whether the error, or a cause of it, looks like the loss of another rank."""
-    seen: set[int] = set()
+    chain: dict[int, BaseException] = {}
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        if _is_collective_error(current):
-            return True
+    while current is not None and id(current) not in chain:
+        chain[id(current)] = current
         current = current.__cause__ or current.__context__
-    return False
+    # Errors of collectives come from C++ and have no OSError behind them; those of the user's own connections have.
+    is_own = any(isinstance(one, OSError) for one in chain.values())
+    words = _CONSEQUENCE_WORDS if is_own else _CONSEQUENCE_WORDS + _CONNECTION_WORDS
+    return any(_is_collective_error(one, words) for one in chain.values())
 
 
-def _is_collective_error(error: BaseException) -> bool:
+def _is_collective_error(error: BaseException, words: tuple[str, ...]) -> bool:
     if type(error).__name__ in _CONSEQUENCE_TYPES:
         return True
-    # Gloo, NCCL and stores raise RuntimeErrors. An OSError is of the user's own connection, as of an upload.
+    # Gloo, NCCL and stores raise RuntimeErrors.
     if "torch.distributed" not in sys.modules or not isinstance(error, RuntimeError):
         return False
     message = _message_of(error).lower()
-    return any(words in message for words in _CONSEQUENCE_WORDS)
+    return any(some in message for some in words)

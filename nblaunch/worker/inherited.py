@@ -42,7 +42,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     libraries.show_plain_text()
     _disown_processes()
     accelerate_states.reset_in_worker()
-    libraries.renew_trainers()
+    libraries.renew_objects()
     process_group.forget_inherited()
 
 

@@ -9,11 +9,15 @@ Display: tqdm and rich write plain lines.
 A ``Trainer`` or ``TrainingArguments`` of transformers that was made in a notebook cell takes its place in a worker.
 Both keep what they found out about their process: device, number of GPUs, batch size per process, an Accelerator. These
 attributes are found out anew when one of them is first used on an object that another process made.
+
+So is what a ``SummaryWriter`` writes its events by, a thread, which a fork does not copy.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import string
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -125,11 +129,18 @@ _OF_TRAINERS = (
 )
 
 
-def renew_trainers() -> None:
-    """Have ``Trainer`` and ``TrainingArguments`` look at this worker, as soon as they are imported."""
+_kernels_writers: list[Any] = []
+"""Kept, since what frees them may write to their files."""
+
+
+def renew_objects() -> None:
+    """Have ``Trainer``, ``TrainingArguments`` and event files be this worker's, as soon as they are imported."""
     worker = os.urandom(8).hex()
     packages.when_imported("transformers.training_args", lambda module: _watch_arguments(module, worker))
     packages.when_imported("transformers.trainer", lambda module: _watch_trainers(module, worker))
+    packages.when_imported(
+        "tensorboard.summary.writer.event_file_writer", lambda module: _watch_event_files(module, worker)
+    )
 
 
 def _watch_arguments(module: Any, worker: str) -> None:
@@ -151,6 +162,21 @@ def _watch_trainers(module: Any, worker: str) -> None:
 
     for name in _OF_TRAINERS:
         setattr(module.Trainer, name, _Renewed(name, worker, renew, _OF_TRAINERS))
+
+
+def _watch_event_files(module: Any, worker: str) -> None:
+    def renew(file: Any) -> None:
+        """Begin another file beside the kernel's, with the same settings and a thread of this process."""
+        writer = vars(file)["_async_writer"]
+        if writer._closed:
+            return
+        _kernels_writers.append(writer)
+        # events.out.tfevents.<time>.<host>.<pid>.<number><suffix>; the pid is that of the kernel
+        suffix = file._file_name.partition(f".{os.getppid()}.")[2].lstrip(string.digits)
+        file.__init__(file._logdir, writer._byte_queue.maxsize, writer._worker._flush_secs, suffix)
+        atexit.register(file.close)  # the cell that made it closes the kernel's alone
+
+    module.EventFileWriter._async_writer = _Renewed("_async_writer", worker, renew, ("_async_writer",))
 
 
 class _Renewed:

@@ -37,6 +37,7 @@ def failure(error: BaseException, cause: BaseException | None = None) -> Failed:
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4242"), True),
         (ConnectionRefusedError(111, "Connection refused"), False),
         (OSError("<urlopen error [Errno 32] Broken pipe>"), False),
+        (RuntimeError("Broken pipe"), True),
     ],
 )
 def test_errors_of_collectives_follow_others_and_those_of_own_connections_do_not(
@@ -47,6 +48,19 @@ def test_errors_of_collectives_follow_others_and_those_of_own_connections_do_not
 
     assert failure(error).is_consequence == is_consequence
     assert failure(ValueError("upload failed"), cause=error).is_consequence == is_consequence
+
+
+def test_an_error_with_the_words_of_a_failed_upload_is_the_users_own() -> None:
+    import torch.distributed  # noqa: F401
+
+    refused = ConnectionRefusedError(111, "Connection refused")
+    error = RuntimeError(f"upload failed: {refused}")
+    assert not failure(error, cause=refused).is_consequence
+    between = ValueError(f"no answer: {refused}")
+    between.__context__ = refused
+    assert not failure(error, cause=between).is_consequence
+    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4242")
+    assert failure(lost, cause=FileNotFoundError("last.pt")).is_consequence
 
 
 def frame(name: str, lineno: int = 1, *, is_user: bool = True, filename: str = "train.py") -> FrameInfo:

@@ -142,6 +142,33 @@ def test_workers_are_forked_and_the_kernel_stays_without_a_context(start: StartK
     assert kernel.run("touches_gpu()").value is False
 
 
+def test_tensors_of_an_error_and_of_a_value_arrive_on_the_cpu(start: StartKernel) -> None:
+    """Those of another class or with attributes, too; the kernel stays without a context."""
+    kernel = start()
+    kernel.run(
+        """
+class Loss(torch.Tensor):
+    pass
+def fail():
+    loss = torch.full((), float("nan"), device="cuda", requires_grad=True) * 2
+    assert torch.isfinite(loss), loss
+def give():
+    named = torch.ones(2, device="cuda")
+    named.label = "loss"
+    return [named, torch.ones(2, device="cuda").as_subclass(Loss)]
+"""
+    )
+    kernel.run("notebook_launcher(fail, num_processes=1)", raises="AssertionError")
+    cell = kernel.run(
+        """
+import sys
+values = notebook_launcher(give, num_processes=1)
+[(type(value).__name__, value.device.type) for value in [sys.last_value.args[0], *values]], touches_gpu()
+"""
+    )
+    assert cell.value == ([("Tensor", "cpu"), ("Tensor", "cpu"), ("Loss", "cpu")], False)
+
+
 @pytest.mark.skipif(
     IS_NAMED_INSTANCE, reason="torch asks the driver about MIG instances that are named by UUID"
 )

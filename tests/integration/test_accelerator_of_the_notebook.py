@@ -1,4 +1,4 @@
-"""What was made in a cell takes its place in a worker: Accelerators, states, a Trainer and its arguments."""
+"""What was made in a cell takes its place in a worker: Accelerators, states, a Trainer, its arguments, event files."""
 
 from __future__ import annotations
 
@@ -314,3 +314,32 @@ notebook_launcher(train, (), 2), notebook_launcher(inline, engine="inline")
     assert "accelerate.Accelerator" not in cell.stdout
     failing = "def fail():\n    return torch.nosuch\nnotebook_launcher(fail, (), 2)"
     assert "Accelerator" not in shared.run(failing, raises="AttributeError").raised.text
+
+
+WRITER = """
+import os, tempfile
+from nblaunch import notebook_launcher
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+folder = tempfile.mkdtemp()
+writer = SummaryWriter(folder, filename_suffix=".v2")
+writer.add_scalar("loss", 1.0, 0)
+def log():
+    for step in range(1, 31):
+        writer.add_scalar("loss", 1 / step, step)
+    return "done"
+"""
+
+
+def test_a_summary_writer_takes_its_place(shared: Kernel) -> None:
+    """Its queue has room for ten events, which a thread of the kernel takes out."""
+    cell = shared.run(
+        f"""{WRITER}
+value = notebook_launcher(log, num_processes=1, start_method="fork", hang_timeout_s=20, on_hang="stop")
+writer.add_scalar("loss", 1 / 31, 31)
+writer.close()
+events = EventAccumulator(folder).Reload().Scalars("loss")
+value, sorted(event.step for event in events), [name[-3:] for name in os.listdir(folder)]
+"""
+    )
+    assert cell.value == ("done", list(range(32)), [".v2", ".v2"])

@@ -180,3 +180,31 @@ model = Net(2048)  # 48 MB in its three blocks
         assert (
             trained < 24 + 20
         )  # its half, of which pages were copied when they were written to, and a unit's room
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_version_1_has_sharded_stays_with_its_ranks(shared: Kernel, num_processes: int) -> None:
+    """It gathers by a collective, for which the first rank would wait alone; in a single rank there are no shards."""
+    cell = shared.run(
+        f"""
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+def train(model):
+    dist.init_process_group("gloo")
+    cpu = torch.device("cpu")
+    sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({{nn.Linear}}), device_id=cpu)
+    sharded(torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.fill_(3.0)
+    dist.barrier()
+    return "trained"
+
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+notebook_launcher(train, (model,), {num_processes}), model[0].weight.unique().tolist() == [3.0]
+"""
+    )
+    assert cell.value == ("trained", num_processes == 1)
+    assert ("FSDP version 1" in cell.stdout) == (num_processes == 2)

@@ -233,6 +233,69 @@ values, dist.get_world_size(), ours.num_processes, theirs.num_processes, os.envi
     assert cell.value == ([[one, one]] * 2, 1, 1, 1, "5")
 
 
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_path_among_the_folders_of_modules_is_passed_over(shared: Kernel, method: str) -> None:
+    """As imports in the kernel do."""
+    cell = shared.run(
+        f"""
+import pathlib
+sys.path.append(pathlib.Path("elsewhere"))
+try:
+    value = notebook_launcher(lambda: 1, num_processes=1, start_method={method!r})
+finally:
+    sys.path.pop()
+value
+"""
+    )
+    assert cell.value == 1
+
+
+LOADED = """
+import importlib
+class Loaded:
+    def __init__(self, name):
+        self.name = name
+    def __reduce__(self):
+        return importlib.import_module, (self.name,)
+"""
+
+
+def test_what_is_printed_while_a_forkserver_loads_the_call_is_shown(shared: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "talks.py").write_text("print('loading')\n")
+    cell = shared.run(
+        f"""{LOADED}
+sys.path.append({str(tmp_path)!r})
+try:
+    value = notebook_launcher(lambda module: 1, (Loaded("talks"),), num_processes=1, start_method="forkserver")
+finally:
+    sys.path.pop()
+value
+"""
+    )
+    assert cell.value == 1
+    assert cell.stdout.splitlines().count("loading") == 1
+
+
+def test_a_forkserver_that_dies_while_it_loads_the_call_is_explained(shared: Kernel, tmp_path: Path) -> None:
+    lines = ("import os", "os.write(2, b'Check failed: x\\n')", "os.abort()")
+    (tmp_path / "dies.py").write_text("\n".join(lines))
+    cell = shared.run(
+        f"""{LOADED}
+sys.path.append({str(tmp_path)!r})
+try:
+    notebook_launcher(lambda module: 1, (Loaded("dies"),), num_processes=2, start_method="forkserver")
+finally:
+    sys.path.pop()
+""",
+        raises="WorkerDied",
+    )
+    told = cell.raised.value
+    assert "rank 0" in told
+    assert "Check failed: x" in told
+    assert "Its Python stack" in told
+    assert "dies.py, line 3" in told
+
+
 def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> None:
     cell = shared.run(
         DRAWS

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from nblaunch import backends
 from nblaunch.diagnosis.stacks import Position, StackFrame
@@ -51,6 +52,10 @@ def imports() -> Any:
 
 def calls() -> Any:
     return uses_module()
+
+
+def takes(model: torch.nn.Module) -> Any:
+    return polars
 
 
 def uses_nothing(*args: object) -> int:
@@ -91,6 +96,12 @@ def hazard(function: Any, *args: Any) -> str | None:
 )  # fmt: skip
 def test_a_function_that_uses_it_is_not_forked(running: None, function: Any, args: tuple[Any, ...]) -> None:
     assert "polars" in (hazard(function, *args) or "")
+
+
+def test_a_model_of_many_layers_beside_it_does_not_hide_it(running: None) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(100)))
+    assert "polars" in (hazard(takes, model) or "")
+    assert "polars" in (hazard(uses_nothing, [{"data": Dataset()}], model) or "")
 
 
 def test_one_that_does_not_is_forked(running: None) -> None:

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from nblaunch.errors import WorkerDied
 from nblaunch.wire import exceptions
@@ -43,6 +44,15 @@ class Once(Exception):
 class Liar(Exception):
     def __reduce__(self) -> Any:
         return (ValueError, ("something else",))
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU, and can be read where there is none."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones(2)
 
 
 def there_and_back(error: BaseException) -> BaseException:
@@ -158,6 +168,13 @@ def test_what_does_not_come_back_as_itself_goes_as_text_or_in_parts(make: Any) -
     error = make()
     body = exceptions.dump(error)
     assert body is None or type(exceptions.load(body)) is type(error)
+
+
+def test_a_tensor_on_a_device_arrives_on_the_cpu() -> None:
+    """Or the kernel would open the device to show the error, and could not be forked from then on."""
+    arrived = there_and_back(AssertionError(torch.zeros(2).as_subclass(OnDevice))).args[0]
+    assert type(arrived) is torch.Tensor
+    assert arrived.tolist() == [1, 1]
 
 
 def test_a_message_beyond_all_bounds_goes_as_text() -> None:
