@@ -65,7 +65,8 @@ def length_of(iterable: Any) -> int:
 class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of the current or last epoch, from 1, shown with loops that train nothing, too.
+    ``epoch`` is the number of the current or last epoch, from 1, shown with loops that train nothing, too;
+    ``last_training`` that of the loop that began last of those that train.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -88,7 +89,8 @@ class LoopStack:
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
         if state is WorkerState.TRAINING:
-            begun.before = self._slot.loop, self.epoch, self._num_epochs
+            begun.before = self._slot.loop, self.last_training, self.epoch, self._num_epochs
+            self.last_training = begun.number
             self.epoch, self._num_epochs = epoch, self._planned_epochs(epoch)
             begun.num_epochs = self._num_epochs
         self._stack.append(begun)
@@ -118,7 +120,7 @@ class LoopStack:
         if loop.state is WorkerState.TRAINING and is_epoch:
             self._slot.end_training(loop.step, loop.total, loop.epoch)
         elif loop.state is WorkerState.TRAINING and is_shown:
-            shown, self.epoch, self._num_epochs = loop.before
+            shown, self.last_training, self.epoch, self._num_epochs = loop.before
             self._slot.start_loop(*shown)
         if is_shown:
             self._shown = None
