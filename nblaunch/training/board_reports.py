@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nblaunch import context
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
@@ -40,6 +41,7 @@ class Loop:
         is_over_epochs: its items are epochs.
         num_epochs: how many epochs there will be in total; 0 where unknown.
         before: what was shown when it began, if it trains.
+        command: of a session, in which it began.
         began_s: when it began.
     """
 
@@ -51,6 +53,7 @@ class Loop:
     is_over_epochs: bool
     num_epochs: int = 0
     before: Any = None
+    command: int = field(default_factory=lambda: context.current().num_commands)
     began_s: float = field(default_factory=monotonic)
 
 
@@ -84,10 +87,12 @@ class LoopStack:
         self, total: int, epoch: int, state: WorkerState, step: int = 0, *, is_over_epochs: bool = False
     ) -> Loop:
         """Begin a loop inside those that run; the arguments are those of :class:`Loop`."""
-        if not self._stack:
-            self._outside = self._slot.state
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
+        # A traceback or a variable may keep a loop of an earlier command in its middle.
+        self._stack = [loop for loop in self._stack if loop.command == begun.command]
+        if not self._stack:
+            self._outside = self._slot.state
         if state is WorkerState.TRAINING:
             begun.before = self._slot.loop, self.last_training, self.epoch, self._num_epochs
             self.last_training = begun.number
@@ -114,8 +119,9 @@ class LoopStack:
         Args:
             is_epoch: False for a look at a batch of a training loader: the board shows again what it has shown before.
         """
-        if loop in self._stack:
-            self._stack.remove(loop)
+        if loop not in self._stack:  # it was one of an earlier command
+            return
+        self._stack.remove(loop)
         is_shown = self._shown is loop
         if loop.state is WorkerState.TRAINING and is_epoch:
             self._slot.end_training(loop.step, loop.total, loop.epoch)
