@@ -128,6 +128,27 @@ def test_a_collective_may_be_the_first_use_in_a_worker(shared: Kernel) -> None:
         assert cell.stdout == f"{expected}\n", method
 
 
+FIRST_LOOKS = """
+from nblaunch.logging import get_logger
+logger = get_logger("first")
+
+def label(): return accelerator.distributed_type.value
+def size(): return accelerator.state.num_processes
+def plugin(): return accelerator.deepspeed_plugin
+def shown(): return "Num processes: 2" in repr(accelerator)
+def message(): return logger.warning("hello")
+"""
+
+LOOKS = {"label": "MULTI_CPU", "size": "2", "plugin": "None", "shown": "True", "message": "None"}
+
+
+def test_its_state_or_a_logger_may_be_the_first_use_in_a_worker(shared: Kernel) -> None:
+    shared.run(f"{CELL}{FIRST_LOOKS}")
+    for look, found in LOOKS.items():
+        cell = shared.run(f"print(notebook_launcher({look}, (), num_processes=2, dashboard='none'))")
+        assert cell.stdout.splitlines()[-1] == found, look
+
+
 USES = {
     "prepare": "accelerator.prepare(torch.nn.Linear(1, 1))",
     "backward": "accelerator.backward(model(torch.ones(1, 2)).sum())",
