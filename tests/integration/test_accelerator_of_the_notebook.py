@@ -52,6 +52,22 @@ print(notebook_launcher(train, engine="inline"), len(accelerator._models))
     assert cell.stdout.splitlines()[-1] == "1 0"
 
 
+def test_inline_nothing_is_kept_that_the_function_prepared_with_it(shared: Kernel) -> None:
+    cell = shared.run(
+        f"""{CELL}
+import gc, weakref
+def train():
+    own = torch.nn.Linear(1, 1)
+    accelerator.prepare(own)
+    return weakref.ref(own)
+made = notebook_launcher(train, engine="inline")
+gc.collect()
+made() is None
+"""
+    )
+    assert cell.value is True
+
+
 def test_a_loop_that_a_cell_has_left_is_over_in_the_next(shared: Kernel) -> None:
     in_loop = "Accelerator().gradient_state.in_dataloader"
     read = "batches = iter(accelerator.prepare(DataLoader([1, 2])))\nbatch = next(batches)"

@@ -63,12 +63,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         kwargs.setdefault("stacklevel", 2)  # that of the call
         msg, options = self.process(msg, kwargs)
         if in_order:
-            state = PartialState()
+            state = PartialState()  # in a worker it joins the job: only here do all ranks make the call
             for rank in range(state.num_processes):
                 if rank == state.process_index:
                     self.logger.log(level, msg, *args, **options)
                 state.wait_for_everyone()
-        elif current_topology().rank == 0 or not main_process_only:  # joins no job: one rank alone may be here
+        elif current_topology().rank == 0 or not main_process_only:
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
