@@ -10,7 +10,6 @@ import pickle
 import sys
 import types
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ from nblaunch.training.options import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from nblaunch.training.parallelism import TorchTensorParallelPlugin
@@ -170,10 +168,7 @@ def test_a_later_accelerator_may_compute_in_another_precision() -> None:
         assert torch.equal(model(inputs), exact) is not is_rounded
 
 
-def test_wrong_arguments_are_refused_before_the_process_joins(tmp_path: Path) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path / "one"))
-    with pytest.raises(ValueError, match="set it in one place"):
-        Accelerator(project_dir=tmp_path / "other", project_config=project)
+def test_wrong_arguments_are_refused_before_the_process_joins() -> None:
     with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     assert context.current().training is None
