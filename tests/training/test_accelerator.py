@@ -685,11 +685,14 @@ def test_a_plateau_is_looked_at_once_per_metric() -> None:
 # --- one process among one -------------------------------------------------------------------------------------------
 
 
-def test_collectives_of_a_lone_process_return_their_argument() -> None:
+def test_collectives_of_a_lone_process_return_their_argument_and_reduce_a_copy() -> None:
     accelerator = Accelerator()
     data = {"x": torch.ones(2)}
     assert accelerator.gather(data) is data
-    assert accelerator.reduce(data) is data
+    reduced = accelerator.reduce(data)
+    data["x"].add_(1)
+    assert reduced["x"].tolist() == [1, 1]
+    data["x"].sub_(1)
     assert accelerator.reduce(data, scale=2.0)["x"].tolist() == [2, 2]
     assert accelerator.pad_across_processes(data) is data
     assert accelerator.broadcast(data) is data
