@@ -239,7 +239,7 @@ class LossReport:
         if self._zero is None or self._zero.device != latest.device:
             self._zero = torch.zeros((), dtype=torch.float32).to(latest.device)
         begun = self._bin_of_step(self._zero)
-        begun.sum = begun.sum + latest.reshape(())
+        begun.sum = begun.sum + latest.reshape(()).to(begun.sum.device)  # losses may lie on several
         begun.count += 1
         if is_there:
             self.show_due()
@@ -265,7 +265,7 @@ class LossReport:
         # If the device has failed, the error that the user sees is the one of their own call.
         with suppress(RuntimeError):
             self._read()
-            means = tuple(one.total / one.num_read for one in self._bins)
+            means = tuple(one.total / one.num_read if one.num_read else math.nan for one in self._bins)
             self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, means))
             self._slot.set_loss(_number(latest))
 
