@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -339,8 +340,9 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def check(self) -> None:
-        if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
+        if isinstance(self.num_steps, bool) or not hasattr(self.num_steps, "__index__"):
             raise TypeError(f"gradient accumulation num_steps={self.num_steps!r} is not a whole number")
+        self.num_steps = operator.index(self.num_steps)
         if self.num_steps < 1:
             raise ValueError(f"gradient accumulation num_steps={self.num_steps} is less than 1")
 
