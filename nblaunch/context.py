@@ -53,8 +53,6 @@ class ProcessContext:
         training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
         was_reset: ``PartialState._reset_state()`` was called: what the user has of ``training`` does not make it anew.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
-        object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
-            object itself (``training/per_process.py``).
         flush_losses: writes the last losses to the board, which are held back because reading them waits for the
             device; set by training, called when the function has returned.
         forget_losses: begins the losses of the board anew, for another command of a session; set by training.
@@ -76,9 +74,6 @@ class ProcessContext:
     training: Any = None
     was_reset: bool = False
     compares_shapes: bool | None = None
-    object_parts: dict[int, tuple[Any, dict[str, Any]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
     flush_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
     forget_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
 

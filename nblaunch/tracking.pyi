@@ -8,4 +8,5 @@ from nblaunch.training.tracking.trackers import (
     MLflowTracker as MLflowTracker,
     TensorBoardTracker as TensorBoardTracker,
     WandBTracker as WandBTracker,
+    on_main_process as on_main_process,
 )

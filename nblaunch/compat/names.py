@@ -78,7 +78,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
     "tracking": {
         "training.tracking.hub": "register_tracker_class",
         "training.tracking.trackers": (
-            "GeneralTracker JsonlTracker MLflowTracker TensorBoardTracker WandBTracker"
+            "GeneralTracker JsonlTracker MLflowTracker TensorBoardTracker WandBTracker on_main_process"
         ),
     },
     "utils": {

@@ -87,7 +87,7 @@ class Accelerator(AcceleratorProperties):
         log_with: trackers: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"jsonl"``, ``"all"``, a ``GeneralTracker``,
             or a list of these.
         project_dir: folder of this training run, for checkpoints and logs.
-        project_config: the same in full, and how checkpoints are named.
+        project_config: the same in full, and how checkpoints are named. Its own ``project_dir``, if any, is the one.
         gradient_accumulation_plugin: gradient accumulation in full, instead of ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: schedulers step where their optimizer does, and once per process, because
             schedules are written for a single one. False: exactly once per call.

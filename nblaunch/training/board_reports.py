@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nblaunch import context
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
@@ -40,6 +41,7 @@ class Loop:
         is_over_epochs: its items are epochs.
         num_epochs: how many epochs there will be in total; 0 where unknown.
         before: what was shown when it began, if it trains.
+        command: of a session, in which it began.
         began_s: when it began.
     """
 
@@ -51,6 +53,7 @@ class Loop:
     is_over_epochs: bool
     num_epochs: int = 0
     before: Any = None
+    command: int = field(default_factory=lambda: context.current().num_commands)
     began_s: float = field(default_factory=monotonic)
 
 
@@ -65,7 +68,8 @@ def length_of(iterable: Any) -> int:
 class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of the current or last epoch, from 1, shown with loops that train nothing, too.
+    ``epoch`` is the number of the current or last epoch, from 1, shown with loops that train nothing, too;
+    ``last_training`` that of the loop that began last of those that train.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -83,12 +87,15 @@ class LoopStack:
         self, total: int, epoch: int, state: WorkerState, step: int = 0, *, is_over_epochs: bool = False
     ) -> Loop:
         """Begin a loop inside those that run; the arguments are those of :class:`Loop`."""
-        if not self._stack:
-            self._outside = self._slot.state
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
+        # A traceback or a variable may keep a loop of an earlier command in its middle.
+        self._stack = [loop for loop in self._stack if loop.command == begun.command]
+        if not self._stack:
+            self._outside = self._slot.state
         if state is WorkerState.TRAINING:
-            begun.before = self._slot.loop, self.epoch, self._num_epochs
+            begun.before = self._slot.loop, self.last_training, self.epoch, self._num_epochs
+            self.last_training = begun.number
             self.epoch, self._num_epochs = epoch, self._planned_epochs(epoch)
             begun.num_epochs = self._num_epochs
         self._stack.append(begun)
@@ -112,13 +119,14 @@ class LoopStack:
         Args:
             is_epoch: False for a look at a batch of a training loader: the board shows again what it has shown before.
         """
-        if loop in self._stack:
-            self._stack.remove(loop)
+        if loop not in self._stack:  # it was one of an earlier command
+            return
+        self._stack.remove(loop)
         is_shown = self._shown is loop
         if loop.state is WorkerState.TRAINING and is_epoch:
             self._slot.end_training(loop.step, loop.total, loop.epoch)
         elif loop.state is WorkerState.TRAINING and is_shown:
-            shown, self.epoch, self._num_epochs = loop.before
+            shown, self.last_training, self.epoch, self._num_epochs = loop.before
             self._slot.start_loop(*shown)
         if is_shown:
             self._shown = None
@@ -231,7 +239,7 @@ class LossReport:
         if self._zero is None or self._zero.device != latest.device:
             self._zero = torch.zeros((), dtype=torch.float32).to(latest.device)
         begun = self._bin_of_step(self._zero)
-        begun.sum = begun.sum + latest.reshape(())
+        begun.sum = begun.sum + latest.reshape(()).to(begun.sum.device)  # losses may lie on several
         begun.count += 1
         if is_there:
             self.show_due()
@@ -257,7 +265,7 @@ class LossReport:
         # If the device has failed, the error that the user sees is the one of their own call.
         with suppress(RuntimeError):
             self._read()
-            means = tuple(one.total / one.num_read for one in self._bins)
+            means = tuple(one.total / one.num_read if one.num_read else math.nan for one in self._bins)
             self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, means))
             self._slot.set_loss(_number(latest))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import env
+from nblaunch.errors import warn
 from nblaunch.packages import is_installed
 
 RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
@@ -338,8 +340,9 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def check(self) -> None:
-        if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
+        if isinstance(self.num_steps, bool) or not hasattr(self.num_steps, "__index__"):
             raise TypeError(f"gradient accumulation num_steps={self.num_steps!r} is not a whole number")
+        self.num_steps = operator.index(self.num_steps)
         if self.num_steps < 1:
             raise ValueError(f"gradient accumulation num_steps={self.num_steps} is less than 1")
 
@@ -449,18 +452,16 @@ class ProjectConfiguration:
 def project_of(
     project_dir: str | os.PathLike[str] | None, config: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the project that an Accelerator's two arguments describe.
-
-    Raises:
-        ValueError: they name different folders.
-    """
+    """Return the project that an Accelerator's two arguments describe; where they differ, the configuration counts."""
     config = config or ProjectConfiguration()
     if project_dir is None:
         return config
     given = os.fspath(project_dir)
-    if config.project_dir is not None and config.project_dir != given:
-        raise ValueError(
-            f"project_dir={given!r}, but project_config has project_dir={config.project_dir!r}; set it in one place"
+    if config.project_dir is None:
+        config.set_directories(given)
+    elif os.fspath(config.project_dir) != given:
+        warn(
+            f"project_dir={given!r} has no effect: project_config has project_dir={config.project_dir!r}, its own or "
+            "that of an Accelerator before. Set it in project_config, one for each training run"
         )
-    config.set_directories(given)
     return config

@@ -5,16 +5,17 @@
     def train():
         accelerator.process_index                         # in a worker: built once more, with the same arguments
 
-A worker inherits the object by fork or receives it pickled. The parts that depend on the process are kept per process
-(:class:`ProcessContext`) and are built at their first use there, so that an object that is not used costs nothing. The
-notebook's own parts stay as they were; with ``engine="inline"`` both exist in one process. What was registered in the
-cell (objects and hooks of checkpoints, the start of trackers) is carried over to them: see :func:`_registered_in`.
+A worker inherits the object by fork or receives it pickled. The parts that depend on the process are built at their
+first use there, so that an object that is not used costs nothing. The notebook's own parts stay as they were; with
+``engine="inline"`` both exist in one process. What was registered in the cell (objects and hooks of checkpoints, the
+start of trackers) is carried over to them: see :func:`_registered_in`.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +60,8 @@ class PerProcessParts(ABC):
     _own_parts: dict[str, Any]
     _arguments: Mapping[str, Any]
     _carried: dict[str, Any]
+    _launched: tuple[Callable[[], ProcessContext | None], dict[str, Any]] = (lambda: None), {}
+    """A launch that did not make the object, while it lives, and the parts there: of a worker, or inline."""
 
     def _keep_arguments(self, variables: Mapping[str, Any]) -> None:
         """Keep the arguments of the constructor, which calls this first: this process is the object's own.
@@ -88,8 +91,8 @@ class PerProcessParts(ABC):
             return self._own_parts
         if not here.is_launched:
             return self._own_parts if self._home is not None else self._make_own(here)
-        known = here.object_parts.get(id(self))
-        return self._build_here(here) if known is None else known[1]
+        launch, parts = self._launched
+        return parts if launch() is here else self._build_here(here)
 
     def _make_own(self, here: ProcessContext) -> dict[str, Any]:
         """Make this process the object's own: it has no launcher, and the object was unpickled in it."""
@@ -112,17 +115,22 @@ class PerProcessParts(ABC):
             arguments = {**arguments, **_arguments_now(self._own_parts)}
             carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
-        here.object_parts[id(self)] = self, parts
+        # They go with the object, of which a session has one per command, and with an inline launch, once it is over.
+        self._launched = weakref.ref(here, self._forget_launch), parts
         try:
             self._call_constructor(arguments)
             _register(parts, carried)
         except BaseException:
-            del here.object_parts[id(self)]
+            self._forget_launch()
             raise
         return parts
 
+    def _forget_launch(self, _: object = None) -> None:
+        del self._launched
+
     def __reduce__(self) -> tuple[Any, ...]:
-        _, parts = context.current().object_parts.get(id(self), (self, self._own_parts))
+        launch, launched = self._launched
+        parts = launched if launch() is context.current() else self._own_parts
         if not parts:
             return _unpickled, (type(self), self._arguments), (self._carried, {})
         arguments = {**self._arguments, **_arguments_now(parts)}

@@ -208,7 +208,8 @@ class Fp16Precision(Precision):
         self._done.add(optimizer)
         if not self._waiting():
             self._end_round()
-        # The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway.
+        # The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway. One
+        # with a fused step it always calls: that leaves itself out on the device, and here it counts as taken.
         return self._steps_taken == before
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:

@@ -243,7 +243,8 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the values of a dict that is split must be equally long, got {lengths}")
-        return {key: split_evenly(value, rank, world_size, apply_padding) for key, value in inputs.items()}
+        shares = {key: split_evenly(value, rank, world_size, apply_padding) for key, value in inputs.items()}
+        return shares if isinstance(inputs, dict) else type(inputs)(shares)  # type: ignore[call-arg]
     indices = share_of(len(inputs), rank, world_size, apply_padding)
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
         return inputs.select(indices)

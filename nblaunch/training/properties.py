@@ -86,6 +86,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     @property
     def state(self) -> AcceleratorState:
         """What the Accelerators of this process decided, as an ``AcceleratorState``."""
+        self._parts()  # in a worker this may be the first use
         return AcceleratorState.__new__(AcceleratorState)  # whether there is one shows where it is used
 
     @property
@@ -353,7 +354,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
         """The plugin that DeepSpeed trains by; None where it does not."""
-        return AcceleratorState().deepspeed_plugin
+        return self.state.deepspeed_plugin
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:

@@ -57,6 +57,12 @@ def distributed_type_of(process: JoinedProcess, strategy: str = "") -> Distribut
     return DistributedType[process.backend.distributed_type]
 
 
+def _is_to_join() -> bool:
+    """Return whether this process is a worker that has not joined its job yet."""
+    here = context.current()
+    return here.training is None and here.is_launched and not here.was_reset
+
+
 class _SharedAttributes:
     """``View._shared_state``: what all instances of a view share; empty where the process has no such state (yet)."""
 
@@ -86,9 +92,7 @@ class View:
 
     def _live(self) -> SharedState:
         """Return the shared state; AttributeError where it lacks what this view shows, as after a reset."""
-        here = context.current()
-        is_first = here.training is None and here.is_launched and not here.was_reset
-        shared: SharedState | None = self._join() if is_first else here.training
+        shared: SharedState | None = self._join() if _is_to_join() else context.current().training
         if shared is None or not self._is_in(shared):
             raise AttributeError(reset_message(type(self)))
         return shared
@@ -103,9 +107,9 @@ class View:
         return bool(type(self)._shared_state)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        attributes = self._live().attributes.get(type(self), {})
+        # Before the process has joined its job there is none: a debugger that looks for one must not have it join.
+        is_without = name.startswith("__") or _is_to_join()
+        attributes = {} if is_without else self._live().attributes.get(type(self), {})
         if name not in attributes:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return attributes[name]

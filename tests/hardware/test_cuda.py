@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context, env
 from nblaunch.backends.cuda import BACKEND
+from nblaunch.training.board_reports import LossReport
+from nblaunch.wire.board import private_slot
 from tests.training import ranks
 from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
@@ -163,3 +165,13 @@ def test_training(mixed_precision: str, world_size: int) -> None:
         assert answers["flags"] == [True, False] * world_size
         assert answers["group"] == ("nccl" if world_size <= count else "gloo")
         assert answers["board"]
+
+
+@pytest.mark.skipif(BACKEND.affinity() < 2, reason="one GPU here")
+def test_losses_of_one_process_may_lie_on_two_gpus() -> None:
+    slot = private_slot()
+    report = LossReport(slot, BACKEND)
+    for number in (0, 1):
+        report.note(torch.tensor(float(number), device=f"cuda:{number}"))
+    report.flush()
+    assert slot.read(0).losses.means == (0.5,)

@@ -69,7 +69,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "data_loader.*.adjust_state_dict_for_prefetch",
         "optimizer.move_to_device", "optimizer.patch_optimizer_step", "state.do_nothing",
         "state.ThreadLocalSharedDict",
-        "tracking.filter_trackers", "tracking.get_available_trackers", "tracking.on_main_process", "is_rich_available",
+        "tracking.filter_trackers", "tracking.get_available_trackers", "is_rich_available",
         "*DistributedDataParallelKwargs.register_comm_hook", "*DistributedDataParallelKwargs.to_dict(ignore_keys)",
         "utils.compile_regions*",
         "utils.contextual_*",

@@ -52,6 +52,22 @@ print(notebook_launcher(train, engine="inline"), len(accelerator._models))
     assert cell.stdout.splitlines()[-1] == "1 0"
 
 
+def test_inline_nothing_is_kept_that_the_function_prepared_with_it(shared: Kernel) -> None:
+    cell = shared.run(
+        f"""{CELL}
+import gc, weakref
+def train():
+    own = torch.nn.Linear(1, 1)
+    accelerator.prepare(own)
+    return weakref.ref(own)
+made = notebook_launcher(train, engine="inline")
+gc.collect()
+made() is None
+"""
+    )
+    assert cell.value is True
+
+
 def test_a_loop_that_a_cell_has_left_is_over_in_the_next(shared: Kernel) -> None:
     in_loop = "Accelerator().gradient_state.in_dataloader"
     read = "batches = iter(accelerator.prepare(DataLoader([1, 2])))\nbatch = next(batches)"
@@ -126,6 +142,27 @@ def test_a_collective_may_be_the_first_use_in_a_worker(shared: Kernel) -> None:
         cell = shared.run(f"print(notebook_launcher(use, ('{method}', torch.zeros(1)), {how}))")
         expected = [([float(rank)] if found is None else found, 2) for rank in (0, 1)]
         assert cell.stdout == f"{expected}\n", method
+
+
+FIRST_LOOKS = """
+from nblaunch.logging import get_logger
+logger = get_logger("first")
+
+def label(): return accelerator.distributed_type.value
+def size(): return accelerator.state.num_processes
+def plugin(): return accelerator.deepspeed_plugin
+def shown(): return "Num processes: 2" in repr(accelerator)
+def message(): return logger.warning("hello")
+"""
+
+LOOKS = {"label": "MULTI_CPU", "size": "2", "plugin": "None", "shown": "True", "message": "None"}
+
+
+def test_its_state_or_a_logger_may_be_the_first_use_in_a_worker(shared: Kernel) -> None:
+    shared.run(f"{CELL}{FIRST_LOOKS}")
+    for look, found in LOOKS.items():
+        cell = shared.run(f"print(notebook_launcher({look}, (), num_processes=2, dashboard='none'))")
+        assert cell.stdout.splitlines()[-1] == found, look
 
 
 USES = {

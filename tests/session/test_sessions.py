@@ -576,6 +576,25 @@ batch = next(batches)
     shared.run("session.execute('del batches')")
 
 
+OF_THE_CELL = """
+from nblaunch import Accelerator
+accelerator = Accelerator()
+def train_with_it():
+    model = nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+"""
+COUNT = "import gc; gc.collect(); sum(type(one).__name__ == 'AdamW' for one in gc.get_objects())"
+
+
+def test_what_calls_prepare_with_an_accelerator_of_the_notebook_goes_with_them(shared: Kernel) -> None:
+    shared.run(OF_THE_CELL)
+    for _ in range(3):
+        shared.run("session.run(train_with_it)")
+    kept = shared.run(f"dict(session.execute({COUNT!r}))").value
+    assert max(kept.values()) <= 1
+    shared.run("del accelerator, train_with_it")
+
+
 def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
     shared.run("def pid(): return os.getpid()\nfrom nblaunch import notebook_launcher")
     cell = shared.run(

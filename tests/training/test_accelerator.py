@@ -10,7 +10,6 @@ import pickle
 import sys
 import types
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ from nblaunch.training.options import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from nblaunch.training.parallelism import TorchTensorParallelPlugin
@@ -170,10 +168,7 @@ def test_a_later_accelerator_may_compute_in_another_precision() -> None:
         assert torch.equal(model(inputs), exact) is not is_rounded
 
 
-def test_wrong_arguments_are_refused_before_the_process_joins(tmp_path: Path) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path / "one"))
-    with pytest.raises(ValueError, match="set it in one place"):
-        Accelerator(project_dir=tmp_path / "other", project_config=project)
+def test_wrong_arguments_are_refused_before_the_process_joins() -> None:
     with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     assert context.current().training is None
@@ -690,11 +685,14 @@ def test_a_plateau_is_looked_at_once_per_metric() -> None:
 # --- one process among one -------------------------------------------------------------------------------------------
 
 
-def test_collectives_of_a_lone_process_return_their_argument() -> None:
+def test_collectives_of_a_lone_process_return_their_argument_and_reduce_a_copy() -> None:
     accelerator = Accelerator()
     data = {"x": torch.ones(2)}
     assert accelerator.gather(data) is data
-    assert accelerator.reduce(data) is data
+    reduced = accelerator.reduce(data)
+    data["x"].add_(1)
+    assert reduced["x"].tolist() == [1, 1]
+    data["x"].sub_(1)
     assert accelerator.reduce(data, scale=2.0)["x"].tolist() == [2, 2]
     assert accelerator.pad_across_processes(data) is data
     assert accelerator.broadcast(data) is data

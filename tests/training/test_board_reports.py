@@ -108,6 +108,18 @@ def test_a_loss_that_is_not_finite_stays_in_its_bin() -> None:
     assert curve.means == (1.0,) * (MAX_BINS // 2 + 1)
 
 
+def test_a_loss_that_could_not_be_added_keeps_no_others_from_being_shown() -> None:
+    slot = private_slot()
+    report = LossReport(slot, BACKEND)
+    report.show_due = lambda: None  # type: ignore[method-assign]
+    report.note(torch.tensor(1.0))
+    slot.num_updates += 1
+    with pytest.raises(RuntimeError):
+        report.note(torch.ones(()).to_sparse())  # fails, as where its device has no memory left
+    report.flush()
+    assert slot.read(0).losses.points() == ((1.0, 1.0),)
+
+
 def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
     slot: Slot = private_slot()
     report = LossReport(slot, BACKEND)

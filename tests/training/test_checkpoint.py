@@ -413,8 +413,12 @@ def test_projects() -> None:
         ProjectConfiguration(total_limit=0)
     with pytest.raises(ValueError, match="iteration=-1 is negative"):
         ProjectConfiguration(iteration=-1)
-    with pytest.raises(ValueError, match=r"project_dir='a'.*project_dir='b'"):
-        Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))
+    with pytest.warns(UserWarning, match=r"project_dir='a' has no effect.*project_dir='b'"):
+        assert Accelerator(project_dir="a", project_config=ProjectConfiguration("b")).project_dir == "b"
+    shared = ProjectConfiguration()
+    assert Accelerator(project_dir="run0", project_config=shared).project_dir == shared.project_dir == "run0"
+    with pytest.warns(UserWarning, match=r"project_dir='run1' has no effect"):
+        Accelerator(project_dir="run1", project_config=shared)
     accelerator = Accelerator(project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
     with pytest.raises(ValueError, match=r"automatic_checkpoint_naming.*project_dir"):
         accelerator.save_state()

@@ -30,6 +30,7 @@ from nblaunch.training.collectives import nested
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, prepare_data_loader, shard_loader
+from nblaunch.training.data.resuming import capture
 from nblaunch.training.data.samplers import SeedableRandomSampler
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.options import DataLoaderConfiguration
@@ -383,6 +384,67 @@ def test_a_look_at_batches_is_no_epoch() -> None:
     for _ in loader:
         train(2.0)
     assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_look_that_is_kept_is_no_epoch_and_none_of_those_that_follow_begin_in_it() -> None:
+    accelerator, train, loader, ended = _prepared_for_epochs()
+    held = iter(loader)
+    next(held)
+    for epoch in (1, 2):
+        for _ in loader:
+            train(float(epoch))
+        state = capture(loader, accelerator._shared)
+        assert (state["iteration"], state["is_mid_epoch"]) == (epoch, False)
+    del held
+    assert _board().trained == (4, 4, 2)
+    assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, 2.0)]
+    assert loader.epochs.left == 0
+
+
+def test_a_look_that_is_kept_may_go_within_an_epoch() -> None:
+    accelerator, train, loader, _ = _prepared_for_epochs()
+    held = iter(loader)
+    next(held)
+    for step, _ in enumerate(loader, 1):
+        train(1.0)
+        if step == 2:
+            del held
+            assert capture(loader, accelerator._shared)["position"]["samples"] == 2
+    assert (_board().trained, loader.epochs.left) == ((4, 4, 1), 0)
+
+
+def test_looks_and_evaluations_within_an_epoch_leave_it_where_it_is() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_rows(4), shuffle=True))
+    for step, _ in enumerate(loader, 1):
+        before = capture(loader, accelerator._shared)
+        next(iter(loader))
+        with torch.no_grad():
+            for _ in loader:
+                pass
+        after = capture(loader, accelerator._shared)
+        assert accelerator.gradient_state.end_of_dataloader is (step == 4)
+        if step < 4:
+            assert after["position"] == before["position"]
+            assert after["position"]["samples"] == step
+            assert before["generators"]
+            assert all(map(torch.equal, after["generators"], before["generators"]))
+
+
+def test_a_loop_that_an_earlier_command_has_left_is_on_the_board_no_more() -> None:
+    _, train, loader, _ = _prepared_for_epochs()
+    held = iter(loader)
+    next(held)
+    next(held)
+    context.current().num_commands += 1  # as a session counts them
+    context.current().slot.set_state(WorkerState.RUNNING)
+    for _ in loader:
+        train(1.0)
+    assert _board().state is WorkerState.RUNNING
+    trained = _board().trained
+    assert trained[:2] == (4, 4)
+    del held
+    assert _board().trained == trained
 
 
 def test_a_loop_that_was_left_stays_on_the_board_whatever_it_did() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import accelerate.utils
+import numpy as np
 import pytest
 
 from nblaunch import Accelerator, DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin, utils
@@ -42,6 +43,7 @@ def test_what_is_assigned_is_checked_where_it_is_used() -> None:
     config.data_seed = -1
     with pytest.raises(ValueError, match="data_seed=-1"):
         Accelerator(cpu=True, dataloader_config=config)
+    assert type(GradientAccumulationPlugin(np.int64(4)).num_steps) is int
     plugin = GradientAccumulationPlugin()
     plugin.num_steps = 0
     with pytest.raises(ValueError, match="num_steps=0"):

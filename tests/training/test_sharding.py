@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, UserDict
 from typing import Any
 
 import pytest
@@ -224,6 +224,8 @@ def test_all_kinds_of_inputs_are_split() -> None:
     assert inputs == before
     assert split_evenly((1, 2, 3), 0, 2, apply_padding=False) == (1, 2)
     assert split_evenly([1], 1, 2, apply_padding=False) == []
+    batch = split_evenly(UserDict(a=[1, 2]), 1, 2, apply_padding=False)  # as a tokenizer's
+    assert (type(batch), batch.data) == (UserDict, {"a": [2]})
     assert split_evenly(inputs, 0, 1, apply_padding=True) is inputs
 
 

@@ -100,12 +100,42 @@ def test_gradient_state_can_be_set_and_reset() -> None:
 def test_a_state_of_the_notebook_shows_the_window_of_the_worker() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     state = accelerator.gradient_state
-    in_worker = context.ProcessContext(context.Topology(), backends.choose("cpu"), is_launched=True)
-    context.install(in_worker)
+    _in_a_worker_alone()
     assert state.num_steps == 1, "the accelerator was not used there"
     accelerator.gradient_accumulation_steps = 4
     accelerator.sync_gradients = False
     assert (state.num_steps, state.sync_gradients) == (4, False)
+
+
+def _in_a_worker_alone() -> None:
+    """What was made so far was made in the notebook; from here on this is a worker, that has joined no job yet."""
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_launched=True))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda one: one.distributed_type,
+        lambda one: one.deepspeed_plugin,
+        lambda one: one.state.mixed_precision,
+        repr,
+    ],
+    ids=["label", "plugin", "precision", "repr"],
+)
+def test_an_accelerator_of_the_notebook_may_be_used_by_its_state_first(use: Any) -> None:
+    accelerator = Accelerator()
+    here = use(accelerator)
+    _in_a_worker_alone()
+    assert use(accelerator) == here
+
+
+def test_looking_for_an_attribute_of_a_state_joins_no_job() -> None:
+    partial, state = PartialState(), Accelerator().state
+    _in_a_worker_alone()
+    assert not any(hasattr(one, "shape") for one in (partial, state))
+    assert context.current().training is None
+    assert partial.process_index == 0
+    assert context.current().training is not None
 
 
 def test_more_of_a_process() -> None:
@@ -248,6 +278,20 @@ def test_variables_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_logger_needs_a_state() -> None:
     with pytest.raises(RuntimeError, match=r"Accelerator\(\).*PartialState\(\)"):
         get_logger("tests.early").warning("too early")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_logger_in_a_worker_needs_no_state_and_joins_no_job(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    topology = context.Topology(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+    context.install(context.ProcessContext(topology, backends.choose("cpu"), is_launched=True))
+    logger = get_logger("tests.first")
+    logger.warning("main")
+    logger.warning("all", main_process_only=False)
+    heard = ["[RANK 0] main", "[RANK 0] all"] if rank == 0 else ["[RANK 1] all"]
+    assert [record.getMessage() for record in caplog.records] == heard
+    assert context.current().training is None
 
 
 def test_a_logger_names_rank_and_caller(caplog: pytest.LogCaptureFixture) -> None:

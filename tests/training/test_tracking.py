@@ -144,6 +144,27 @@ def test_a_tracker_may_set_what_it_needs_itself() -> None:
     assert accelerator.get_tracker("own", unwrap=True) == [({"loss": 1}, 2)]
 
 
+def test_a_tracker_may_be_decorated_as_those_of_other_libraries_are() -> None:
+    from nblaunch.tracking import GeneralTracker, on_main_process
+
+    class Decorated(GeneralTracker):
+        name, requires_logging_directory, tracker = "decorated", False, None
+
+        @on_main_process
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[Any] = []
+
+        @on_main_process
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self.logged.append((values, step))
+
+    accelerator = Accelerator(log_with=Decorated())
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1}, step=2)
+    assert accelerator.get_tracker("decorated").logged == [({"loss": 1}, 2)]
+
+
 # --- logging ---------------------------------------------------------------------------------------------------------
 
 

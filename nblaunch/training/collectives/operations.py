@@ -1,7 +1,8 @@
 """Collectives over nested structures of tensors.
 
 All ranks must call the same function, with tensors of the same shape and type. While a rank waits in one, the board
-says so. In a lone process they return their argument. A rank that has not joined its job yet joins it at the first one.
+says so. In a lone process they return their argument, ``reduce`` a copy of it. A rank that has not joined its job yet
+joins it at the first one.
 
 Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
 bytes they all know, and the result is exact.
@@ -98,7 +99,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     check_choice("reduction", reduction, _REDUCTIONS)
     if world_size() == 1:
-        return tensor if scale == 1.0 else _each_tensor("reduce", lambda one: one * scale, tensor)
+        return _each_tensor("reduce", lambda one: one.clone() if scale == 1.0 else one * scale, tensor)
     return _each_tensor("reduce", lambda one: _reduce_tensor(one, reduction, scale), tensor)
 
 

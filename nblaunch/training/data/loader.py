@@ -139,6 +139,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 yield batch
             return
         shared = get_shared_state()
+        outer = self._loop, self.epochs.start, self.end_of_dataloader, self.remainder
         self._start_epoch()
         self._loop = loop = self._begin_loop(shared)
         first_step, num_trained, is_complete = loop.step, shared.losses.num_trained, False
@@ -151,20 +152,32 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             shared.process.backend.leave_loop()
             raise
         finally:
-            self._loop = None
-            self._begins_at = EpochPosition()  # later epochs are whole
             self.end()
             shared.losses.flush()
             shared.busy_time.pause()
+            # What trained after another training loop had begun was trained by that one.
+            has_trained = (
+                shared.losses.num_trained > num_trained and shared.loops.last_training == loop.number
+            )
             # One batch that has trained nothing, as of next(iter(loader)), is a look at the data.
-            has_trained = shared.losses.num_trained > num_trained
             is_look = not (is_complete or has_trained) and loop.step - first_step <= 1
             is_epoch = not is_look and loop.state is WorkerState.TRAINING
+            if self._loop is loop:  # not where one that began later goes on
+                self._leave_loop(is_epoch, *outer)
             if is_epoch and not is_complete:
                 self.epochs.left += 1
             shared.loops.end(loop, is_epoch)
             if is_epoch:
                 shared.report_epoch(loop)
+
+    def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
+        """Go on in the loop around this one as before, after a look or an evaluation; an epoch is in no other one."""
+        if not is_epoch:
+            self.epochs.start = start
+        if is_epoch or outer is None:
+            self._loop, self._begins_at = None, EpochPosition()  # later epochs are whole
+        else:
+            self._loop, (self.end_of_dataloader, self.remainder) = outer, ends
 
     @abstractmethod
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:

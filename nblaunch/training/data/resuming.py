@@ -105,7 +105,8 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     """Return where ``loader`` is."""
     # It is read itself, or in its place a loader of the rest of its epoch.
     entered = shared.loaders.entered()
-    reading = [one for one in entered if getattr(one, "epochs", None) is loader.epochs]
+    epochs = loader.epochs
+    reading = [one for one in entered if getattr(one, "epochs", None) is epochs and one._loop is not None]
     # With its last batch returned, an epoch counts as done: what follows is the next one.
     is_done = bool(reading) and reading[0].end_of_dataloader
     is_mid_epoch = bool(reading) and not is_done

@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from nblaunch import context, env
+from nblaunch.training.joining import current_topology
 from nblaunch.training.state import PartialState
 
 
@@ -47,9 +48,10 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         """Log ``msg % args``, in the processes that were asked for.
 
         Raises:
-            RuntimeError: there is no Accelerator or PartialState.
+            RuntimeError: there is no Accelerator or PartialState, and this is no worker.
         """
-        if context.current().training is None:
+        here = context.current()
+        if here.training is None and not here.is_launched:
             raise RuntimeError(
                 "a logger from get_logger needs to know the rank of this process; build `Accelerator()` or "
                 "`PartialState()` before the first message"
@@ -58,21 +60,21 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
-        state = PartialState()
         kwargs.setdefault("stacklevel", 2)  # that of the call
         msg, options = self.process(msg, kwargs)
         if in_order:
+            state = PartialState()  # in a worker it joins the job: only here do all ranks make the call
             for rank in range(state.num_processes):
                 if rank == state.process_index:
                     self.logger.log(level, msg, *args, **options)
                 state.wait_for_everyone()
-        elif state.is_main_process or not main_process_only:
+        elif current_topology().rank == 0 or not main_process_only:
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Return the message with the rank in front, and the arguments of the call with those of the adapter."""
         kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
-        return f"[RANK {PartialState().process_index}] {msg}", kwargs
+        return f"[RANK {current_topology().rank}] {msg}", kwargs
 
     @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
