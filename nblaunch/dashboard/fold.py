@@ -285,20 +285,28 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
     view = replace(_with_rank(view, rank), curves=_with_points(view, event))
     if not event.epoch:
         return view
-    epoch = view.epochs.get(event.epoch, EpochView())
-    return _with_epoch(view, event.epoch, replace(epoch, metrics={**epoch.metrics, **event.values}))
+    # Logged in the epoch that lasts, or after the one that has ended.
+    key = rank.training + (event.epoch < rank.ended_epoch), event.epoch
+    epoch = view.epochs.get(key, EpochView())
+    return _with_epoch(view, key, replace(epoch, metrics={**epoch.metrics, **event.values}))
 
 
 def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
-    epoch = view.epochs.get(event.epoch, EpochView())
+    if not 0 <= event.rank < len(view.ranks):
+        return view
+    rank = view.ranks[event.rank]
+    # Numbers that do not rise are those of another training of the same function.
+    training = rank.training + (event.epoch <= rank.ended_epoch)
+    view = _with_rank(view, replace(rank, training=training, ended_epoch=event.epoch))
+    epoch = view.epochs.get((training, event.epoch), EpochView())
     epoch = replace(epoch, duration_s=max(epoch.duration_s, event.duration_s))
     if event.loss is not None:
         epoch = replace(epoch, losses=epoch.losses + event.loss, num_losses=epoch.num_losses + 1)
-    return _with_epoch(view, event.epoch, epoch)
+    return _with_epoch(view, (training, event.epoch), epoch)
 
 
-def _with_epoch(view: JobView, number: int, epoch: EpochView) -> JobView:
-    epochs = {**view.epochs, number: epoch}
+def _with_epoch(view: JobView, key: tuple[int, int], epoch: EpochView) -> JobView:
+    epochs = {**view.epochs, key: epoch}
     for oldest in sorted(epochs)[:-NUM_EPOCHS]:
         del epochs[oldest]
     return replace(view, epochs=epochs)

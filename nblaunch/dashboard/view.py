@@ -171,6 +171,8 @@ class RankView:
         loss: the last loss, may be not finite; None before the first.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
+        training: number of its training, from 0: a function may train several times, as for folds of the data.
+        ended_epoch: the last epoch that has ended in it; 0 before.
         status_line: progress bar or unfinished line of the output, without escape sequences.
         bar: the status line, parsed, if it is a progress bar of tqdm.
         line_gone_s: when another line was printed over the status line; 0.0 while it is there.
@@ -211,6 +213,8 @@ class RankView:
     loss: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_step: int | None = None
+    training: int = 0
+    ended_epoch: int = 0
     status_line: str = ""
     bar: Bar | None = None
     line_gone_s: float = 0.0
@@ -302,7 +306,7 @@ class JobView:
         warnings: ``(rank, text)`` of the last warnings, each once.
         hang: the last report about ranks without progress, a line each; empty when they have gone on.
         curves: metrics logged by ``accelerator.log``, by name.
-        epochs: the last epochs, by number.
+        epochs: the last epochs, by the number of their training, from 0, and their own in it.
         host_peak_bytes: largest host memory of all workers together; None where pages that they share count for each.
         ranks: one view per worker, by rank; empty before the start.
     """
@@ -316,7 +320,7 @@ class JobView:
     warnings: tuple[tuple[int, str], ...] = ()
     hang: tuple[str, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    epochs: Mapping[int, EpochView] = field(default_factory=dict)
+    epochs: Mapping[tuple[int, int], EpochView] = field(default_factory=dict)
     host_peak_bytes: int | None = None
     ranks: tuple[RankView, ...] = ()
 
