@@ -331,13 +331,13 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     if not 0 <= event.rank < len(view.ranks) or view.ranks[event.rank].state.is_final:
         return view
     rank = view.ranks[event.rank]
-    peak = max(event.num_bytes, rank.host_peak_bytes or 0)
+    peak = max(event.num_bytes, event.peak_bytes, rank.host_peak_bytes or 0)
     view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
     if not event.is_proportional:  # a sum would count shared pages once for each rank
         return view
     # Ranks that have exited hold no memory.
     total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
-    return replace(view, host_peak_bytes=max(total, view.host_peak_bytes or 0))
+    return replace(view, host_peak_bytes=max(total, event.job_peak_bytes, view.host_peak_bytes or 0))
 
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:

@@ -113,6 +113,7 @@ class MemorySampler:
         self._clock = clock
         self._known: dict[int, _Known] = {}
         self._uses: dict[int, _Use] = {}
+        self._job_peak_bytes = 0
         self._next_proportional_s = self._next_s = 0.0
 
     def sample(self, pids: Mapping[int, int]) -> list[HostMemory]:
@@ -129,6 +130,8 @@ class MemorySampler:
             self._next_s = now_s + _READING_S
         for rank in due:
             self._estimate(rank, pids[rank])
+        taken = sum(use.num_bytes for use in self._uses.values())
+        self._job_peak_bytes = max(taken, self._job_peak_bytes) if pids else 0
         return [self._report(rank, now_s) for rank in sorted(due) if self._is_news(rank, now_s)]
 
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
@@ -159,4 +162,6 @@ class MemorySampler:
     def _report(self, rank: int, now_s: float) -> HostMemory:
         use = self._uses[rank]
         use.reported_bytes, use.next_s = use.peak_bytes, now_s + INTERVAL_S
-        return HostMemory(rank, time.time(), use.num_bytes, use.is_proportional, use.peak_bytes)
+        return HostMemory(
+            rank, time.time(), use.num_bytes, use.is_proportional, use.peak_bytes, self._job_peak_bytes
+        )

@@ -180,6 +180,13 @@ def test_memory_is_added_up_and_its_peak_is_kept() -> None:
     assert view.host_peak_bytes == 13
 
 
+def test_peaks_between_two_samples_count() -> None:
+    sampled = HostMemory(0, START_S, 5, peak_bytes=50, job_peak_bytes=90)
+    view = view_of([*started(2), sampled, HostMemory(1, START_S, 7, peak_bytes=45, job_peak_bytes=90)])
+    assert [rank.host_peak_bytes for rank in view.ranks] == [50, 45]
+    assert view.host_peak_bytes == 90
+
+
 def test_device_memory_comes_from_the_board() -> None:
     reading = SlotReading(0, device_bytes=3, device_peak_bytes=8, device_limit_bytes=10)
     rank = fold_readings(view_of(started(1)), [reading], START_S).ranks[0]
