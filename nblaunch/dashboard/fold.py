@@ -31,6 +31,9 @@ _POINT_SPACING_S = 0.5
 _MIN_STEPS = 3  # a rate is measured over, where these take longer than the window
 _PAUSE_S = 2.0  # between two epochs: rates go on after a shorter one
 
+_Rates = tuple[float | None, float | None, float | None]
+"""Steps and samples per second, and seconds of a step without waits for other ranks."""
+
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
     """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed."""
@@ -71,12 +74,12 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     last = rank.reading or SlotReading(rank.rank)
     has_new_state = rank.state_s == 0.0 or reading.state != last.state
     moved = (reading.loop, reading.total, reading.step) != (last.loop, last.total, last.step)
-    is_evaluating = reading.state is WorkerState.EVALUATING or (
-        rank.is_evaluating and reading.state is not WorkerState.TRAINING
-    )
+    is_evaluating = _is_evaluating(rank, reading)
     points = _with_point(_points_before(rank, reading, is_evaluating=is_evaluating), reading)
-    steps_per_s, samples_per_s = _rates(points, rank)
-    busy_step_s = _busy_step_s(points, rank)
+    last_rates = rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
+    if rank.is_evaluating and not is_evaluating:
+        last_rates = rank.trained_rates  # those of the evaluation are not its own
+    rates = steps_per_s, samples_per_s, busy_step_s = _rates(points, last_rates)
     return replace(
         rank,
         state=_state(rank, reading.state),
@@ -87,7 +90,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
         busy_step_s=busy_step_s,
-        trained_rates=rank.trained_rates if is_evaluating else (steps_per_s, samples_per_s, busy_step_s),
+        trained_rates=rank.trained_rates if is_evaluating else rates,
         loss=reading.loss,
         stepped_s=now_s if moved else rank.stepped_s,
         changed_s=now_s,
@@ -101,6 +104,15 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         reading=reading,
         rate_points=points,
     )
+
+
+def _is_evaluating(rank: RankView, reading: SlotReading) -> bool:
+    """Return whether the loop that the board shows, or showed last, is one that evaluates."""
+    if reading.state is WorkerState.EVALUATING:
+        return True
+    # Inside a training loop, the finished one stays on the board until that goes on.
+    is_shown = rank.reading is not None and reading.loop == rank.reading.loop
+    return rank.is_evaluating and (is_shown or reading.state is not WorkerState.TRAINING)
 
 
 def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str, Any]:
@@ -156,20 +168,20 @@ def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[Ra
     return (*points, newest)
 
 
-def _rates(points: tuple[RatePoint, ...], rank: RankView) -> tuple[float | None, float | None]:
-    """Return steps and samples per second over the window, or the last rates while a new loop has too few points."""
-    if len(points) < 2 or points[-1].steps == points[0].steps:
-        return rank.steps_per_s, rank.samples_per_s
-    span_s = points[-1].time_s - points[0].time_s
-    num_samples = points[-1].samples - points[0].samples
-    return (points[-1].steps - points[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
-
-
-def _busy_step_s(points: tuple[RatePoint, ...], rank: RankView) -> float | None:
-    num_steps = points[-1].busy_steps - points[0].busy_steps if points else 0
-    if num_steps <= 0:
-        return rank.busy_step_s
-    return max(points[-1].busy_time_s - points[0].busy_time_s, 0.0) / num_steps
+def _rates(points: tuple[RatePoint, ...], last: _Rates) -> _Rates:
+    """Return the rates over the window; those of ``last`` while a new loop has too few points."""
+    steps_per_s, samples_per_s, busy_step_s = last
+    if not points:
+        return last
+    first, newest = points[0], points[-1]
+    if newest.steps != first.steps:
+        span_s, num_samples = newest.time_s - first.time_s, newest.samples - first.samples
+        steps_per_s = (newest.steps - first.steps) / span_s
+        samples_per_s = num_samples / span_s if num_samples > 0 else None
+    if newest.busy_steps > first.busy_steps:
+        num_steps = newest.busy_steps - first.busy_steps
+        busy_step_s = max(newest.busy_time_s - first.busy_time_s, 0.0) / num_steps
+    return steps_per_s, samples_per_s, busy_step_s
 
 
 _NUM_NOTES = 20

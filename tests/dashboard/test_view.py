@@ -227,10 +227,25 @@ def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_
     assert view.ranks[0].steps_per_s == pytest.approx(10)
     view = fold_readings(view, [replace(evaluating, step=2, step_time_s=101.0, steps_done=102)], START_S + 96)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
-    # Back to the outer pass, which resumes where it was: no jump in the rate.
-    resumed = sample(0, 100, 100, step_time_s=110.0, steps_done=102)
+    # A checkpoint is saved behind it: the finished evaluation is still on the board.
+    saving = replace(evaluating, step=20, state=WorkerState.TRAINING, step_time_s=109.0, steps_done=120)
+    view = fold_readings(view, [saving], START_S + 104)
+    assert view.ranks[0].steps_per_s == pytest.approx(20 / 9)
+    # Back to the outer pass, which resumes where it was, with its own rate.
+    resumed = sample(0, 100, 100, step_time_s=110.0, steps_done=121)
     view = fold_readings(view, [resumed], START_S + 105)
-    assert view.ranks[0].steps_per_s == pytest.approx(2)
+    assert view.ranks[0].steps_per_s == pytest.approx(10)
+    assert view_of(ended(1), view).ranks[0].steps_per_s == pytest.approx(10)
+
+
+def test_a_training_that_was_not_measured_does_not_have_the_rate_of_the_evaluation_before_it() -> None:
+    view = view_of(started(1))
+    for step in (0, 10):
+        seen = sample(0, step, 20, loop=1, state=WorkerState.EVALUATING, step_time_s=5.0 + step)
+        view = fold_readings(view, [seen], START_S + step)
+    assert view.ranks[0].steps_per_s == pytest.approx(1)
+    view = fold_readings(view, [sample(0, 0, loop=2, step_time_s=16.0, steps_done=10)], START_S + 11)
+    assert (view.ranks[0].steps_per_s, view.left_s) == (None, None)
 
 
 def test_a_look_at_an_unchanged_board_keeps_the_ranks() -> None:
