@@ -80,6 +80,8 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     if rank.is_evaluating and not is_evaluating:
         last_rates = rank.trained_rates  # those of the evaluation are not its own
     rates = steps_per_s, samples_per_s, busy_step_s = _rates(points, last_rates)
+    # An evaluation inside an epoch hides how far that is.
+    trained_fraction = rank.trained_fraction if rank.is_evaluating else rank.fraction or 0.0
     return replace(
         rank,
         state=_state(rank, reading.state),
@@ -91,6 +93,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         samples_per_s=samples_per_s,
         busy_step_s=busy_step_s,
         trained_rates=rank.trained_rates if is_evaluating else rates,
+        trained_fraction=1.0 if _has_trained(reading) else trained_fraction,
         loss=reading.loss,
         stepped_s=now_s if moved else rank.stepped_s,
         changed_s=now_s,
@@ -119,14 +122,19 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     """Return the fields about the length of an epoch that change."""
     if not reading.epoch:
         return {}
-    if not rank.first_epoch:
-        return {"first_epoch": reading.epoch, "first_epoch_s": now_s}
+    if not rank.first_epoch or reading.epoch < rank.epoch:  # the first one of this or of another training
+        return {"first_epoch": reading.epoch, "first_epoch_s": now_s, "epoch_length_s": None}
     num_done = reading.epoch - rank.first_epoch
     if reading.epoch != rank.epoch and num_done > 0:
         return {"epoch_length_s": (now_s - rank.first_epoch_s) / num_done}
-    if reading.state is WorkerState.EVALUATING and num_done == 0:
+    if reading.state is WorkerState.EVALUATING and num_done == 0 and _has_trained(reading):
         return {"epoch_length_s": now_s - rank.first_epoch_s}
     return {}
+
+
+def _has_trained(reading: SlotReading) -> bool:
+    """Return whether the training loop of the current epoch has ended."""
+    return reading.trained[2] == reading.epoch
 
 
 def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[RatePoint, ...]:

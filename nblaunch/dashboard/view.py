@@ -187,9 +187,9 @@ class RankView:
         stall: what the launcher knows of a rank without progress; None where it moves.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
-        first_epoch: the first epoch that was seen; 0 before.
+        first_epoch: the first epoch that was seen of a training; 0 before.
         first_epoch_s: ``now_s`` of the first reading with it.
-        epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first evaluation.
+        epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
         device_peak_bytes: largest device memory in use so far; None if unknown.
@@ -197,6 +197,7 @@ class RankView:
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
         is_evaluating: the last of its loops over training and other loaders was one that evaluates.
         trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
+        trained_fraction: progress of the epoch's training, 0 to 1, while it evaluates.
         reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
     """
@@ -239,6 +240,7 @@ class RankView:
     device_use: float | None = None
     is_evaluating: bool = False
     trained_rates: tuple[float | None, float | None, float | None] = (None, None, None)
+    trained_fraction: float = 0.0
     reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
 
@@ -272,7 +274,7 @@ class RankView:
         """Return the progress of all epochs, 0 to 1; of the current loop where their number is unknown."""
         if not 0 < self.epoch <= self.num_epochs:
             return self.fraction
-        of_epoch = 1.0 if self.phase is WorkerState.EVALUATING else self.fraction or 0.0
+        of_epoch = self.trained_fraction if self.is_evaluating else self.fraction or 0.0
         return (self.epoch - 1 + of_epoch) / self.num_epochs
 
     @property
@@ -284,8 +286,14 @@ class RankView:
         if self.state.is_final or self.total <= 0 or not self.steps_per_s:
             return None
         left_s = max(self.total - self.step, 0) / self.steps_per_s
-        num_further = max(self.num_epochs - self.epoch, 0)
-        return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
+        if not 0 < self.epoch <= self.num_epochs:
+            return left_s
+        num_further = self.num_epochs - self.epoch
+        if not self.is_evaluating:
+            return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
+        if self.epoch_length_s is None:
+            return None  # the rate of an evaluation says nothing of an epoch
+        return left_s + (num_further + 1.0 - self.trained_fraction) * self.epoch_length_s
 
 
 NOT_STARTED = AttemptStarted(-1, 0.0)
