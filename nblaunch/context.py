@@ -55,8 +55,8 @@ class ProcessContext:
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
         object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
             object itself (``training/per_process.py``).
-        flush_losses: writes the last losses to the board, which are held back because reading them waits for the
-            device; set by training, called when the function has returned.
+        flush_losses: writes the last losses and the memory of the device to the board, which are held back because
+            reading them waits for the device; set by training, called when the function has returned.
         forget_losses: begins the losses of the board anew, for another command of a session; set by training.
     """
 
