@@ -355,8 +355,8 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
     if not event.is_proportional:  # a sum would count shared pages once for each rank
         return view
-    # Ranks that have exited hold no memory.
-    total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
+    # Ranks that have exited hold no memory. Samples of other machines arrive later than they were taken.
+    total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exited_s > event.time_s)
     return replace(view, host_peak_bytes=max(total, event.job_peak_bytes, view.host_peak_bytes or 0))
 
 
@@ -393,7 +393,7 @@ def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
 
 
 def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
-    rank = replace(rank.without_line(), exit_status=event.status)
+    rank = replace(rank.without_line(), exit_status=event.status, exited_s=event.time_s)
     if rank.state.is_final:
         return rank
     if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):

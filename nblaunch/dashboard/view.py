@@ -11,6 +11,7 @@ show the same numbers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -179,6 +180,7 @@ class RankView:
         last_line: last complete line of output, without escape sequences.
         num_lines: number of lines of output.
         exit_status: of the process; None while it runs.
+        exited_s: when it ended; infinite while it runs.
         failure: the failure in one line; empty if there is none.
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
@@ -222,6 +224,7 @@ class RankView:
     last_line: str = ""
     num_lines: int = 0
     exit_status: ExitStatus | None = None
+    exited_s: float = math.inf
     failure: str = ""
     is_consequence: bool = False
     has_returned: bool = False

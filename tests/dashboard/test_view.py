@@ -180,6 +180,11 @@ def test_memory_is_added_up_and_its_peak_is_kept() -> None:
     assert view.host_peak_bytes == 13
 
 
+def test_a_sample_that_arrives_late_counts_with_the_ranks_that_ran_when_it_was_taken() -> None:
+    late = [HostMemory(0, START_S + 1, 104), Exited(0, START_S + 3), HostMemory(1, START_S + 2, 96)]
+    assert view_of([*started(2), *late]).host_peak_bytes == 200
+
+
 def test_peaks_between_two_samples_count() -> None:
     sampled = HostMemory(0, START_S, 5, peak_bytes=50, job_peak_bytes=90)
     view = view_of([*started(2), sampled, HostMemory(1, START_S, 7, peak_bytes=45, job_peak_bytes=90)])
