@@ -53,8 +53,8 @@ class ProcessContext:
         training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
         was_reset: ``PartialState._reset_state()`` was called: what the user has of ``training`` does not make it anew.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
-        flush_losses: writes the last losses to the board, which are held back because reading them waits for the
-            device; set by training, called when the function has returned.
+        flush_losses: writes the last losses and the memory of the device to the board, which are held back because
+            reading them waits for the device; set by training, called when the function has returned.
         forget_losses: begins the losses of the board anew, for another command of a session; set by training.
     """
 

@@ -341,10 +341,14 @@ class HostMemory(Event):
         num_bytes: of memory.
         is_proportional: shared pages are divided by the number of processes, so that the values of ranks can be added;
             False if the system counts them in full.
+        peak_bytes: the most so far; 0 where that is not known.
+        job_peak_bytes: the most of all ranks of this machine together; 0 where that is not known.
     """
 
     num_bytes: int = 0
     is_proportional: bool = True
+    peak_bytes: int = 0
+    job_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)

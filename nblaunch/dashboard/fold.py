@@ -31,6 +31,9 @@ _POINT_SPACING_S = 0.5
 _MIN_STEPS = 3  # a rate is measured over, where these take longer than the window
 _PAUSE_S = 2.0  # between two epochs: rates go on after a shorter one
 
+_Rates = tuple[float | None, float | None, float | None]
+"""Steps and samples per second, and seconds of a step without waits for other ranks."""
+
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
     """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed."""
@@ -71,12 +74,14 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     last = rank.reading or SlotReading(rank.rank)
     has_new_state = rank.state_s == 0.0 or reading.state != last.state
     moved = (reading.loop, reading.total, reading.step) != (last.loop, last.total, last.step)
-    is_evaluating = reading.state is WorkerState.EVALUATING or (
-        rank.is_evaluating and reading.state is not WorkerState.TRAINING
-    )
+    is_evaluating = _is_evaluating(rank, reading)
     points = _with_point(_points_before(rank, reading, is_evaluating=is_evaluating), reading)
-    steps_per_s, samples_per_s = _rates(points, rank)
-    busy_step_s = _busy_step_s(points, rank)
+    last_rates = rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
+    if rank.is_evaluating and not is_evaluating:
+        last_rates = rank.trained_rates  # those of the evaluation are not its own
+    rates = steps_per_s, samples_per_s, busy_step_s = _rates(points, last_rates)
+    # An evaluation inside an epoch hides how far that is.
+    trained_fraction = rank.trained_fraction if rank.is_evaluating else rank.fraction or 0.0
     return replace(
         rank,
         state=_state(rank, reading.state),
@@ -87,7 +92,8 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
         busy_step_s=busy_step_s,
-        trained_rates=rank.trained_rates if is_evaluating else (steps_per_s, samples_per_s, busy_step_s),
+        trained_rates=rank.trained_rates if is_evaluating else rates,
+        trained_fraction=1.0 if _has_trained(reading) else trained_fraction,
         loss=reading.loss,
         stepped_s=now_s if moved else rank.stepped_s,
         changed_s=now_s,
@@ -103,18 +109,32 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     )
 
 
+def _is_evaluating(rank: RankView, reading: SlotReading) -> bool:
+    """Return whether the loop that the board shows, or showed last, is one that evaluates."""
+    if reading.state is WorkerState.EVALUATING:
+        return True
+    # Inside a training loop, the finished one stays on the board until that goes on.
+    is_shown = rank.reading is not None and reading.loop == rank.reading.loop
+    return rank.is_evaluating and (is_shown or reading.state is not WorkerState.TRAINING)
+
+
 def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str, Any]:
     """Return the fields about the length of an epoch that change."""
     if not reading.epoch:
         return {}
-    if not rank.first_epoch:
-        return {"first_epoch": reading.epoch, "first_epoch_s": now_s}
+    if not rank.first_epoch or reading.epoch < rank.epoch:  # the first one of this or of another training
+        return {"first_epoch": reading.epoch, "first_epoch_s": now_s, "epoch_length_s": None}
     num_done = reading.epoch - rank.first_epoch
     if reading.epoch != rank.epoch and num_done > 0:
         return {"epoch_length_s": (now_s - rank.first_epoch_s) / num_done}
-    if reading.state is WorkerState.EVALUATING and num_done == 0:
+    if reading.state is WorkerState.EVALUATING and num_done == 0 and _has_trained(reading):
         return {"epoch_length_s": now_s - rank.first_epoch_s}
     return {}
+
+
+def _has_trained(reading: SlotReading) -> bool:
+    """Return whether the training loop of the current epoch has ended."""
+    return reading.trained[2] == reading.epoch
 
 
 def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[RatePoint, ...]:
@@ -156,20 +176,20 @@ def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[Ra
     return (*points, newest)
 
 
-def _rates(points: tuple[RatePoint, ...], rank: RankView) -> tuple[float | None, float | None]:
-    """Return steps and samples per second over the window, or the last rates while a new loop has too few points."""
-    if len(points) < 2 or points[-1].steps == points[0].steps:
-        return rank.steps_per_s, rank.samples_per_s
-    span_s = points[-1].time_s - points[0].time_s
-    num_samples = points[-1].samples - points[0].samples
-    return (points[-1].steps - points[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
-
-
-def _busy_step_s(points: tuple[RatePoint, ...], rank: RankView) -> float | None:
-    num_steps = points[-1].busy_steps - points[0].busy_steps if points else 0
-    if num_steps <= 0:
-        return rank.busy_step_s
-    return max(points[-1].busy_time_s - points[0].busy_time_s, 0.0) / num_steps
+def _rates(points: tuple[RatePoint, ...], last: _Rates) -> _Rates:
+    """Return the rates over the window; those of ``last`` while a new loop has too few points."""
+    steps_per_s, samples_per_s, busy_step_s = last
+    if not points:
+        return last
+    first, newest = points[0], points[-1]
+    if newest.steps != first.steps:
+        span_s, num_samples = newest.time_s - first.time_s, newest.samples - first.samples
+        steps_per_s = (newest.steps - first.steps) / span_s
+        samples_per_s = num_samples / span_s if num_samples > 0 else None
+    if newest.busy_steps > first.busy_steps:
+        num_steps = newest.busy_steps - first.busy_steps
+        busy_step_s = max(newest.busy_time_s - first.busy_time_s, 0.0) / num_steps
+    return steps_per_s, samples_per_s, busy_step_s
 
 
 _NUM_NOTES = 20
@@ -285,20 +305,28 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
     view = replace(_with_rank(view, rank), curves=_with_points(view, event))
     if not event.epoch:
         return view
-    epoch = view.epochs.get(event.epoch, EpochView())
-    return _with_epoch(view, event.epoch, replace(epoch, metrics={**epoch.metrics, **event.values}))
+    # Logged in the epoch that lasts, or after the one that has ended.
+    key = rank.training + (event.epoch < rank.ended_epoch), event.epoch
+    epoch = view.epochs.get(key, EpochView())
+    return _with_epoch(view, key, replace(epoch, metrics={**epoch.metrics, **event.values}))
 
 
 def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
-    epoch = view.epochs.get(event.epoch, EpochView())
+    if not 0 <= event.rank < len(view.ranks):
+        return view
+    rank = view.ranks[event.rank]
+    # Numbers that do not rise are those of another training of the same function.
+    training = rank.training + (event.epoch <= rank.ended_epoch)
+    view = _with_rank(view, replace(rank, training=training, ended_epoch=event.epoch))
+    epoch = view.epochs.get((training, event.epoch), EpochView())
     epoch = replace(epoch, duration_s=max(epoch.duration_s, event.duration_s))
     if event.loss is not None:
         epoch = replace(epoch, losses=epoch.losses + event.loss, num_losses=epoch.num_losses + 1)
-    return _with_epoch(view, event.epoch, epoch)
+    return _with_epoch(view, (training, event.epoch), epoch)
 
 
-def _with_epoch(view: JobView, number: int, epoch: EpochView) -> JobView:
-    epochs = {**view.epochs, number: epoch}
+def _with_epoch(view: JobView, key: tuple[int, int], epoch: EpochView) -> JobView:
+    epochs = {**view.epochs, key: epoch}
     for oldest in sorted(epochs)[:-NUM_EPOCHS]:
         del epochs[oldest]
     return replace(view, epochs=epochs)
@@ -323,13 +351,13 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     if not 0 <= event.rank < len(view.ranks) or view.ranks[event.rank].state.is_final:
         return view
     rank = view.ranks[event.rank]
-    peak = max(event.num_bytes, rank.host_peak_bytes or 0)
+    peak = max(event.num_bytes, event.peak_bytes, rank.host_peak_bytes or 0)
     view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
     if not event.is_proportional:  # a sum would count shared pages once for each rank
         return view
-    # Ranks that have exited hold no memory.
-    total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
-    return replace(view, host_peak_bytes=max(total, view.host_peak_bytes or 0))
+    # Ranks that have exited hold no memory. Samples of other machines arrive later than they were taken.
+    total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exited_s > event.time_s)
+    return replace(view, host_peak_bytes=max(total, event.job_peak_bytes, view.host_peak_bytes or 0))
 
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
@@ -365,7 +393,7 @@ def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
 
 
 def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
-    rank = replace(rank.without_line(), exit_status=event.status)
+    rank = replace(rank.without_line(), exit_status=event.status, exited_s=event.time_s)
     if rank.state.is_final:
         return rank
     if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):

@@ -11,10 +11,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
-from nblaunch.dashboard.base import Bundle, Controls, Pace, ViewingDashboard
+from nblaunch.dashboard.base import Bundle, Controls, Pace, ViewingDashboard, uptime
 from nblaunch.dashboard.html import mimebundle
 from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
@@ -125,7 +124,7 @@ class NotebookDashboard(ViewingDashboard):
             runs: printed below it, they would push it out of sight.
         publish: default: through IPython.
         open_panel: creates the widgets; default: those of ``widget_panel.py``.
-        clock: monotonic seconds.
+        clock: seconds on a clock that never jumps.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class NotebookDashboard(ViewingDashboard):
         is_watched: bool = False,
         publish: Publish | None = None,
         open_panel: Callable[[LastLines], Panel] | None = None,
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = uptime,
     ) -> None:
         super().__init__(_pace(has_widgets=has_widgets, background=background, clock=clock))
         self._is_background = background

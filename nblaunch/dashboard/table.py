@@ -189,7 +189,7 @@ def tabulate_epochs(view: JobView) -> EpochTable:
     shown = epochs[-_ALL_ROWS if view.is_over else -LIVE_ROWS :]
     return EpochTable(
         columns=("epoch", *(["training loss"] if has_loss else []), *map(single_line, names), "time"),
-        rows=tuple(_epoch_row(number, epoch, names, has_loss=has_loss) for number, epoch in shown),
+        rows=tuple(_epoch_row(number, epoch, names, has_loss=has_loss) for (_, number), epoch in shown),
         note="earlier epochs are not shown" if len(epochs) > len(shown) else "",
     )
 

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO, final
 
 from nblaunch import env
-from nblaunch.dashboard.base import Pace, ViewingDashboard
+from nblaunch.dashboard.base import Pace, ViewingDashboard, uptime
 from nblaunch.dashboard.palette import paint, unpainted
 from nblaunch.dashboard.text import progress_line, render_text
 from nblaunch.dashboard.view import JobView
@@ -175,7 +174,7 @@ class TextDashboard(ViewingDashboard):
     Args:
         stream: default: ``sys.stderr``, looked up at each write.
         live: what is redrawn on the terminal, shared with other writers; None where lines are written.
-        clock: monotonic seconds.
+        clock: seconds on a clock that never jumps.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class TextDashboard(ViewingDashboard):
         *,
         stream: TextIO | None = None,
         live: LiveTable | None = None,
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = uptime,
     ) -> None:
         self._stream = stream
         self._live = live

@@ -11,6 +11,7 @@ show the same numbers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -171,12 +172,15 @@ class RankView:
         loss: the last loss, may be not finite; None before the first.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
+        training: number of its training, from 0: a function may train several times, as for folds of the data.
+        ended_epoch: the last epoch that has ended in it; 0 before.
         status_line: progress bar or unfinished line of the output, without escape sequences.
         bar: the status line, parsed, if it is a progress bar of tqdm.
         line_gone_s: when another line was printed over the status line; 0.0 while it is there.
         last_line: last complete line of output, without escape sequences.
         num_lines: number of lines of output.
         exit_status: of the process; None while it runs.
+        exited_s: when it ended; infinite while it runs.
         failure: the failure in one line; empty if there is none.
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
@@ -185,9 +189,9 @@ class RankView:
         stall: what the launcher knows of a rank without progress; None where it moves.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
-        first_epoch: the first epoch that was seen; 0 before.
+        first_epoch: the first epoch that was seen of a training; 0 before.
         first_epoch_s: ``now_s`` of the first reading with it.
-        epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first evaluation.
+        epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
         device_peak_bytes: largest device memory in use so far; None if unknown.
@@ -195,6 +199,7 @@ class RankView:
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
         is_evaluating: the last of its loops over training and other loaders was one that evaluates.
         trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
+        trained_fraction: progress of the epoch's training, 0 to 1, while it evaluates.
         reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
     """
@@ -211,12 +216,15 @@ class RankView:
     loss: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_step: int | None = None
+    training: int = 0
+    ended_epoch: int = 0
     status_line: str = ""
     bar: Bar | None = None
     line_gone_s: float = 0.0
     last_line: str = ""
     num_lines: int = 0
     exit_status: ExitStatus | None = None
+    exited_s: float = math.inf
     failure: str = ""
     is_consequence: bool = False
     has_returned: bool = False
@@ -235,6 +243,7 @@ class RankView:
     device_use: float | None = None
     is_evaluating: bool = False
     trained_rates: tuple[float | None, float | None, float | None] = (None, None, None)
+    trained_fraction: float = 0.0
     reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
 
@@ -268,7 +277,7 @@ class RankView:
         """Return the progress of all epochs, 0 to 1; of the current loop where their number is unknown."""
         if not 0 < self.epoch <= self.num_epochs:
             return self.fraction
-        of_epoch = 1.0 if self.phase is WorkerState.EVALUATING else self.fraction or 0.0
+        of_epoch = self.trained_fraction if self.is_evaluating else self.fraction or 0.0
         return (self.epoch - 1 + of_epoch) / self.num_epochs
 
     @property
@@ -280,8 +289,14 @@ class RankView:
         if self.state.is_final or self.total <= 0 or not self.steps_per_s:
             return None
         left_s = max(self.total - self.step, 0) / self.steps_per_s
-        num_further = max(self.num_epochs - self.epoch, 0)
-        return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
+        if not 0 < self.epoch <= self.num_epochs:
+            return left_s
+        num_further = self.num_epochs - self.epoch
+        if not self.is_evaluating:
+            return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
+        if self.epoch_length_s is None:
+            return None  # the rate of an evaluation says nothing of an epoch
+        return left_s + (num_further + 1.0 - self.trained_fraction) * self.epoch_length_s
 
 
 NOT_STARTED = AttemptStarted(-1, 0.0)
@@ -302,7 +317,7 @@ class JobView:
         warnings: ``(rank, text)`` of the last warnings, each once.
         hang: the last report about ranks without progress, a line each; empty when they have gone on.
         curves: metrics logged by ``accelerator.log``, by name.
-        epochs: the last epochs, by number.
+        epochs: the last epochs, by the number of their training, from 0, and their own in it.
         host_peak_bytes: largest host memory of all workers together; None where pages that they share count for each.
         ranks: one view per worker, by rank; empty before the start.
     """
@@ -316,7 +331,7 @@ class JobView:
     warnings: tuple[tuple[int, str], ...] = ()
     hang: tuple[str, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    epochs: Mapping[int, EpochView] = field(default_factory=dict)
+    epochs: Mapping[tuple[int, int], EpochView] = field(default_factory=dict)
     host_peak_bytes: int | None = None
     ranks: tuple[RankView, ...] = ()
 

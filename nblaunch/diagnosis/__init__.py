@@ -1,13 +1,14 @@
 """What went wrong in a job, with evidence: hangs while it runs, the root cause after it has failed.
 
 While a job runs, the launcher has ``hang.HangDetector`` check the workers' progress a few times a second, and
-``memory.MemoryRecord`` read their memory. After an attempt, the supervisor's ``report.AttemptReport`` holds the facts.
+``memory.MemoryRecord`` read the memory of the host. After an attempt, the supervisor's ``report.AttemptReport`` holds
+the facts.
 
 hang.py         whether the job hangs, and which rank waits for which
 stacks.py       the ranks' Python stacks, collected when one makes no progress
 report.py       the facts of an attempt
 root_cause.py   the earliest failure that no other failure explains; what it means
-memory.py       memory of the workers; the evidence where it ran out
+memory.py       memory of the host; the evidence where it ran out
 failure.py      which exception the kernel raises, with its evidence
 exceptions.py   the worker's exception, made again in the kernel, and shown with the user's frames only
 """

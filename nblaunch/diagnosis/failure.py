@@ -199,6 +199,7 @@ def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
         return []
     return memory.judge(
         record,
+        {rank: sample.peak_bytes for rank, sample in report.host_memory.items()},
         report.last_readings,
         is_killed=root.status is not None and root.status.signal_name in _KILLING_SIGNALS,
         message=f"{root.failed.info.type_name}: {root.failed.info.message}" if root.failed else "",

@@ -52,24 +52,18 @@ def read_facts() -> MemoryFacts:
 
 @dataclass
 class MemoryRecord:
-    """Memory during one attempt, in bytes.
+    """Memory of the host during one attempt, in bytes.
 
     Args:
-        before: of the host at the start.
+        before: at the start.
         lowest_available: minimum of the available memory; None if unknown.
-        own_bytes: rank -> largest private memory of its process.
     """
 
     before: MemoryFacts = field(default_factory=read_facts)
     lowest_available: int | None = None
-    own_bytes: dict[int, int] = field(default_factory=dict)
 
-    def add(self, pids: Mapping[int, int]) -> None:
-        """Update the record; ``pids``: rank -> process."""
-        for rank, pid in pids.items():
-            taken = proc.own_bytes(pid)
-            if taken is not None:
-                self.own_bytes[rank] = max(taken, self.own_bytes.get(rank, 0))
+    def update(self) -> None:
+        """Note what is available now."""
         available = read_facts().available
         if available is not None:
             lowest = self.lowest_available
@@ -77,7 +71,12 @@ class MemoryRecord:
 
 
 def judge(
-    record: MemoryRecord, readings: Sequence[SlotReading], *, is_killed: bool, message: str = ""
+    record: MemoryRecord,
+    peaks: Mapping[int, int],
+    readings: Sequence[SlotReading],
+    *,
+    is_killed: bool,
+    message: str = "",
 ) -> list[str]:
     """Return the evidence that a failure was caused by memory, line by line; empty without evidence.
 
@@ -86,6 +85,7 @@ def judge(
 
     Args:
         record: of the attempt that has just ended.
+        peaks: rank -> the most memory that its process had.
         readings: the last ones of the board.
         is_killed: the process died by SIGKILL, SIGSEGV or SIGBUS.
         message: of the exception, if there was one.
@@ -103,7 +103,7 @@ def judge(
     else:
         return []
     host = _host_line(before, lowest)
-    return [first, host, *_worker_lines(record.own_bytes), _remedy(readings, before)]
+    return [first, host, *_worker_lines(peaks), _remedy(readings, before)]
 
 
 def _host_line(before: MemoryFacts, lowest: int | None) -> str:
@@ -115,11 +115,11 @@ def _host_line(before: MemoryFacts, lowest: int | None) -> str:
     return "Host memory: " + ", ".join(part for part in parts if part) + "."
 
 
-def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
+def _worker_lines(peaks: Mapping[int, int]) -> list[str]:
     """Return the memory of each process, in one line."""
-    if not own_bytes:
+    if not peaks:
         return []
-    texts = [f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())]
+    texts = [f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(peaks.items())]
     return [f"Peak memory of each process: {formatting.first(texts, 8)}."]
 
 

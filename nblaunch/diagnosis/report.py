@@ -69,9 +69,9 @@ class AttemptReport:
         cancelled: the job was cancelled.
         stopped_early: all ranks left their loops at the same step, on request.
         last_readings: last readings of the board.
-        memory: of host and workers during the attempt.
+        memory: of the host during the attempt.
         epochs: the last ends of epochs of any rank, oldest first.
-        host_memory: rank -> last sample, of this node.
+        host_memory: rank -> last sample with its peak, of this node.
         kept: ranks that go on running, for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
         hang: the hang for which the job was stopped; None otherwise.

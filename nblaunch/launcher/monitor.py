@@ -1,6 +1,6 @@
 """What workers take of the host and of its devices, read from outside while they run.
 
-    MemorySampler   events about each rank's host memory, once a second
+    MemorySampler   events about each rank's host memory, once a second and where its peak rises
     DeviceSampler   events about the utilisation of each rank's device, once a second
 
 Workers notice nothing of it. A device is read in about a millisecond (NVML for GPUs). What a worker has taken of its
@@ -19,7 +19,10 @@ from nblaunch.host import memory, proc
 from nblaunch.host.gpus import DeviceMeter
 
 INTERVAL_S = 1.0
-"""Between two samples."""
+"""Between two events about a rank."""
+
+_READING_S = 0.25  # between two readings of a rank's memory
+_RISE = 1.05  # of a peak that is not kept for the next event: the process may not live until then
 
 _MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
 
@@ -74,8 +77,19 @@ class _Known:
     read_s: float
 
 
+@dataclass
+class _Use:
+    """Memory of a rank: as it was read last, the most so far, the most when it was reported, when to report it next."""
+
+    num_bytes: int = 0
+    is_proportional: bool = True
+    peak_bytes: int = 0
+    reported_bytes: int = 0
+    next_s: float = 0.0
+
+
 class MemorySampler:
-    """Reads the host memory of workers.
+    """Reads the host memory of workers four times a second, for its peaks.
 
     Proportional memory, in which shared pages count in parts, is expensive: the system walks all pages of the process,
     12 ms for each GB. It is read for one rank at a time, and so rarely that it takes a hundredth of the launcher's
@@ -98,21 +112,27 @@ class MemorySampler:
         self._own_bytes = own_bytes
         self._clock = clock
         self._known: dict[int, _Known] = {}
-        self._sampled: set[int] = set()
-        self._next_read_s = self._next_s = 0.0
+        self._uses: dict[int, _Use] = {}
+        self._job_peak_bytes = 0
+        self._next_proportional_s = self._next_s = 0.0
 
     def sample(self, pids: Mapping[int, int]) -> list[HostMemory]:
-        """Return the memory of each rank in ``pids`` (rank -> process), if it is time; that of new ranks at once."""
+        """Return the memory of ranks in ``pids`` (rank -> process): once a second, and at once where its peak rises."""
         now_s = self._clock()
-        if pids and now_s >= self._next_read_s:
+        if pids and now_s >= self._next_proportional_s:
             self._read_one(pids, now_s)
+        # A rank that is left out has ended its function; in a session, another command may follow.
+        self._uses = {rank: use for rank, use in self._uses.items() if rank in pids}
         due = set(pids)
         if now_s < self._next_s:
-            due -= self._sampled  # a short job would end without a figure
+            due -= self._uses.keys()  # a short job would end without a figure
         else:
-            self._next_s = now_s + INTERVAL_S
-        self._sampled |= due
-        return [event for rank in sorted(due) if (event := self._estimate(rank, pids[rank])) is not None]
+            self._next_s = now_s + _READING_S
+        for rank in due:
+            self._estimate(rank, pids[rank])
+        taken = sum(use.num_bytes for use in self._uses.values())
+        self._job_peak_bytes = max(taken, self._job_peak_bytes) if pids else 0
+        return [self._report(rank, now_s) for rank in sorted(due) if self._is_news(rank, now_s)]
 
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
         """Read the rank whose number is the oldest; the slower it was, the later the next."""
@@ -121,15 +141,27 @@ class MemorySampler:
         if own is None:
             return
         self._known[rank] = _Known(self._proportional_bytes(pids[rank]), own, now_s)
-        self._next_read_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
+        self._next_proportional_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
 
-    def _estimate(self, rank: int, pid: int) -> HostMemory | None:
+    def _estimate(self, rank: int, pid: int) -> None:
         # Workers of a job share the same pages, so until a rank is read, the shared part of another one stands for its
         # own: a table with the memory of some ranks only would show a wrong sum.
         known = self._known.get(rank) or next(iter(self._known.values()), None)
         own = self._own_bytes(pid)
         if own is None or known is None:
-            return None
-        if known.proportional is None:
-            return HostMemory(rank, time.time(), own, is_proportional=False)
-        return HostMemory(rank, time.time(), max(known.proportional + own - known.own, 0))
+            return
+        use = self._uses.setdefault(rank, _Use())
+        use.is_proportional = known.proportional is not None
+        use.num_bytes = own if known.proportional is None else max(known.proportional + own - known.own, 0)
+        use.peak_bytes = max(use.num_bytes, use.peak_bytes)
+
+    def _is_news(self, rank: int, now_s: float) -> bool:
+        use = self._uses.get(rank)
+        return use is not None and (now_s >= use.next_s or use.peak_bytes > _RISE * use.reported_bytes)
+
+    def _report(self, rank: int, now_s: float) -> HostMemory:
+        use = self._uses[rank]
+        use.reported_bytes, use.next_s = use.peak_bytes, now_s + INTERVAL_S
+        return HostMemory(
+            rank, time.time(), use.num_bytes, use.is_proportional, use.peak_bytes, self._job_peak_bytes
+        )

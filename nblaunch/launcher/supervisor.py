@@ -473,7 +473,7 @@ class Supervisor:
                 self._emit(event)
 
     def _inspect(self, readings: Sequence[SlotReading]) -> None:
-        """Record the memory of the workers, and check their progress."""
+        """Record the memory of the host, and check the progress of the workers."""
         now = time.monotonic()
         if now < self._next_inspection:
             return
@@ -482,7 +482,7 @@ class Supervisor:
             self._hangs.begin_anew()  # ranks may wait for one in pdb
             return
         pids = self._active_pids()
-        self._running.memory.add(pids)
+        self._running.memory.update()
         self._hangs.inspect(readings, pids)
 
     def _read_board(self) -> list[SlotReading]:

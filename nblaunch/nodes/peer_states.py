@@ -95,7 +95,7 @@ class PeerStates:
         events: list[Event] = []
         for ended in summary.epochs:
             if ended.rank in own:
-                events += self._once(f"epoch {ended.epoch}", ended.rank, ended)
+                events += self._once(f"epoch {ended.epoch} {ended.time_s}", ended.rank, ended)
         for sample in summary.host_memory:
             if sample.rank in own and sample != peer.host_memory.get(sample.rank):
                 peer.host_memory[sample.rank] = sample

@@ -204,7 +204,7 @@ class LossReport:
     optimizer steps (``wire/board.py``). They are read now and then, and when a loop ends. A step is over when any
     optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
 
-    With the losses it shows the memory of the rank's device, at most once a second.
+    With the losses it shows the memory of the rank's device, at most once a second and at the end.
     """
 
     def __init__(self, slot: Slot, backend: Backend) -> None:
@@ -268,6 +268,11 @@ class LossReport:
             means = tuple(one.total / one.num_read if one.num_read else math.nan for one in self._bins)
             self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, means))
             self._slot.set_loss(_number(latest))
+
+    def show_last(self) -> None:
+        """Show the losses and the memory of the device as they are at the end of the function."""
+        self._next_memory_s = 0.0
+        self.flush()
 
     def _show_memory(self) -> None:
         now_s = monotonic()

@@ -165,7 +165,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     if here.training is None:
         process = joining.join(cpu, init)
         losses = LossReport(process.slot, process.backend)
-        here.flush_losses, here.forget_losses = losses.flush, losses.begin_anew
+        here.flush_losses, here.forget_losses = losses.show_last, losses.begin_anew
         loaders = LoaderStack()
         here.training = SharedState(
             process,

@@ -70,6 +70,23 @@ def test_a_restart_has_epochs_of_its_own() -> None:
     assert [row[:2] for row in tabulate_epochs(view).rows] == [("2", "9.0000")]
 
 
+def test_each_training_of_a_function_has_epochs_of_its_own() -> None:
+    view = view_of([*started(2), *epochs(range(1, 3))])
+    view = view_of([Metric(0, START_S, 1, {"accuracy": 0.9}, epoch=1)], view)  # in its first epoch
+    rows = [("1", "1.5000", "0.6000"), ("2", "0.7500", "0.7000"), ("1", "", "0.9000")]
+    assert [row[:3] for row in tabulate_epochs(view).rows] == rows
+    view = view_of([EpochEnded(rank, START_S, 1, 9.0, 1.0) for rank in range(2)], view)
+    view = view_of([Metric(0, START_S, 2, {"accuracy": 0.8}, epoch=1)], view)
+    rows[-1] = ("1", "9.0000", "0.8000")
+    assert [row[:3] for row in tabulate_epochs(view).rows] == rows
+
+
+def test_two_loops_of_an_epoch_have_a_row_each() -> None:
+    ended_epochs = [EpochEnded(0, START_S, number, loss, 1.0) for number in (4, 5) for loss in (1.0, 2.0)]
+    rows = tabulate_epochs(view_of([*started(1), *ended_epochs])).rows
+    assert [row[:2] for row in rows] == [("4", "1.0000"), ("4", "2.0000"), ("5", "1.0000"), ("5", "2.0000")]
+
+
 def test_a_loss_that_is_not_finite_is_shown_and_a_silent_loop_has_no_table() -> None:
     view = view_of([*started(1), EpochEnded(0, START_S, 1, math.nan, 1.0)])
     assert tabulate_epochs(view).rows == (("1", "nan", "1.0 s"),)

@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -86,6 +87,20 @@ def test_every_reading_before_the_end_counts_although_few_are_drawn() -> None:
     feed(board, ended(8, 2.0))
     board.close()
     assert {rank.step for rank in board.last.ranks} == {20}
+
+
+def test_a_suspended_machine_does_not_part_the_times_of_readings_and_of_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 50.0
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: now_s)
+    board = CountingDashboard(Pace())
+    feed(board, started(2))
+    now_s += 3600
+    feed(board, [LogLines(0, START_S + 3600, lines=("awake",))])
+    board.on_readings([sample(rank, 1) for rank in range(2)])
+    board.close()
+    assert [rank.changed_s - START_S for rank in board.last.ranks] == pytest.approx([3600, 3600])
 
 
 # --- the table in a notebook -----------------------------------------------------------------------------------------

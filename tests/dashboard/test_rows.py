@@ -74,6 +74,7 @@ def test_time_left_counts_the_evaluation_after_each_epoch() -> None:
         readings = sample(
             0, step, 100 if is_training else 50, epoch=epoch, num_epochs=4, loop=2 * epoch + (not is_training),
             step_time_s=5 + tick / 2, state=WorkerState.TRAINING if is_training else WorkerState.EVALUATING,
+            trained=(100, 100, epoch - is_training),
         )  # fmt: skip
         view = fold_readings(view, [readings], START_S + tick / 2)
     (rank,) = view.ranks
@@ -81,6 +82,43 @@ def test_time_left_counts_the_evaluation_after_each_epoch() -> None:
     assert rank.job_fraction == pytest.approx((2 + 0.75) / 4)
     assert rank.left_s == pytest.approx(2.5 + 15)
     assert tabulate(view).rows[0].cells[0] == "3/4"
+
+
+def test_an_evaluation_inside_an_epoch_is_not_the_end_of_the_epoch() -> None:
+    nested = sample(
+        0, 0, 10, num_epochs=10, loop=2, state=WorkerState.EVALUATING, step_time_s=16.0, steps_done=100
+    )
+    half = replace(nested, step=5, step_time_s=17.0, steps_done=105)
+    saving = replace(half, step=10, step_time_s=18.0, steps_done=110, state=WorkerState.TRAINING)
+    view = fold_readings(view_of(started(1)), [sample(0, 100, num_epochs=10)], START_S)
+    for reading in (nested, half, saving):
+        view = fold_readings(view, [reading], START_S + reading.step_time_s)
+        (rank,) = view.ranks
+        assert rank.job_fraction == pytest.approx(0.01)
+        assert (rank.epoch_length_s, rank.left_s) == (None, None)
+    # 100 s an epoch, then 1 s for the second half of the evaluation, half an epoch and eight whole ones.
+    trained = (1000, 1000, 1)
+    training = sample(
+        0, 500, num_epochs=10, epoch=2, loop=3, step_time_s=105.0, steps_done=1500, trained=trained
+    )
+    view = fold_readings(view, [training], START_S + 100)
+    for reading in (nested, half):
+        later = replace(
+            reading, epoch=2, loop=4, step_time_s=reading.step_time_s + 100, trained=trained,
+            steps_done=reading.steps_done + 1400,
+        )  # fmt: skip
+        view = fold_readings(view, [later], START_S + later.step_time_s)
+    assert view.ranks[0].job_fraction == pytest.approx(0.15)
+    assert view.ranks[0].left_s == pytest.approx(1 + 850)
+
+
+def test_another_training_has_epochs_of_its_own_length() -> None:
+    view = view_of(started(1))
+    for number, (epoch, at_s) in enumerate([(1, 0), (2, 10), (3, 20), (1, 900), (2, 905)]):
+        reading = sample(0, 0, epoch=epoch, num_epochs=3, loop=number + 1, step_time_s=5.0 + at_s)
+        view = fold_readings(view, [reading], START_S + at_s)
+        lengths = {0: None, 10: 10, 20: 10, 900: None, 905: 5}
+        assert view.ranks[0].epoch_length_s == lengths[at_s]
 
 
 def test_the_row_of_all_is_where_the_last_rank_is() -> None:

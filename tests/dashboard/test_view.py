@@ -180,6 +180,18 @@ def test_memory_is_added_up_and_its_peak_is_kept() -> None:
     assert view.host_peak_bytes == 13
 
 
+def test_a_sample_that_arrives_late_counts_with_the_ranks_that_ran_when_it_was_taken() -> None:
+    late = [HostMemory(0, START_S + 1, 104), Exited(0, START_S + 3), HostMemory(1, START_S + 2, 96)]
+    assert view_of([*started(2), *late]).host_peak_bytes == 200
+
+
+def test_peaks_between_two_samples_count() -> None:
+    sampled = HostMemory(0, START_S, 5, peak_bytes=50, job_peak_bytes=90)
+    view = view_of([*started(2), sampled, HostMemory(1, START_S, 7, peak_bytes=45, job_peak_bytes=90)])
+    assert [rank.host_peak_bytes for rank in view.ranks] == [50, 45]
+    assert view.host_peak_bytes == 90
+
+
 def test_device_memory_comes_from_the_board() -> None:
     reading = SlotReading(0, device_bytes=3, device_peak_bytes=8, device_limit_bytes=10)
     rank = fold_readings(view_of(started(1)), [reading], START_S).ranks[0]
@@ -220,10 +232,25 @@ def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_
     assert view.ranks[0].steps_per_s == pytest.approx(10)
     view = fold_readings(view, [replace(evaluating, step=2, step_time_s=101.0, steps_done=102)], START_S + 96)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
-    # Back to the outer pass, which resumes where it was: no jump in the rate.
-    resumed = sample(0, 100, 100, step_time_s=110.0, steps_done=102)
+    # A checkpoint is saved behind it: the finished evaluation is still on the board.
+    saving = replace(evaluating, step=20, state=WorkerState.TRAINING, step_time_s=109.0, steps_done=120)
+    view = fold_readings(view, [saving], START_S + 104)
+    assert view.ranks[0].steps_per_s == pytest.approx(20 / 9)
+    # Back to the outer pass, which resumes where it was, with its own rate.
+    resumed = sample(0, 100, 100, step_time_s=110.0, steps_done=121)
     view = fold_readings(view, [resumed], START_S + 105)
-    assert view.ranks[0].steps_per_s == pytest.approx(2)
+    assert view.ranks[0].steps_per_s == pytest.approx(10)
+    assert view_of(ended(1), view).ranks[0].steps_per_s == pytest.approx(10)
+
+
+def test_a_training_that_was_not_measured_does_not_have_the_rate_of_the_evaluation_before_it() -> None:
+    view = view_of(started(1))
+    for step in (0, 10):
+        seen = sample(0, step, 20, loop=1, state=WorkerState.EVALUATING, step_time_s=5.0 + step)
+        view = fold_readings(view, [seen], START_S + step)
+    assert view.ranks[0].steps_per_s == pytest.approx(1)
+    view = fold_readings(view, [sample(0, 0, loop=2, step_time_s=16.0, steps_done=10)], START_S + 11)
+    assert (view.ranks[0].steps_per_s, view.left_s) == (None, None)
 
 
 def test_a_look_at_an_unchanged_board_keeps_the_ranks() -> None:

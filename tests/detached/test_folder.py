@@ -19,12 +19,14 @@ import torch
 
 import nblaunch
 from nblaunch import cli
+from nblaunch.dashboard.fold import fold
+from nblaunch.dashboard.view import JobView
 from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
 from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
 from nblaunch.detached.job_process import Recorder
 from nblaunch.errors import ResultError
-from nblaunch.events import AttemptStarted, Event, Fact, JobEnded, LogLines, Note
+from nblaunch.events import AttemptStarted, Event, Fact, HostMemory, JobEnded, LogLines, Note
 from nblaunch.host import descriptors
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import plan_launch
@@ -378,6 +380,23 @@ def test_a_moment_without_descriptors_is_no_end_of_a_job(own_folder: Path, serve
         assert not loaded
     reader.join(10)
     assert loaded == [Snapshot(1.0, (), ())]
+
+
+def test_one_that_attaches_late_sees_the_peak_of_memory(own_folder: Path) -> None:
+    path = own_folder / "job"
+    path.mkdir(mode=0o700)
+    folder = JobFolder(path)
+    recorder = Recorder(folder, lambda: None)
+    for time_s, taken in ((1.0, 50), (2.0, 5)):
+        recorder.on_event(HostMemory(0, time_s, taken, peak_bytes=50, job_peak_bytes=50))
+    recorder.on_readings([])
+    descriptors.close(recorder._sender.fd)
+    snapshot = folder.load(Snapshot)
+    assert snapshot is not None
+    view = fold(JobView(), AttemptStarted(-1, 1.0, "train", 1))
+    for event in snapshot.samples:
+        view = fold(view, event)
+    assert (view.ranks[0].host_bytes, view.ranks[0].host_peak_bytes, view.host_peak_bytes) == (5, 50, 50)
 
 
 def test_events_that_the_disk_has_no_room_for_cost_no_others(

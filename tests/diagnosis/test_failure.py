@@ -13,7 +13,7 @@ from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.diagnosis.root_cause import SAME_COLLECTIVES
 from nblaunch.errors import JobHung, WorkerDied
-from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
+from nblaunch.events import ExceptionInfo, ExitStatus, Failed, HostMemory, Returned
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.wire import exceptions
 from nblaunch.wire.board import SlotReading
@@ -117,7 +117,10 @@ def test_stacks_that_were_only_asked_for_are_no_crash(log: JobLog) -> None:
 
 def test_the_end_of_memory_takes_the_place_of_guesses(log: JobLog) -> None:
     report = died(-9)
-    record = MemoryRecord(own_bytes={0: 2_000_000_000, 1: 3_000_000_000})
+    record = MemoryRecord()
+    report.host_memory = {
+        rank: HostMemory(rank, 1.0, 1_000_000, peak_bytes=(2 + rank) * 1_000_000_000) for rank in range(2)
+    }
     # As if the system had counted one kill less when the attempt began.
     record.before = dataclasses.replace(record.before, oom_kills=record.before.oom_kills - 1)
     report.memory = record
@@ -146,7 +149,8 @@ def test_an_exception_keeps_its_type_and_gets_notes(log: JobLog) -> None:
 
 def test_a_refused_allocation_is_explained_in_the_notes(log: JobLog) -> None:
     report = raised(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
-    report.memory = MemoryRecord(own_bytes={1: 3_000_000_000})
+    report.memory = MemoryRecord()
+    report.host_memory = {1: HostMemory(1, 1.0, 1_000_000, peak_bytes=3_000_000_000)}
     notes = failure_of(report, {1: 41}, log, 0).error.__notes__  # type: ignore[attr-defined]
     assert notes[0] == "Memory ran out: an allocation was refused."
     assert "Peak memory of each process: rank 1 3.00 GB." in notes
@@ -156,7 +160,7 @@ def test_what_the_device_says_takes_the_place_of_the_hosts_memory(log: JobLog) -
     report = raised(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     lines = ("GPU memory ran out on cuda:1: 12 GiB allocated.", "Try: a smaller batch.")
     report.failed[1] = dataclasses.replace(report.failed[1], evidence=lines)
-    report.memory = MemoryRecord(own_bytes={1: 3_000_000_000})
+    report.memory = MemoryRecord()
     notes = failure_of(report, {1: 41}, log, 0).error.__notes__  # type: ignore[attr-defined]
     assert notes[:2] == ["rank 1: GPU memory ran out on cuda:1: 12 GiB allocated.", "Try: a smaller batch."]
     assert not any("Host memory" in note for note in notes)

@@ -20,10 +20,9 @@ def verdict(
     record = MemoryRecord(
         dataclasses.replace(BEFORE, oom_kills=read_facts().oom_kills - kills),
         lowest_available=lowest,
-        own_bytes={1: 2 * GB, 0: 3 * GB},
     )
     readings = [SlotReading(rank, built_bytes=built) for rank in range(2)]
-    return judge(record, readings, is_killed=is_killed, message=message)
+    return judge(record, {1: 2 * GB, 0: 3 * GB}, readings, is_killed=is_killed, message=message)
 
 
 def test_nothing_speaks_for_memory() -> None:
@@ -88,7 +87,7 @@ def test_memory_that_was_gone_is_remembered(monkeypatch: pytest.MonkeyPatch) -> 
     record = MemoryRecord(BEFORE)
     monkeypatch.setattr(memory, "read_facts", lambda: dataclasses.replace(BEFORE, available=next(left)))
     for _ in range(3):
-        record.add({})
+        record.update()
     assert record.lowest_available == 0
 
 
@@ -103,8 +102,9 @@ def test_models_built_in_workers_lead_to_the_remedy() -> None:
 
 
 def test_many_ranks_stay_one_line() -> None:
-    record = MemoryRecord(BEFORE, own_bytes=dict.fromkeys(range(11), GB))
-    found = judge(record, [], is_killed=False, message="MemoryError: ")
+    found = judge(
+        MemoryRecord(BEFORE), dict.fromkeys(range(11), GB), [], is_killed=False, message="MemoryError: "
+    )
     assert found[2].endswith("rank 7 1.00 GB and 3 more.")
 
 

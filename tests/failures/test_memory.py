@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +77,23 @@ notebook_launcher(train, num_processes=2)
     assert len(cell.raised.lines) <= 25, cell.describe()
     assert value_of(shared, "'Memory ran out: an allocation was refused.' in sys.last_value.__notes__")
     assert_as_before(shared)
+
+
+def test_what_workers_share_with_the_kernel_counts_in_parts(shared: Kernel) -> None:
+    shared.run("block = b'x' * 600_000_000")
+    cell = shared.run(
+        """
+def train():
+    for _ in range(40):
+        torch.nn.Linear(2048, 2048)                              # 17 MB, one after the other
+    raise MemoryError("no room")
+notebook_launcher(train, num_processes=2, start_method="fork")
+""",
+        raises="MemoryError",
+    )
+    shared.run("del block")
+    line = re.search(r"Peak memory of each process: .*", cell.raised.text)
+    assert line is not None, cell.describe()
+    sizes = re.findall(r"rank \d ([\d.]+) (MB|GB)", line[0])
+    assert sizes, line[0]
+    assert all(unit == "MB" and float(size) < 600 for size, unit in sizes), line[0]

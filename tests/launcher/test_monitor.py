@@ -91,6 +91,62 @@ def test_growth_between_readings_is_reported() -> None:
     assert len(host.reads) == 1
 
 
+def test_a_peak_is_reported_at_once_and_stays() -> None:
+    host = Host()
+    sampler = host.sampler()
+    sampler.sample({0: 1})
+    host.now_s += 0.25
+    host.own[1] += 4000 * MB
+    (event,) = sampler.sample({0: 1})
+    assert (event.num_bytes, event.peak_bytes) == (4050 * MB, 4050 * MB)
+    host.now_s += 0.25
+    host.own[1] -= 4000 * MB
+    assert sampler.sample({0: 1}) == []
+    host.now_s += 1.0
+    (event,) = sampler.sample({0: 1})
+    assert (event.num_bytes, event.peak_bytes) == (50 * MB, 4050 * MB)
+
+
+def test_a_slightly_higher_peak_is_kept_for_the_next_event() -> None:
+    host = Host()
+    sampler = host.sampler()
+    sampler.sample({0: 1})
+    for change in (MB, -MB):
+        host.now_s += 0.25
+        host.own[1] += change
+        assert sampler.sample({0: 1}) == []
+    host.now_s += 1.0
+    assert [event.peak_bytes for event in sampler.sample({0: 1})] == [51 * MB]
+
+
+def test_the_peak_of_all_ranks_together_is_not_the_sum_of_their_peaks() -> None:
+    host = Host(cost_s=0.1)
+    sampler = host.sampler()
+    sampler.sample({0: 1, 1: 2})
+    host.now_s += 1.0
+    host.own.update({1: 110 * MB, 2: 10 * MB})
+    sampler.sample({0: 1, 1: 2})
+    host.now_s += 2.0
+    host.own.update({1: 10 * MB, 2: 30 * MB})
+    seen = sampler.sample({0: 1, 1: 2})
+    assert [(event.peak_bytes, event.job_peak_bytes) for event in seen] == [
+        (150 * MB, 200 * MB),
+        (70 * MB, 200 * MB),
+    ]
+
+
+def test_each_command_of_a_session_has_a_peak_of_its_own() -> None:
+    host = Host()
+    sampler = host.sampler()
+    host.own[1] += 4000 * MB
+    sampler.sample({0: 1})
+    sampler.sample({})  # the command has ended
+    host.own[1] -= 4000 * MB
+    host.now_s += 0.25
+    (event,) = sampler.sample({0: 1})
+    assert (event.peak_bytes, event.job_peak_bytes) == (50 * MB, 50 * MB)
+
+
 def test_without_the_true_number_own_pages_are_reported_as_such() -> None:
     host = Host(shared=None)
     (event,) = host.sampler().sample({0: 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nblaunch.events import EpochEnded, Event, ExceptionInfo, Exited, ExitStatus, Failed, HostMemory, Returned
@@ -115,6 +116,9 @@ def test_the_end_of_an_epoch_is_emitted_once_however_often_it_is_sent() -> None:
         for count, epochs in enumerate(sent)
     ]
     assert emitted == [[first], [second], []]
+    of_another_training = replace(first, time_s=9.0)
+    last = heartbeat("b", 3, summary=summary(epochs=(second, of_another_training)))
+    assert others.update([last], 101.0)[0] == [of_another_training]
 
 
 def test_memory_of_ranks_is_emitted_whenever_it_was_sampled_anew_and_before_their_end() -> None:

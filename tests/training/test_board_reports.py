@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 import torch
@@ -189,10 +190,17 @@ def train_by_steps() -> float:
     return loss.item()
 
 
-def test_the_last_loss_is_shown_though_no_loop_ended(nothing_left_behind: None) -> None:
+def test_the_last_loss_and_memory_are_shown_though_no_loop_ended(
+    nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = count(1)
+    monkeypatch.setattr(CpuBackend, "device_memory", lambda self: (1, next(peaks), 10))
     listener = LastReadings()
     spec = LaunchSpec(train_by_steps, (), 2, backend="cpu")
     runner = JobRunner(spec, plan_launch(spec), [listener])
     runner.run()
     assert runner.result() == 9.0
     assert [(one.loss, one.losses.num_steps) for one in listener.readings] == [(9.0, 10), (9.0, 10)]
+    assert all(one.device_peak_bytes > 1 for one in listener.readings), (
+        "it is read again after the first step"
+    )

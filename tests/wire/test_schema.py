@@ -38,7 +38,7 @@ _HEARTBEAT = Heartbeat(
         exits={0: (ExitStatus(-9), 3.0)},
         returned={2: Returned(2, 4, ValueLocation(5, 6, ("result[0]",)), sends=(0, "model"))},
         epochs=(EpochEnded(1, 2.0, 3, math.inf, 4.5), EpochEnded(0, 2.0, 3)),
-        host_memory=(HostMemory(1, 2.0, 10**9, is_proportional=False),),
+        host_memory=(HostMemory(1, 2.0, 10**9, False, 2 * 10**9, 3 * 10**9),),
         stop=StopState(True, 1, -1, {0: (5, 1)}),
     ),
 )  # fmt: skip
