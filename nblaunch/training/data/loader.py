@@ -322,8 +322,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         num_rounds = position.samples // self.rounds(1).samples
         is_whole = position == self.rounds(num_rounds)
         dataset: Any = self.dataset
-        if isinstance(dataset, IterableDataset) and is_whole:
-            rest.skip_batches += num_rounds  # they are read and dropped
+        if isinstance(dataset, IterableDataset) and (is_whole or not self.has_portable_position):
+            rest.skip_batches += (
+                num_rounds  # they are read and dropped; by several readers, whole rounds alone
+            )
             return rest
         if isinstance(dataset, IterableDataset):
             dataset = rest_of_stream(dataset, self.batch_size is not None, position)
