@@ -150,8 +150,8 @@ def gather_for_metrics(
     remainder = accumulation.remainder
     if remainder < 0 and not _drops_last(loader) and _may_be_completed(loader):
         warn(
-            "the loader's length is not known, so samples that completed its last batch are still among the "
-            "gathered ones. With num_workers=0 they can be distinguished."
+            "how many samples completed the loader's last batch is not known, so they are still among the gathered "
+            "ones. With a batch_size, and num_workers=0, they can be distinguished."
         )
     if remainder <= 0:
         return gathered
