@@ -356,6 +356,32 @@ def test_metrics_of_a_stream_of_batches_have_every_row_of_the_last_one(num_worke
         assert "still among the gathered ones" in warned[0]
 
 
+class _Dividing(IterableDataset):
+    """A stream that divides itself, as those of datasets do."""
+
+    n_shards = 2
+
+    def __init__(self, first: int = 0, step: int = 1) -> None:
+        self.first, self.step = first, step
+
+    def shard(self, num_shards: int, index: int) -> _Dividing:
+        return _Dividing(index, num_shards)
+
+    def __iter__(self) -> Any:
+        return iter(range(self.first, 6, self.step))
+
+
+def _read_own_part() -> tuple[list[int], list[str]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    return _gathered(accelerator, accelerator.prepare(DataLoader(_Dividing(), batch_size=2)))
+
+
+def test_metrics_of_a_stream_that_divides_itself_are_exact() -> None:
+    for seen, warned in ranks.run(_read_own_part, 2):
+        assert seen == [0, 2, 1, 3, 4, 5]
+        assert warned == []
+
+
 def _orders(rng_types: list[str] | None, has_own_generator: bool) -> list[list[int]]:
     torch.manual_seed(context.current().topology.rank)
     accelerator = Accelerator(rng_types=rng_types)
