@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +234,27 @@ def test_an_epoch_may_be_left_and_others_begun() -> None:
     zero, one = ranks.run(_break_and_go_on, 2)
     assert sorted(index for batch in zero[0] + one[0] for index in batch) == list(range(8))
     assert len(zero[1]) == len(one[1]) == 1
+
+
+def _draw_after_resuming(folder: str) -> tuple[list[float], list[float]]:
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    dispatched, own = accelerator.prepare(
+        DataLoader(_Stream(8), batch_size=2), DataLoader(range(4), batch_size=2)
+    )
+    for step, _ in enumerate(dispatched):
+        if step == 0:
+            accelerator.save_state(folder)
+    list(own)
+    drawn = torch.rand(3).tolist()
+    accelerator.load_state(folder)
+    list(accelerator.skip_first_batches(dispatched))
+    list(own)
+    return drawn, torch.rand(3).tolist()
+
+
+def test_ranks_that_read_nothing_draw_the_same_numbers_after_an_epoch_that_was_resumed(
+    tmp_path: Path,
+) -> None:
+    for drawn, again in ranks.run(_draw_after_resuming, 2, str(tmp_path / "state")):
+        assert drawn == again

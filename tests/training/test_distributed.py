@@ -304,6 +304,11 @@ class _Numbers(IterableDataset):
 def _read_stream(count: int, num_workers: int) -> tuple[list[int], list[str]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     loader = accelerator.prepare(DataLoader(_Numbers(count), batch_size=2, num_workers=num_workers))
+    return _gathered(accelerator, loader)
+
+
+def _gathered(accelerator: Accelerator, loader: Any) -> tuple[list[int], list[str]]:
+    """The rows of an epoch for metrics, and what was warned of."""
     seen: list[int] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -324,7 +329,57 @@ def test_metrics_of_a_stream_read_elsewhere_say_that_they_can_not_be_exact() -> 
     for seen, warned in ranks.run(_read_stream, 2, 7, 1):
         assert seen == [0, 1, 2, 3, 4, 5, 6, 0]
         assert len(warned) == 1
-        assert "the loader's length is not known" in warned[0]
+        assert "still among the gathered ones" in warned[0]
+
+
+class _Batches(IterableDataset):
+    """Batches of 8 rows, which the stream makes itself."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(40).split(8))
+
+
+def _read_batches(num_workers: int) -> tuple[list[int], list[str]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    loader = accelerator.prepare(DataLoader(_Batches(), batch_size=None, num_workers=num_workers))
+    return _gathered(accelerator, loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_metrics_of_a_stream_of_batches_have_every_row_of_the_last_one(num_workers: int) -> None:
+    for seen, warned in ranks.run(_read_batches, 2, num_workers):
+        assert seen == [*range(40), *range(8)]
+        assert len(warned) == 1
+        assert "still among the gathered ones" in warned[0]
+
+
+class _Dividing(IterableDataset):
+    """A stream that divides itself, as those of datasets do."""
+
+    n_shards = 2
+
+    def __init__(self, first: int = 0, step: int = 1) -> None:
+        self.first, self.step = first, step
+
+    def shard(self, num_shards: int, index: int) -> _Dividing:
+        return _Dividing(index, num_shards)
+
+    def __iter__(self) -> Any:
+        return iter(range(self.first, 6, self.step))
+
+
+def _read_own_part() -> tuple[list[int], list[str]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    return _gathered(accelerator, accelerator.prepare(DataLoader(_Dividing(), batch_size=2)))
+
+
+def test_metrics_of_a_stream_that_divides_itself_are_exact() -> None:
+    for seen, warned in ranks.run(_read_own_part, 2):
+        assert seen == [0, 2, 1, 3, 4, 5]
+        assert warned == []
 
 
 def _orders(rng_types: list[str] | None, has_own_generator: bool) -> list[list[int]]:

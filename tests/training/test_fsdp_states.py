@@ -15,9 +15,9 @@ from nblaunch import Accelerator, CheckpointError, FullyShardedDataParallelPlugi
 from tests.training import ranks
 
 
-def _trained(kind: str, seed: int) -> tuple[Any, Any, nn.Module, Any]:
+def _trained(kind: str | None, seed: int) -> tuple[Any, Any, nn.Module, Any]:
     torch.manual_seed(seed)
-    plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
+    plugin = None if kind is None else FullyShardedDataParallelPlugin(state_dict_type=kind)
     accelerator = Accelerator(fsdp_plugin=plugin)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
@@ -113,6 +113,33 @@ def test_states_that_are_damaged_or_of_another_model_are_refused(kind: str, tmp_
     for found in ranks.run(problems, 2):
         for name, message in zip(names, found, strict=True):
             assert re.search(rf"{name}(_0|\.bin) does not fit what is prepared, or is damaged", message)
+
+
+def _save_as_the_reference_does(folder: Path) -> tuple[Any, Any]:
+    plugin, accelerator, model, optimizer = _trained("FULL_STATE_DICT", 0)
+    utils.save_fsdp_model(plugin, accelerator, model, folder)
+    utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    accelerator.save_state(str(folder / "ours"))
+    name = f"random_states_{accelerator.process_index}.pkl"
+    (folder / "ours" / name).rename(folder / name)
+    return _whole(model), _first_moment(optimizer)
+
+
+def _load_state_of_the_reference(folder: Path, kind: str | None) -> tuple[Any, Any]:
+    _, accelerator, model, optimizer = _trained(kind, 1)
+    accelerator.load_state(folder)
+    return _whole(accelerator.unwrap_model(model)), _first_moment(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", None])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_full_checkpoint_of_the_reference_s_fsdp_is_read(
+    num_ranks: int, kind: str | None, tmp_path: Path
+) -> None:
+    """Its optimizer's states are those of parameters by name."""
+    saved, _ = ranks.run(_save_as_the_reference_does, 2, tmp_path)
+    for loaded in ranks.run(_load_state_of_the_reference, num_ranks, tmp_path, kind):
+        assert loaded == saved
 
 
 def test_shards_to_merge_are_missing(tmp_path: Path) -> None:

@@ -517,6 +517,14 @@ def test_the_board_counts_samples_of_short_and_of_uneven_batches(batches: Any, r
     assert [_board().samples - before for _ in loader] == rows
 
 
+def test_the_board_counts_samples_of_batches_that_a_function_makes_of_any_size() -> None:
+    sizes = iter([1, 4, 4, 2])
+    given = DataLoader(_rows(8), batch_size=2, collate_fn=lambda _: torch.zeros(next(sizes)))
+    loader = Accelerator().prepare(given)
+    before = _board().samples
+    assert [_board().samples - before for _ in loader] == [1, 5, 9, 11]
+
+
 def test_progress_shows_any_iterable() -> None:
     accelerator = Accelerator()
     for step, _ in enumerate(accelerator.progress([10, 20, 30])):

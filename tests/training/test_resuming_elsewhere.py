@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -10,9 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
-from nblaunch import Accelerator
+from nblaunch import Accelerator, skip_first_batches
 from nblaunch.errors import CheckpointError
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.sharding import EpochPosition
@@ -171,6 +179,50 @@ def test_a_stream_that_workers_share_is_refused_before_anything_changes(tmp_path
     for message in ranks.run(_stream_with_workers, 2, str(tmp_path / "state"), True):
         assert "loader 0 was in the middle of an epoch when 1 processes saved it" in message
         assert "num_workers=0" in message
+
+
+class _Divided(IterableDataset):
+    """A stream of which every worker process of a DataLoader reads a part; two end with three rows each."""
+
+    rows = range(62)
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        return iter(self.rows if worker is None else self.rows[worker.id :: worker.num_workers])
+
+
+def _read_on_with_workers(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], ...]:
+    # From Python 3.12 on the fork of torch's workers warns of threads.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(_Divided(), 4, num_workers=2))
+    whole = []
+    for batch in loader:
+        whole.append(batch.tolist())
+        if len(whole) == 3:
+            accelerator.save_state(folder)
+    accelerator.free_memory()
+    loader = accelerator.prepare(DataLoader(_Divided(), 4, num_workers=2))
+    accelerator.load_state(folder)
+    return whole, *([batch.tolist() for batch in one] for one in (skip_first_batches(loader), loader))
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {}), (2, {"dispatch_batches": False})])
+def test_as_many_ranks_go_on_in_a_stream_that_workers_share(
+    tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    for whole, rest, following in ranks.run(
+        _read_on_with_workers, world_size, str(tmp_path / "state"), options
+    ):
+        assert rest == whole[3:]
+        assert following == whole
+
+
+def test_of_a_stream_that_workers_share_whole_rounds_are_left_out_where_batches_have_another_size() -> None:
+    loader = Accelerator().prepare(DataLoader(_Divided(), 3, num_workers=2))
+    rest = loader.beginning_at(EpochPosition(8, 2))
+    assert next(iter(rest)).tolist() == [6, 8, 10], "two batches of three"
+    assert sorted(row for batch in rest for row in batch.tolist()) == list(_Divided.rows)
 
 
 class _Own(IterableDataset):

@@ -62,6 +62,7 @@ SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 MANIFEST = "nblaunch_checkpoint.json"
 SAMPLER = f"{SAMPLER_NAME}.bin"
 LOADER = "dl_state_dict.bin"
+FSDP_WEIGHTS = f"{MODEL_NAME}_fsdp.bin"  # full ones, of the FSDP of Hugging Face Accelerate
 OPTIMIZER = f"{OPTIMIZER_NAME}.bin"
 SCHEDULER = f"{SCHEDULER_NAME}.bin"
 
@@ -268,7 +269,7 @@ def latest(checkpoints: Path) -> Path:
 
 def weights_file(folder: Path, index: int) -> Path:
     """Return the file with the weights of the n-th model."""
-    candidates = [numbered(SAFE_WEIGHTS_NAME, index), numbered(WEIGHTS_NAME, index)]
+    candidates = [numbered(name, index) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, FSDP_WEIGHTS)]
     for name in candidates:
         if (folder / name).is_file():
             return folder / name

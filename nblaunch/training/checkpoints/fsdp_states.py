@@ -61,16 +61,14 @@ def load_fsdp_model(
     Raises:
         CheckpointError: the files are missing, damaged, or of another model.
     """
-    from torch.distributed.checkpoint import state_dict as states
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    module, options = bare_module(model), _options(fsdp_plugin, adapter_only)
-    current = states.get_model_state_dict(module, options=options)
-    path = _place(fsdp_plugin, Path(input_dir), FSDP_MODEL_NAME, model_index)
-    loaded = _read(fsdp_plugin, accelerator, {"model": current}, path)
+    module, path = bare_module(model), _place(fsdp_plugin, Path(input_dir), FSDP_MODEL_NAME, model_index)
+    if not _is_full(fsdp_plugin):
+        return dtensor_strategy.load_model(module, path, accelerator.num_processes == 1, adapter_only)
+    weights, options = _read(path), _options(fsdp_plugin, adapter_only, strict=not adapter_only)
     with dtensor_strategy.loading(path):
-        return states.set_model_state_dict(
-            module, loaded["model"], options=_options(fsdp_plugin, adapter_only, strict=not adapter_only)
-        )
+        return set_model_state_dict(module, weights, options=options)
 
 
 def save_fsdp_optimizer(
@@ -82,10 +80,8 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
 ) -> None:
     """Write the state of a prepared optimizer below ``output_dir``; otherwise as :func:`save_fsdp_model`."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     module, inner = bare_module(model), inner_optimizer(optimizer)
-    state = get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
+    state = dtensor_strategy.optimizer_state(module, inner, options=_options(fsdp_plugin))
     _save(fsdp_plugin, accelerator, {"optimizer": state}, Path(output_dir), OPTIMIZER_NAME, optimizer_index)
 
 
@@ -103,14 +99,14 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: the files are missing, damaged, or of another optimizer.
     """
-    from torch.distributed.checkpoint import state_dict as states
-
     module, inner = bare_module(model), inner_optimizer(optimizer)
-    current = states.get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
     path = _place(fsdp_plugin, Path(input_dir), OPTIMIZER_NAME, optimizer_index)
-    loaded = _read(fsdp_plugin, accelerator, {"optimizer": current}, path)
+    if not _is_full(fsdp_plugin):
+        dtensor_strategy.load_optimizer(module, inner, path, accelerator.num_processes == 1)
+        return
+    state = _read(path)
     with dtensor_strategy.loading(path):
-        states.set_optimizer_state_dict(module, inner, loaded["optimizer"], options=_options(fsdp_plugin))
+        dtensor_strategy.load_by_names(module, inner, state)
 
 
 def merge_fsdp_weights(
@@ -192,12 +188,9 @@ def _place(plugin: Any, input_dir: Path, name: str, index: int) -> Path:
     return folder if folder.is_dir() else input_dir
 
 
-def _read(plugin: Any, accelerator: Any, state: dict[str, Any], path: Path) -> dict[str, Any]:
-    if not _is_full(plugin):
-        dtensor_strategy.read(state, path, is_alone=accelerator.num_processes == 1)
-        return state
+def _read(path: Path) -> Any:
+    """Read a file of full tensors."""
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
-    (kind,) = state
     with dtensor_strategy.loading(path):
-        return {kind: torch.load(path, map_location="cpu", weights_only=True)}
+        return torch.load(path, map_location="cpu", weights_only=True)

@@ -149,10 +149,11 @@ def gather_for_metrics(
     if loader is None or not loader.end_of_dataloader:
         return gathered
     remainder = accumulation.remainder
-    if remainder < 0 and not _drops_last(loader) and _may_be_completed(loader):
+    # A shard may complete the last batch.
+    if remainder < 0 and loader.shard is not None and not _drops_last(loader):
         warn(
-            "the loader's length is not known, so samples that completed its last batch are still among the "
-            "gathered ones. With num_workers=0 they can be distinguished."
+            "how many samples completed the loader's last batch is not known, so they are still among the gathered "
+            "ones. With a batch_size, and num_workers=0, they can be distinguished."
         )
     if remainder <= 0:
         return gathered
@@ -170,11 +171,6 @@ def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
     """Return the rows of every ``num_alike``-th rank: ranks between have the same data."""
     parts = gathered.reshape(world_size(), -1, *gathered.shape[1:])
     return parts[::num_alike].flatten(0, 1)
-
-
-def _may_be_completed(loader: Any) -> bool:
-    """Return whether the loader's last batch may have been filled up; in a lone process, where shapes are static."""
-    return world_size() > 1 or loader.shard is not None
 
 
 def _drops_last(loader: Any) -> bool:

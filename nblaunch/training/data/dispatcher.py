@@ -101,6 +101,8 @@ class DataLoaderDispatcher(PreparedLoader):
         rank = operations.rank() * size // operations.world_size()  # several may get the same part
         skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
+        if not self._is_reader:
+            shared.take_resuming()  # where nothing is read, making an iterator draws no number
         for whole, num_rows, is_last in self._send(shared, skipped) if self._is_reader else self._receive():
             rows = nested.count_rows(whole) // size
             part = slice_fn(

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
@@ -335,8 +335,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         num_rounds = position.samples // self.rounds(1).samples
         is_whole = position == self.rounds(num_rounds)
         dataset: Any = self.dataset
-        if isinstance(dataset, IterableDataset) and is_whole:
-            rest.skip_batches += num_rounds  # they are read and dropped
+        if isinstance(dataset, IterableDataset) and (is_whole or not self.has_portable_position):
+            rest.skip_batches += (
+                num_rounds  # they are read and dropped; by several readers, whole rounds alone
+            )
             return rest
         if isinstance(dataset, IterableDataset):
             dataset = rest_of_stream(dataset, self.batch_size is not None, position)
@@ -469,8 +471,9 @@ class DataLoaderShard(PreparedLoader):
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
         advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
         rows = count(current)
-        # Not of a stream: each worker process may end with a short batch. Nor of single samples.
-        is_even = not isinstance(self.dataset, IterableDataset) and self.batch_sampler is not None
+        # Not of a stream: each worker process may end with a short batch. Nor of single samples, nor where the user's
+        # function makes a batch of them, with as many rows as it likes.
+        is_even = not isinstance(self.dataset, IterableDataset) and self.collate_fn is default_collate
         is_plain = is_placed and not self.use_stateful_dataloader and self._are_cut_by_torch and is_even
         counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:

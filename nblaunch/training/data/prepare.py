@@ -209,11 +209,9 @@ def _shard_iterable(
         world_size = 1
     if world_size == 1:
         return DataLoaderShard(dataset, batch_size=batch_size, drop_last=drop_last, **common)
-    # Without a batch size the stream yields whole batches, which are shared as single items are.
-    unit = batch_size or 1
-    is_split = config.split_batches and batch_size is not None
-    shard = IterableDatasetShard(dataset, unit, drop_last, world_size, target.rank, is_split)
-    own_size = unit // world_size if shard.split_batches else batch_size
+    is_split = config.split_batches and batch_size is not None  # else it yields batches, shared as they are
+    shard = IterableDatasetShard(dataset, batch_size, drop_last, world_size, target.rank, is_split)
+    own_size = batch_size // world_size if batch_size and is_split else batch_size
     return DataLoaderShard(shard, batch_size=own_size, drop_last=drop_last, **common)
 
 

@@ -102,7 +102,7 @@ def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
 
 
 def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
-    """Return where ``loader`` is."""
+    """Return where ``loader`` is; its position is None where no epoch is being read."""
     # It is read itself, or in its place a loader of the rest of its epoch.
     entered = shared.loaders.entered()
     epochs = loader.epochs
@@ -110,11 +110,10 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     # With its last batch returned, an epoch counts as done: what follows is the next one.
     is_done = bool(reading) and reading[0].end_of_dataloader
     is_mid_epoch = bool(reading) and not is_done
-    has_position = is_mid_epoch and reading[0].has_portable_position
     state = {
         **loader.order_state(is_mid_epoch, is_done),
-        "is_mid_epoch": is_mid_epoch,
-        "position": asdict(reading[0].position) if has_position else None,
+        "position": asdict(reading[0].position) if is_mid_epoch else None,
+        "is_portable": loader.has_portable_position,
     }
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
@@ -124,9 +123,7 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
 
 def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
     """Return whether ``loader`` can go on where another number of ranks was."""
-    if not state["is_mid_epoch"]:
-        return True
-    return state.get("position") is not None and loader.has_portable_position
+    return state["position"] is None or (state["is_portable"] and loader.has_portable_position)
 
 
 def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) -> None:
@@ -134,19 +131,19 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
 
     The first part of the epoch is left out by :func:`skip_first_batches`, or by a loader that resumes by itself.
     """
+    position = state["position"]
     loader.set_epoch(state["iteration"])
     epochs = loader.epochs
     epochs.left = state["num_partial_epochs"]
-    epochs.global_start = epochs.saved_position = None
+    epochs.global_start = None
+    epochs.saved_position = None if position is None else EpochPosition(**position)
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
-        if generator is torch.default_generator and state["is_mid_epoch"]:
+        if generator is torch.default_generator and position is not None:
             epochs.global_start = saved.cpu()  # the checkpoint has its present state, too
         else:
             generator.set_state(saved.cpu())
     sampler = loader.get_sampler()
     if "seed" in state and isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = state["seed"]
-    if state["is_mid_epoch"]:
+    if position is not None:
         shared.is_resuming = True
-        if can_continue(loader, state):
-            epochs.saved_position = EpochPosition(**state["position"])

@@ -236,13 +236,15 @@ class IterableDatasetShard(IterableDataset):
 
     Args:
         dataset: the stream; kept as ``.dataset``.
-        batch_size: rows per block and rank; with ``split_batches`` rows of the global batch.
+        batch_size: rows per block and rank; with ``split_batches`` rows of the global batch. None: the stream
+            has batches of its own, of which each rank gets one a round.
         drop_last: drop an incomplete round instead of completing it from the first one.
         num_processes: number of ranks.
         process_index: this rank.
         split_batches: ``batch_size`` counts for all ranks together.
 
-    ``tail_rows``: as in :class:`BatchSamplerShard`; known only where the stream is read in this very process.
+    ``tail_rows``: as in :class:`BatchSamplerShard`; known only where the stream is read in this very process. -1 where
+    whole batches were added: how many rows these have is not known.
 
     Raises:
         ValueError: ``split_batches`` with a batch size that ranks don't divide.
@@ -251,14 +253,14 @@ class IterableDatasetShard(IterableDataset):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         drop_last: bool = False,
         num_processes: int = 1,
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
         if split_batches:
-            check_divisible(batch_size, num_processes)
+            check_divisible(batch_size or 0, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -269,7 +271,8 @@ class IterableDatasetShard(IterableDataset):
 
     @property
     def _block(self) -> int:
-        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        size = self.batch_size or 1
+        return size // self.num_processes if self.split_batches else size
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch to the dataset, where it wants it."""
@@ -292,7 +295,7 @@ class IterableDatasetShard(IterableDataset):
             if len(batch) < size:
                 if self.drop_last:
                     return
-                self.tail_rows = len(batch)
+                self.tail_rows = -1 if self.batch_size is None else len(batch)
                 batch = [*batch, *islice(_cycle(head), size - len(batch))]
             yield from batch[mine]
 

@@ -94,12 +94,7 @@ class DTensorStrategy(Strategy):
         return full if self._keeps_full else {}
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        of_each = {
-            index: dtensor.shard_state_dict(values, dict.fromkeys(values, held[index]))
-            for index, values in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": of_each})
+        load_by_places(optimizer, state)
 
     def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         if self.saves_shards:
@@ -118,25 +113,14 @@ class DTensorStrategy(Strategy):
         return CopiedShards(models, optimizers, copy, self._saving_group)
 
     def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        from torch.distributed.checkpoint import state_dict as states
-
         if not any((folder / _MODEL.format(0)).glob("*")):  # or a whole one has replaced it
             return False
         is_alone = not self.holds_shards
         for index, model in enumerate(models):
-            module = bare_module(model)
-            state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
-            frozen = quantised_entries(module, state["model"])
-            for name in frozen:  # their modules can't load them, and training has not changed them
-                del state["model"][name]
-            read(state, folder / _MODEL.format(index), is_alone)
-            options = states.StateDictOptions(strict=not frozen)
-            states.set_model_state_dict(module, state["model"], options=options)
+            load_model(bare_module(model), folder / _MODEL.format(index), is_alone)
         for index, optimizer in enumerate(optimizers):
-            owner = _owner(models, optimizer)
-            state = {"optimizer": states.get_optimizer_state_dict(owner, inner_optimizer(optimizer))}
-            read(state, folder / _OPTIMIZER.format(index), is_alone)
-            states.set_optimizer_state_dict(owner, inner_optimizer(optimizer), state["optimizer"])
+            owner, inner = _owner(models, optimizer), inner_optimizer(optimizer)
+            load_optimizer(owner, inner, folder / _OPTIMIZER.format(index), is_alone)
         return True
 
 
@@ -183,13 +167,94 @@ class CopiedShards(ShardWriter):
 
 def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of a folder, and the nested state that goes there."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     for index, model in enumerate(models):
         yield _MODEL.format(index), {"model": get_model_state_dict(bare_module(model))}
     for index, optimizer in enumerate(optimizers):
-        state = get_optimizer_state_dict(_owner(models, optimizer), inner_optimizer(optimizer))
+        state = optimizer_state(_owner(models, optimizer), inner_optimizer(optimizer))
         yield _OPTIMIZER.format(index), {"optimizer": state}
+
+
+def load_model(module: nn.Module, folder: Path, is_alone: bool, adapter_only: bool = False) -> Any:
+    """Load this rank's shards of a module from ``folder``; with ``adapter_only``, of trained parameters alone."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    options = states.StateDictOptions(ignore_frozen_params=adapter_only)
+    state: dict[str, Any] = {"model": states.get_model_state_dict(module, options=options)}
+    frozen = quantised_entries(module, state["model"])
+    for name in frozen:  # their modules can't load them, and training has not changed them
+        del state["model"][name]
+    read(state, folder, is_alone)
+    options.strict = not (frozen or adapter_only)
+    with loading(folder):
+        return states.set_model_state_dict(module, state["model"], options=options)
+
+
+def optimizer_state(owner: nn.Module, inner: Any, options: Any = None) -> dict[str, Any]:
+    """Return an optimizer's state by names of parameters; of those that have had no gradient, there is none."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    with _gradients(inner, are_there=True):
+        return dict(get_optimizer_state_dict(owner, inner, options=options))
+
+
+def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -> None:
+    """Load this rank's shards of an optimizer's state from ``folder``."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    reader = _reader(folder)
+    with loading(folder):
+        paths = reader.read_metadata().planner_data.values()
+    saved = {path[2] for path in paths if len(path) > 2 and path[1] == "state"}
+    inner.state.clear()
+    with _gradients(inner, are_there=False):
+        state: Any = get_optimizer_state_dict(owner, inner)  # of every parameter, to be read into
+    of_each = {name: values for name, values in state["state"].items() if name in saved}
+    whole = {"optimizer": {**state, "state": of_each}}
+    read(whole, folder, is_alone)
+    with loading(folder):
+        load_by_names(owner, inner, whole["optimizer"])
+
+
+def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
+    """Load a state by names of parameters, in shards or full. ValueError where the optimizer's groups have others."""
+    saved, own = state["param_groups"], optimizer_state(owner, inner)["param_groups"]
+    if [set(group["params"]) for group in saved] != [set(group["params"]) for group in own]:
+        raise ValueError("the optimizer's groups have other parameters")
+    groups = [{**group, "params": one["params"]} for group, one in zip(saved, own, strict=True)]
+    load_by_places(inner, {**state, "param_groups": groups})
+
+
+def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
+    """Load a state, in shards or full, by the places of parameters in groups: torch numbers them, others name them."""
+    names, held = (
+        [parameter for group in groups for parameter in group["params"]]
+        for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    likes = dict(zip(names, held, strict=False))  # torch reports groups of other sizes
+    of_each = {
+        name: dtensor.shard_state_dict(values, dict.fromkeys(values, likes.get(name)))
+        for name, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": of_each})
+
+
+@contextmanager
+def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
+    """Have torch find gradients in the block, or none.
+
+    Where it finds neither gradients nor a state, it makes one of every parameter, by a step with gradients of zero.
+    """
+    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    own = [parameter.grad for parameter in trained]
+    try:
+        for parameter in trained:
+            parameter.grad = parameter.detach() if are_there else None
+        yield
+    finally:
+        for parameter, gradient in zip(trained, own, strict=True):
+            parameter.grad = gradient
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -239,11 +304,18 @@ def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
     """Read this rank's shards of a nested state from ``folder``, into its tensors."""
     from torch.distributed import checkpoint as dcp
 
-    if not (folder / ".metadata").is_file():
-        raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
+    reader = _reader(folder)
     _expect_no_group()
     with loading(folder), waiting():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=is_alone)
+        dcp.load(state, storage_reader=reader, no_dist=is_alone)
+
+
+def _reader(folder: Path) -> Any:
+    from torch.distributed import checkpoint as dcp
+
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
+    return dcp.FileSystemReader(folder)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from nblaunch import (
     FullyShardedDataParallelPlugin,
     load_checkpoint_in_model,
     notebook_launcher,
+    utils,
 )
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import files
@@ -73,6 +74,111 @@ def test_training_continues_on_another_number_of_ranks(
     going_on = ranks.run(_save, before, kind, str(tmp_path / "state"))
     for resumed in ranks.run(_resume, after, kind, str(tmp_path / "state")):
         assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
+
+
+class _Partly(nn.Module):
+    """Two layers, of which the second is not used by every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        return self.second(self.first(x)) if uses_all else self.first(x)
+
+
+class _PartlyTrained:
+    """A sharded model of which a step may leave a layer without gradients, and its checkpoints by either way."""
+
+    def __init__(self, kind: str, one_by_one: bool) -> None:
+        self.plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
+        self.accelerator = Accelerator(fsdp_plugin=self.plugin)
+        module = _Partly()
+        self.model, self.optimizer = self.accelerator.prepare(
+            module, torch.optim.AdamW(module.parameters(), lr=0.1)
+        )
+        self.one_by_one = one_by_one
+
+    def step(self, uses_all: bool) -> None:
+        """Leave gradients where they are."""
+        self.optimizer.zero_grad()
+        self.accelerator.backward(self.model(torch.ones(2, 6), uses_all).pow(2).sum())
+        self.optimizer.step()
+
+    def save(self, folder: str) -> None:
+        if self.one_by_one:
+            utils.save_fsdp_optimizer(self.plugin, self.accelerator, self.optimizer, self.model, folder)
+        else:
+            self.accelerator.save_state(folder)
+
+    def load(self, folder: str) -> dict[int, Any]:
+        """Return the states by the numbers of parameters."""
+        if self.one_by_one:
+            utils.load_fsdp_optimizer(self.plugin, self.accelerator, self.optimizer, self.model, folder)
+        else:
+            self.accelerator.load_state(folder)
+        return self.states()
+
+    def states(self) -> dict[int, Any]:
+        full = dtensor.gather(self.optimizer.state_dict()["state"], True)
+        return {
+            number: {name: value.tolist() for name, value in state.items()} for number, state in full.items()
+        }
+
+
+def _train_partly_then_all(folder: str, kind: str, one_by_one: bool) -> tuple[dict[int, Any], ...]:
+    training = _PartlyTrained(kind, one_by_one)
+    found = []
+    for name in ("part", "all"):
+        training.step(name == "all")
+        training.save(f"{folder}/{name}")
+        found.append(training.states())
+    assert training.load(f"{folder}/part") == found[0]
+    assert training.load(f"{folder}/all") == found[1]
+    return tuple(found)
+
+
+def _load_part_and_all(folder: str, kind: str, one_by_one: bool) -> tuple[dict[int, Any], ...]:
+    return tuple(_PartlyTrained(kind, one_by_one).load(f"{folder}/{name}") for name in ("part", "all"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("kind", [SHARDED, FULL])
+def test_parameters_that_had_no_gradient_have_no_state(
+    tmp_path: Path, kind: str, one_by_one: bool, num_ranks: int
+) -> None:
+    part, whole = ranks.run(_train_partly_then_all, num_ranks, str(tmp_path), kind, one_by_one)[0]
+    assert (list(part), list(whole)) == ([0, 1], [0, 1, 2, 3])
+    for found in ranks.run(_load_part_and_all, num_ranks, str(tmp_path), kind, one_by_one):
+        assert found == (part, whole)
+
+
+def _save_before_training(folder: str | None, asynchronous: bool) -> list[list[float]]:
+    accelerator, model, optimizer, loader = _prepare(SHARDED)
+    if folder is None:
+        return [epoch(accelerator, model, optimizer, loader)]
+    steps: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(None))
+    accelerator.save_state(folder, asynchronous=asynchronous)
+    assert not steps
+    assert optimizer.state_dict()["state"] == {}
+    results = [epoch(accelerator, model, optimizer, loader)]
+    accelerator.load_state(folder)
+    assert optimizer.state_dict()["state"] == {}
+    return [*results, epoch(accelerator, model, optimizer, loader)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_checkpoint_before_the_first_step_changes_nothing(
+    tmp_path: Path, num_ranks: int, asynchronous: bool
+) -> None:
+    unsaved = ranks.run(_save_before_training, num_ranks, None, asynchronous)[0][0]
+    for results in ranks.run(_save_before_training, num_ranks, str(tmp_path / "state"), asynchronous):
+        for one in results:
+            assert one == pytest.approx(unsaved, rel=1e-6)
 
 
 def _save_whole_over_shards(folder: str) -> list[float]:
