@@ -61,7 +61,7 @@ from nblaunch.wire import schema
 from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.worker import output
 
-_POLL_S = 0.1
+_POLL_S = 0.2
 """Seconds between polls for other nodes that wait."""
 
 
