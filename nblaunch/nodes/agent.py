@@ -61,7 +61,7 @@ from nblaunch.wire import schema
 from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.worker import output
 
-_POLL_S = 0.1
+_POLL_S = 0.2
 """Seconds between polls for other nodes that wait."""
 
 
@@ -213,7 +213,7 @@ class NodeAgent:
             first_rank=0,  # that of each follows from the others
             num_workers=self._config.num_workers,
         )
-        world.store.set(f"nblaunch/node/{own.node_rank}", schema.dump(own))
+        world.store.set(f"nblaunch/node/{own.node_rank}", schema.dump(own).decode())
         values = world.store.multi_get([f"nblaunch/node/{rank}" for rank in range(world.world_size)])
         nodes = [schema.load(Node, value) for value in values]
         first_ranks = accumulate((node.num_workers for node in nodes), initial=0)

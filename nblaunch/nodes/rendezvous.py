@@ -185,8 +185,6 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._id = id
         self._closed = f"{config.run_id}/closed"
         self._round = 0
-        self._polled_s = 0.0
-        self._num_waiting = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the first round that this rank has not joined yet, and wait for all other ranks."""
@@ -209,10 +207,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that wait in the next round, because they came back or failed."""
-        if time.monotonic() - self._polled_s > _POLL_S:
-            self._polled_s = time.monotonic()
-            self._num_waiting = self._num_arrived(self._round + 1)
-        return self._num_waiting
+        return self._num_arrived(self._round + 1)
 
     def shutdown(self) -> bool:
         """Close the rendezvous: this node will not come back, so that others need not wait for it."""

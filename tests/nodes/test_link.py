@@ -55,8 +55,10 @@ Finished = Callable[..., tuple[NodeLink, Agent]]
 
 
 @pytest.fixture
-def requests() -> JobRequests:
-    return JobRequests()
+def requests() -> Iterator[JobRequests]:
+    made = JobRequests()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ def test_a_node_that_started_again_waits_for_the_others_in_the_next_round() -> N
             assert not coming.done()
         stayer.next_rendezvous()
         coming.result(20)
+    assert stayer.num_nodes_waiting() == 0
 
 
 def test_a_node_that_died_while_it_waited_is_not_met() -> None:

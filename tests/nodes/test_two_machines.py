@@ -261,11 +261,11 @@ def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
     """The rank of machine 0 has returned, that of machine 1 has not."""
     launches = [pair[rank].start("return_on_request", str(tmp_path), **static) for rank in range(2)]
     for launch in launches:
-        launch.wait_for("ready ")
-    (pid,) = re.findall(r"ready (\d+)", launches[0].output)
-    worker = psutil.Process(int(pid))
+        launch.wait_for("ready")
+    agent = launches[0].agent()
+    others = [process for process in launches[0].descendants() if process != agent]
     (tmp_path / "0").touch()
-    worker.wait(SOON_S)
+    assert psutil.wait_procs(others, SOON_S)[1] == []
     return launches
 
 
