@@ -289,11 +289,11 @@ finally:
 """,
         raises="WorkerDied",
     )
-    told = cell.raised.value
-    assert "rank 0" in told
-    assert "Check failed: x" in told
-    assert "Its Python stack" in told
-    assert "dies.py, line 3" in told
+    shown = cell.raised.value
+    assert "rank 0" in shown
+    assert "Check failed: x" in shown
+    assert "Its Python stack" in shown
+    assert "dies.py, line 3" in shown
 
 
 def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> None:
