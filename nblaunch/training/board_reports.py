@@ -74,6 +74,7 @@ class LoopStack:
 
     def __init__(self, slot: Slot) -> None:
         self.epoch = 0
+        self.last_training = 0
         self._num_epochs = 0
         self._num_loops = 0
         self._slot = slot

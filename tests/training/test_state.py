@@ -289,8 +289,8 @@ def test_a_logger_in_a_worker_needs_no_state_and_joins_no_job(
     logger = get_logger("tests.first")
     logger.warning("main")
     logger.warning("all", main_process_only=False)
-    heard = ["[RANK 0] main", "[RANK 0] all"] if rank == 0 else ["[RANK 1] all"]
-    assert [record.getMessage() for record in caplog.records] == heard
+    logged = ["[RANK 0] main", "[RANK 0] all"] if rank == 0 else ["[RANK 1] all"]
+    assert [record.getMessage() for record in caplog.records] == logged
     assert context.current().training is None
 
 
