@@ -122,7 +122,9 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     """Return the fields about the length of an epoch that change."""
     if not reading.epoch:
         return {}
-    if not rank.first_epoch or reading.epoch < rank.epoch:  # the first one of this or of another training
+    # Another training has a loop of its own; after a look at a batch the board goes back to an earlier one.
+    is_another = rank.reading is not None and reading.epoch < rank.epoch and reading.loop > rank.reading.loop
+    if not rank.first_epoch or is_another:
         return {"first_epoch": reading.epoch, "first_epoch_s": now_s, "epoch_length_s": None}
     num_done = reading.epoch - rank.first_epoch
     if reading.epoch != rank.epoch and num_done > 0:

@@ -127,10 +127,10 @@ class JobFollower(Job):
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
-            self._read_logs_to_end()
-            self.attempt, self.pids = event.attempt, {}
             # The job process's own plan, from its first attempt on.
             record = self._folder.load(Record, is_patient=True)
+            self._read_logs_to_end()
+            self.attempt, self.pids = event.attempt, {}
             self.plan = replace(
                 self.plan if record is None else _plan_of(record),
                 start_method=event.start_method,
@@ -171,9 +171,9 @@ class JobFollower(Job):
 
     def _end(self) -> None:
         """Conclude with what the job process has left."""
+        end = self._folder.load(End, is_patient=True)  # first: then there are descriptors for the logs, too
         self._read_logs_to_end()
         self._read_snapshot()
-        end = self._folder.load(End, is_patient=True)
         if end is not None:
             outcome = _outcome_of(self._folder, end)
             ended = end.event

@@ -13,8 +13,9 @@ neither the function nor the model of the notebook, and events, logs, diagnosis,
 would need a second implementation. So the agent runs in a fresh process, where its threads do not affect the kernel,
 and sends messages to the launcher, which starts and supervises workers as on one machine.
 
-There are two differences from torchrun. Workers do not share the store of the agents: each start has a new store in
-the agent of node 0, so that no value of an earlier start is read by mistake. And no store listens on all interfaces.
+There are three differences from torchrun. Workers do not share the store of the agents: each start has a new store in
+the agent of node 0, so that no value of an earlier start is read by mistake. No store listens on all interfaces. And a
+node whose ranks have returned starts them again where others do.
 
 In the launcher:
 

@@ -143,7 +143,8 @@ class NodeLink:
             self._note(text)
         if self._requests.interrupts:
             return "was interrupted"
-        return "" if self._peers.is_any_expected else messages.FINISHED
+        # An agent that meets other nodes again brings another start, or an error.
+        return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
 
     def _enter(self, world: WorldFormed) -> None:
         own = world.topology.node_rank

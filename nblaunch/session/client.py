@@ -186,7 +186,8 @@ class SessionClient:
                 failed_since_s = failed_since_s or time.monotonic()
             if self.busy and self._is_over(failed_since_s):
                 self._free_waiting(leaving)
-        if leaving or self.num_interrupts or (is_joint and failed_ranks(replies)):
+        has_failed = leaving or self.num_interrupts or (is_joint and failed_ranks(replies))
+        if has_failed and len(self._connections) > 1:
             self._group += 1  # ranks may be stuck in this one: the next command forms another
         return {rank: replies[rank] for rank in sorted(replies)}
 

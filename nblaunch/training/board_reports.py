@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from nblaunch import context
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
@@ -41,7 +40,6 @@ class Loop:
         is_over_epochs: its items are epochs.
         num_epochs: how many epochs there will be in total; 0 where unknown.
         before: what was shown when it began, if it trains.
-        command: of a session, in which it began.
         began_s: when it began.
     """
 
@@ -53,7 +51,6 @@ class Loop:
     is_over_epochs: bool
     num_epochs: int = 0
     before: Any = None
-    command: int = field(default_factory=lambda: context.current().num_commands)
     began_s: float = field(default_factory=monotonic)
 
 
@@ -90,8 +87,6 @@ class LoopStack:
         """Begin a loop inside those that run; the arguments are those of :class:`Loop`."""
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
-        # A traceback or a variable may keep a loop of an earlier command in its middle.
-        self._stack = [loop for loop in self._stack if loop.command == begun.command]
         if not self._stack:
             self._outside = self._slot.state
         if state is WorkerState.TRAINING:
@@ -113,15 +108,24 @@ class LoopStack:
             self._show(loop)
             if not loop.is_over_epochs:
                 self._slot.count_step()
+        elif loop not in self._stack:  # it is read on in another command
+            if not self._stack:
+                self._outside = self._slot.state
+            self._stack.append(loop)
+            self._show(loop)
 
-    def end(self, loop: Loop, is_epoch: bool = True) -> None:
-        """Forget ``loop``, which is over or was abandoned.
+    def begin_anew(self) -> None:
+        """Forget all loops: they are of an earlier command, and tracebacks or variables keep them in their middle."""
+        self._stack, self._shown = [], None
+
+    def end(self, loop: Loop, is_epoch: bool = True) -> bool:
+        """Forget ``loop``, which is over or was abandoned; return whether it was one of this command.
 
         Args:
             is_epoch: False for a look at a batch of a training loader: the board shows again what it has shown before.
         """
-        if loop not in self._stack:  # it was one of an earlier command
-            return
+        if loop not in self._stack:
+            return False
         self._stack.remove(loop)
         is_shown = self._shown is loop
         if loop.state is WorkerState.TRAINING and is_epoch:
@@ -133,6 +137,7 @@ class LoopStack:
             self._shown = None
             # The finished bar stays on the board until something else moves; only what the worker does changes.
             self._slot.set_state(self._stack[-1].state if self._stack else self._outside)
+        return True
 
     def _show(self, loop: Loop) -> None:
         self._shown = loop

@@ -116,7 +116,14 @@ class PerProcessParts(ABC):
             carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
         # They go with the object, of which a session has one per command, and with an inline launch, once it is over.
-        self._launched = weakref.ref(here, self._forget_launch), parts
+        own = weakref.ref(self)  # a bound method would keep the parts until the collector comes
+
+        def forget(_: object) -> None:
+            instance = own()
+            if instance is not None:
+                instance._forget_launch()
+
+        self._launched = weakref.ref(here, forget), parts
         try:
             self._call_constructor(arguments)
             _register(parts, carried)
@@ -125,7 +132,7 @@ class PerProcessParts(ABC):
             raise
         return parts
 
-    def _forget_launch(self, _: object = None) -> None:
+    def _forget_launch(self) -> None:
         del self._launched
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -244,7 +244,12 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the values of a dict that is split must be equally long, got {lengths}")
         shares = {key: split_evenly(value, rank, world_size, apply_padding) for key, value in inputs.items()}
-        return shares if isinstance(inputs, dict) else type(inputs)(shares)  # type: ignore[call-arg]
+        if isinstance(inputs, dict):
+            return shares
+        try:
+            return type(inputs)(shares)  # type: ignore[call-arg]
+        except TypeError:  # it is not made from a mapping alone
+            return shares
     indices = share_of(len(inputs), rank, world_size, apply_padding)
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
         return inputs.select(indices)

@@ -165,13 +165,18 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     if here.training is None:
         process = joining.join(cpu, init)
         losses = LossReport(process.slot, process.backend)
-        here.flush_losses, here.forget_losses = losses.show_last, losses.begin_anew
-        loaders = LoaderStack()
+        loaders, loops = LoaderStack(), LoopStack(process.slot)
+
+        def forget() -> None:
+            losses.begin_anew()
+            loops.begin_anew()
+
+        here.flush_losses, here.forget_losses = losses.show_last, forget
         here.training = SharedState(
             process,
             loaders,
             AccumulationState(loaders),
-            LoopStack(process.slot),
+            loops,
             losses,
             BusyTime(process.slot),
             init=init,

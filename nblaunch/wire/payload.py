@@ -71,8 +71,7 @@ class NotebookPickler(cloudpickle.CloudPickler):
             # cloudpickle refuses modules with a class of their own, as torch.backends.cudnn.
             return importlib.import_module, (obj.__name__,)
         if _is_on_device(obj):
-            with sys.modules["torch"].no_grad():
-                return _same, (obj.to("cpu"),)
+            return _same, (_moved_to_cpu(obj),)
         if _is_ddp(obj):
             # The wrapper belongs to a process group, and can't be rebuilt without it.
             return _same, (obj.module,)
@@ -104,6 +103,17 @@ def _is_on_device(obj: Any) -> bool:
     if torch is None or not isinstance(obj, torch.Tensor) or isinstance(obj, torch.nn.Parameter):
         return False
     return obj.device.type not in ("cpu", "meta")
+
+
+def _moved_to_cpu(tensor: Any) -> Any:
+    """Return a copy on the CPU with all else that a tensor has: attributes, and that a leaf needs gradients."""
+    with sys.modules["torch"].no_grad():
+        moved = tensor.to("cpu")
+    if tensor.is_leaf and tensor.requires_grad:
+        moved.requires_grad_()
+    for name, value in vars(tensor).items():
+        vars(moved).setdefault(name, value)  # its class may have set those that depend on the device
+    return moved
 
 
 def _is_ddp(obj: Any) -> bool:

@@ -121,6 +121,14 @@ def test_another_training_has_epochs_of_its_own_length() -> None:
         assert view.ranks[0].epoch_length_s == lengths[at_s]
 
 
+def test_a_look_at_a_batch_between_two_epochs_begins_no_other_training() -> None:
+    view = view_of(started(1))
+    for epoch, loop, at_s in [(1, 1, 0), (2, 2, 100), (1, 1, 101), (2, 3, 102), (3, 4, 202)]:
+        reading = sample(0, 0, epoch=epoch, num_epochs=10, loop=loop, step_time_s=5.0 + at_s)
+        view = fold_readings(view, [reading], START_S + at_s)
+    assert view.ranks[0].epoch_length_s == pytest.approx(101)
+
+
 def test_the_row_of_all_is_where_the_last_rank_is() -> None:
     view = fold_readings(trained(3), [sample(2, 40)], START_S + 10)
     assert cell(tabulate(view), "all", "step") == "40/1,000"

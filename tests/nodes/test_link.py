@@ -27,6 +27,7 @@ class Agent:
 
     ended = None
     is_closed = False
+    is_changing = False
     heartbeats = ()
 
     def __init__(self, fd: int, patience_s: float) -> None:

@@ -423,8 +423,10 @@ def test_an_interrupt_ends_what_a_command_awaits(shared: Kernel) -> None:
 def test_a_session_of_one_rank_has_a_process_group_too(kernel: Kernel) -> None:
     kernel.run("import torch\nfrom nblaunch import Session\nsession = Session(1)")
     assert kernel.run("session.execute('torch.distributed.get_world_size()')").result == "[0] 1"
+    kernel.run("session.execute('group = torch.distributed.group.WORLD')")
     kernel.run("session.execute('1 / 0')", raises="ZeroDivisionError")
-    assert kernel.run("session.execute('torch.distributed.get_world_size()')").result == "[0] 1"
+    # No other rank can wait in it: what was prepared on it stays usable.
+    assert kernel.run("session.execute('torch.distributed.group.WORLD is group')").result == "[0] True"
     kernel.run("session.close()")
 
 

@@ -370,6 +370,9 @@ class _Dividing(IterableDataset):
     def __iter__(self) -> Any:
         return iter(range(self.first, 6, self.step))
 
+    def __len__(self) -> int:
+        return len(range(self.first, 6, self.step))
+
 
 def _read_own_part() -> tuple[list[int], list[str]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))

@@ -394,7 +394,7 @@ def test_a_look_that_is_kept_is_no_epoch_and_none_of_those_that_follow_begin_in_
         for _ in loader:
             train(float(epoch))
         state = capture(loader, accelerator._shared)
-        assert (state["iteration"], state["is_mid_epoch"]) == (epoch, False)
+        assert (state["iteration"], state["position"]) == (epoch, None)
     del held
     assert _board().trained == (4, 4, 2)
     assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, 2.0)]
@@ -432,19 +432,37 @@ def test_looks_and_evaluations_within_an_epoch_leave_it_where_it_is() -> None:
 
 
 def test_a_loop_that_an_earlier_command_has_left_is_on_the_board_no_more() -> None:
-    _, train, loader, _ = _prepared_for_epochs()
+    _, train, loader, ended = _prepared_for_epochs()
     held = iter(loader)
     next(held)
     next(held)
     context.current().num_commands += 1  # as a session counts them
+    context.current().forget_losses()
     context.current().slot.set_state(WorkerState.RUNNING)
     for _ in loader:
         train(1.0)
     assert _board().state is WorkerState.RUNNING
     trained = _board().trained
     assert trained[:2] == (4, 4)
+    assert len(ended) == 1
     del held
     assert _board().trained == trained
+    assert len(ended) == 1
+
+
+def test_a_loop_that_is_read_on_in_another_command_is_on_the_board_again() -> None:
+    accelerator, train, loader, _ = _prepared_for_epochs()
+    held = iter(loader)
+    next(held)
+    train(1.0)
+    context.current().num_commands += 1  # as a session counts them
+    context.current().forget_losses()
+    for _ in held:
+        train(1.0)
+        with torch.no_grad():
+            for _ in accelerator.prepare(DataLoader(_rows(2))):
+                pass
+    assert _board().trained == (4, 4, 1)
 
 
 def test_a_loop_that_was_left_stays_on_the_board_whatever_it_did() -> None:

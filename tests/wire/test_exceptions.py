@@ -172,9 +172,11 @@ def test_what_does_not_come_back_as_itself_goes_as_text_or_in_parts(make: Any) -
 
 def test_a_tensor_on_a_device_arrives_on_the_cpu() -> None:
     """Or the kernel would open the device to show the error, and could not be forked from then on."""
-    arrived = there_and_back(AssertionError(torch.zeros(2).as_subclass(OnDevice))).args[0]
+    tensor: Any = torch.zeros(2).as_subclass(OnDevice).requires_grad_()
+    tensor.label = "loss"
+    arrived = there_and_back(AssertionError(tensor)).args[0]
     assert type(arrived) is torch.Tensor
-    assert arrived.tolist() == [1, 1]
+    assert (arrived.tolist(), arrived.requires_grad, arrived.label) == ([1, 1], True, "loss")
 
 
 def test_a_message_beyond_all_bounds_goes_as_text() -> None:

@@ -26,8 +26,11 @@ from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.collectives import operations, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.models import bare_module
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+"""In names of parameters of modules whose activations are checkpointed; not in files."""
 
 
 def load_state(
@@ -182,7 +185,7 @@ class _Checkpoint:
             state = files.read_object(path, **self._reading)
             if not self.live.strategy.holds_shards:
                 _check_optimizer(optimizer, state, path)
-            yield state
+            yield _in_own_order(optimizer, state, self.live.preparer.models, path)
 
     def _check_weights(self, models: Sequence[torch.nn.Module], strict: bool) -> None:
         """Raise CheckpointError where a file of weights is missing, or one does not fit its model."""
@@ -295,3 +298,26 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
             f"{path} does not fit the optimizer: it is of groups of {sizes[0]} parameters, and the optimizer has "
             f"groups of {sizes[1]}"
         )
+
+
+def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module], path: Path) -> Any:
+    """Return a state, if it is of named parameters, with these in the optimizer's order, in which it is loaded.
+
+    That of FSDP version 1 of Hugging Face Accelerate is in the order of its flat parameters.
+    """
+    saved = state.get("param_groups")
+    if not isinstance(saved, list) or not any(
+        isinstance(one, str) for group in saved for one in group.get("params", ())
+    ):
+        return state
+    names: dict[int, set[str]] = {}
+    for model in models:
+        for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), set()).add(name.replace(_CHECKPOINTED, ""))
+    groups = []
+    for own, theirs in zip(optimizer.param_groups, saved, strict=False):
+        of_each = [names.get(id(parameter), set()) & {*theirs["params"]} for parameter in own["params"]]
+        groups.append({**theirs, "params": [min(found, default="") for found in of_each]})
+    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in saved]:
+        raise CheckpointError(f"{path} does not fit the optimizer, whose groups have other parameters")
+    return {**state, "param_groups": groups}

@@ -166,8 +166,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self._leave_loop(is_epoch, *outer)
             if is_epoch and not is_complete:
                 self.epochs.left += 1
-            shared.loops.end(loop, is_epoch)
-            if is_epoch:
+            is_of_this_command = shared.loops.end(loop, is_epoch)
+            if is_epoch and is_of_this_command:
                 shared.report_epoch(loop)
 
     def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
@@ -262,6 +262,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
+        if self.shard is None and self.reads_on_every_rank and self.num_processes > 1:
+            return -1  # of a stream that divides itself, nothing is completed either
         # Of others that a lone process reads, none is completed, and the last batch may have any size.
         is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
         if self._drops_last or not is_known:

@@ -207,14 +207,22 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
     with loading(folder):
         paths = reader.read_metadata().planner_data.values()
     saved = {path[2] for path in paths if len(path) > 2 and path[1] == "state"}
-    inner.state.clear()
-    with _gradients(inner, are_there=False):
-        state: Any = get_optimizer_state_dict(owner, inner)  # of every parameter, to be read into
-    of_each = {name: values for name, values in state["state"].items() if name in saved}
-    whole = {"optimizer": {**state, "state": of_each}}
-    read(whole, folder, is_alone)
-    with loading(folder):
-        load_by_names(owner, inner, whole["optimizer"])
+    before = dict(inner.state)
+    try:
+        state: Any = optimizer_state(owner, inner)  # to be read into
+        if not saved <= state["state"].keys():
+            inner.state.clear()
+            with _gradients(inner, are_there=False):
+                state = get_optimizer_state_dict(owner, inner)  # of every parameter
+        of_each = {name: values for name, values in state["state"].items() if name in saved}
+        whole = {"optimizer": {**state, "state": of_each}}
+        read(whole, folder, is_alone)
+        with loading(folder):
+            load_by_names(owner, inner, whole["optimizer"])
+    except BaseException:
+        inner.state.clear()
+        inner.state.update(before)
+        raise
 
 
 def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:

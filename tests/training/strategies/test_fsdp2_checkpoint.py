@@ -134,7 +134,10 @@ def _train_partly_then_all(folder: str, kind: str, one_by_one: bool) -> tuple[di
         training.step(name == "all")
         training.save(f"{folder}/{name}")
         found.append(training.states())
+    steps: list[Any] = []
+    training.optimizer.register_step_post_hook(lambda *_: steps.append(None))
     assert training.load(f"{folder}/part") == found[0]
+    assert not steps, "all that is loaded has a place already"
     assert training.load(f"{folder}/all") == found[1]
     return tuple(found)
 
