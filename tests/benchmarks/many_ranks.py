@@ -69,8 +69,6 @@ def measure(num_ranks: int = NUM_RANKS, seconds: float = SECONDS) -> Iterator[Ro
     live = [message for message in sent if message["msg_type"] == "comm_msg"]
     yield at_most(f"{what}: kB a second", sum(map(size, live)) / 1000 / seconds, MAX_KB_S, digits=1)
     yield Row(f"{what}: messages a second", f"{len(live) / seconds:.1f}")
-    named_s = [
-        sent_s(message) for message in live if f"rank {SLOW_RANK}: " in json.dumps(message["content"])
-    ]
+    named_s = [sent_s(message) for message in live if f"rank {SLOW_RANK}: " in json.dumps(message["content"])]
     delay_s = min(named_s, default=float("inf")) - found["slow_s"]
     yield at_most(f"{what}: seconds until the slow rank is named", delay_s, MAX_NAMED_S, " s", 1)
