@@ -225,9 +225,8 @@ def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder
 
 def _check_no_device_loader(objects: Sequence[Any]) -> None:
     """Raise ValueError for a loader of torch_xla, which is no ``DataLoader``: every rank would read all data."""
-    module = sys.modules.get(
-        "torch_xla.distributed.parallel_loader"
-    )  # where it was not imported, there is none
+    # Where its module was not imported, there is none.
+    module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is not None and any(isinstance(obj, module.MpDeviceLoader) for obj in objects):
         raise ValueError(
             "prepare can't divide the data of torch_xla's MpDeviceLoader over ranks. Pass the DataLoader that it was "

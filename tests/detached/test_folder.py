@@ -38,6 +38,12 @@ from nblaunch.wire.channel import EventReceiver
 from tests.no_descriptors import no_descriptor_left
 
 
+def _new_folder(parent: Path) -> JobFolder:
+    path = parent / "job"
+    path.mkdir(mode=0o700)
+    return JobFolder(path)
+
+
 def _bare_record() -> Record:
     """Return a record without any of its fields, as one that had others is loaded."""
     return object.__new__(Record)
@@ -310,9 +316,7 @@ def test_a_job_process_that_takes_no_requests_for_a_while_still_runs(own_folder:
 
 
 def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
-    path = own_folder / "job"
-    path.mkdir(mode=0o700)
-    folder = JobFolder(path)
+    folder = _new_folder(own_folder)
     weight = torch.arange(2048.0)
     states = {0: {"weight": weight, "tied": weight, "_extra_state": {"seen": 3}}, "args[1]['a']": {}}
     recorder = Recorder(folder, lambda: JobOutcome("done", values={0: 7}, unloaded_weights=states))
@@ -342,9 +346,7 @@ def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
 def test_weights_that_cannot_be_written_do_not_cost_the_result(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = own_folder / "job"
-    path.mkdir(mode=0o700)
-    folder = JobFolder(path)
+    folder = _new_folder(own_folder)
     states = {0: {"weight": torch.zeros(8)}}
     recorder = Recorder(folder, lambda: JobOutcome("done", values={0: 7}, unloaded_weights=states))
     replace_file = JobFolder.replace
@@ -366,9 +368,7 @@ def test_weights_that_cannot_be_written_do_not_cost_the_result(
 
 
 def test_a_moment_without_descriptors_is_no_end_of_a_job(own_folder: Path, server: _Requests) -> None:
-    path = own_folder / "job"
-    path.mkdir(mode=0o700)
-    folder = JobFolder(path)
+    folder = _new_folder(own_folder)
     folder.write(Snapshot(1.0, (), ()))
     loaded: list[Snapshot | None] = []
     reader = threading.Thread(target=lambda: loaded.append(folder.load(Snapshot, is_patient=True)))
@@ -383,9 +383,7 @@ def test_a_moment_without_descriptors_is_no_end_of_a_job(own_folder: Path, serve
 
 
 def test_one_that_attaches_late_sees_the_peak_of_memory(own_folder: Path) -> None:
-    path = own_folder / "job"
-    path.mkdir(mode=0o700)
-    folder = JobFolder(path)
+    folder = _new_folder(own_folder)
     recorder = Recorder(folder, lambda: None)
     for time_s, taken in ((1.0, 50), (2.0, 5)):
         recorder.on_event(HostMemory(0, time_s, taken, peak_bytes=50, job_peak_bytes=50))
@@ -402,9 +400,7 @@ def test_one_that_attaches_late_sees_the_peak_of_memory(own_folder: Path) -> Non
 def test_events_that_the_disk_has_no_room_for_cost_no_others(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = own_folder / "job"
-    path.mkdir(mode=0o700)
-    folder = JobFolder(path)
+    folder = _new_folder(own_folder)
     recorder = Recorder(folder, lambda: None)
     recorder.on_event(Fact(-1, 0.0, "first", "x"))
     write = os.write
