@@ -93,3 +93,14 @@ def test_it_does_not_wait_for_a_node_that_is_silent_for_too_long(finished: Finis
     node, agent = finished(patience_s=0.0)
     assert node.next_world() is None
     assert agent.reasons == [messages.FINISHED]
+
+
+def test_it_waits_for_the_start_that_its_agent_prepares(finished: Finished) -> None:
+    """Where the node that was silent has come back as another one."""
+    node, agent = finished(patience_s=0.0)
+    world = WorldFormed(-1, 0.0, Topology(world_size=2, num_nodes=2), NODES, restart_count=1)
+    found = iter([None, world])
+    agent.is_changing = True
+    agent.take_world = lambda: next(found)  # type: ignore[method-assign]
+    assert node.next_world() is world
+    assert agent.reasons == []

@@ -206,6 +206,13 @@ def test_shares_are_consecutive_and_differ_by_at_most_one(length: int, world: in
         assert own[: len(share)] == share
 
 
+class _OfTwoParts(UserDict):  # type: ignore[type-arg]
+    """A mapping that is not made from one alone."""
+
+    def __init__(self, values: dict[str, Any], form: object) -> None:
+        super().__init__(values)
+
+
 class _Selectable(list[int]):
     """As ``datasets.Dataset``: rows are selected by index."""
 
@@ -226,6 +233,7 @@ def test_all_kinds_of_inputs_are_split() -> None:
     assert split_evenly([1], 1, 2, apply_padding=False) == []
     batch = split_evenly(UserDict(a=[1, 2]), 1, 2, apply_padding=False)  # as a tokenizer's
     assert (type(batch), batch.data) == (UserDict, {"a": [2]})
+    assert split_evenly(_OfTwoParts({"a": [1, 2]}, None), 1, 2, apply_padding=False) == {"a": [2]}
     assert split_evenly(inputs, 0, 1, apply_padding=True) is inputs
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import files
 from nblaunch.training.checkpoints.snapshot import Snapshot
 from nblaunch.training.collectives import dtensor
+from nblaunch.training.strategies import dtensor_strategy
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, Tied, data, epoch, network
 
@@ -156,6 +158,22 @@ def test_parameters_that_had_no_gradient_have_no_state(
     assert (list(part), list(whole)) == ([0, 1], [0, 1, 2, 3])
     for found in ranks.run(_load_part_and_all, num_ranks, str(tmp_path), kind, one_by_one):
         assert found == (part, whole)
+
+
+def _keep_what_a_failed_load_has_left(folder: str) -> None:
+    training = _PartlyTrained(SHARDED, one_by_one=True)
+    for name in ("part", "all"):
+        training.step(name == "all")
+        training.save(f"{folder}/{name}")
+    before = training.load(f"{folder}/part")
+    refused = mock.patch.object(dtensor_strategy, "read", side_effect=CheckpointError("damaged"))
+    with refused, pytest.raises(CheckpointError, match="damaged"):
+        training.load(f"{folder}/all")
+    assert training.states() == before
+
+
+def test_a_load_that_fails_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    ranks.run(_keep_what_a_failed_load_has_left, 1, str(tmp_path))
 
 
 def _save_before_training(folder: str | None, asynchronous: bool) -> list[list[float]]:
