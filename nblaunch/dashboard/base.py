@@ -90,25 +90,25 @@ class GuardedDashboard(Dashboard):
         self._is_broken = False
 
     def on_event(self, event: Event) -> None:
-        self._guard(lambda: self.inner.on_event(event))
+        self._guard(self.inner.on_event, event)
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        self._guard(lambda: self.inner.on_readings(readings))
+        self._guard(self.inner.on_readings, readings)
 
     def close(self) -> None:
         self._guard(self.inner.close)
 
     def control(self, controls: Controls) -> None:
-        self._guard(lambda: self.inner.control(controls))
+        self._guard(self.inner.control, controls)
 
     def show_again(self) -> bool:
         return not self._is_broken and self.inner.show_again()
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, call: Callable[..., None], *args: Any) -> None:
         if self._is_broken:
             return
         try:
-            call()
+            call(*args)
         except Exception:
             self._is_broken = True
             _log.warning(

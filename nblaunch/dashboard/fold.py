@@ -20,7 +20,6 @@ from nblaunch.dashboard.view import (
     JobView,
     RankView,
     RatePoint,
-    read_bar,
     replace,
 )
 from nblaunch.events import Event, WorkerState
@@ -37,20 +36,12 @@ _Rates = tuple[float | None, float | None, float | None]
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
     """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed."""
-    ranks = view.ranks
-    changed = [
-        reading
-        for reading in readings
-        if 0 <= reading.rank < len(ranks) and reading != ranks[reading.rank].reading
-    ]
-    if changed:
-        updated = list(ranks)
-        for reading in changed:
-            updated[reading.rank] = _read(updated[reading.rank], reading, now_s)
-        ranks = tuple(updated)
+    ranks = list(view.ranks)
+    for reading in readings:
+        if 0 <= reading.rank < len(ranks) and reading != ranks[reading.rank].reading:
+            ranks[reading.rank] = _read(ranks[reading.rank], reading, now_s)
     hang = () if view.hang and _has_moved_on(view.ranks, ranks) else view.hang
-    if any(_has_lost_line(rank, now_s) for rank in ranks):
-        ranks = tuple(rank.without_line() if _has_lost_line(rank, now_s) else rank for rank in ranks)
+    ranks = [rank.without_line() if _has_lost_line(rank, now_s) else rank for rank in ranks]
     now_s = view.now_s if view.is_over else max(now_s, view.now_s)
     return replace(view, ranks=ranks, hang=hang, now_s=now_s)
 
@@ -71,7 +62,7 @@ def _has_lost_line(rank: RankView, now_s: float) -> bool:
 
 
 def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
-    last = rank.reading or SlotReading(rank.rank)
+    last = rank.reading
     has_new_state = rank.state_s == 0.0 or reading.state != last.state
     moved = (reading.loop, reading.total, reading.step) != (last.loop, last.total, last.step)
     is_evaluating = _is_evaluating(rank, reading)
@@ -85,26 +76,21 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     return replace(
         rank,
         state=_state(rank, reading.state),
-        step=reading.step,
-        total=reading.total,
-        epoch=reading.epoch,
-        num_epochs=reading.num_epochs,
+        reading=reading,
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
         busy_step_s=busy_step_s,
         trained_rates=rank.trained_rates if is_evaluating else rates,
         trained_fraction=1.0 if _has_trained(reading) else trained_fraction,
-        loss=reading.loss,
         stepped_s=now_s if moved else rank.stepped_s,
         changed_s=now_s,
-        stall=None if replace(reading, interrupts=last.interrupts) != last else rank.stall,
+        stall=rank.stall if rank.stall and replace(reading, interrupts=last.interrupts) == last else None,
         state_s=now_s if has_new_state else rank.state_s,
         phase=rank.phase if reading.state is WorkerState.WAITING else reading.state,
         is_evaluating=is_evaluating,
         **_epoch_times(rank, reading, now_s),
         device_peak_bytes=max(reading.device_bytes, reading.device_peak_bytes) or rank.device_peak_bytes,
         device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
-        reading=reading,
         rate_points=points,
     )
 
@@ -114,7 +100,7 @@ def _is_evaluating(rank: RankView, reading: SlotReading) -> bool:
     if reading.state is WorkerState.EVALUATING:
         return True
     # Inside a training loop, the finished one stays on the board until that goes on.
-    is_shown = rank.reading is not None and reading.loop == rank.reading.loop
+    is_shown = reading.loop == rank.reading.loop
     return rank.is_evaluating and (is_shown or reading.state is not WorkerState.TRAINING)
 
 
@@ -123,7 +109,7 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     if not reading.epoch:
         return {}
     # Another training has a loop of its own; after a look at a batch the board goes back to an earlier one.
-    is_another = rank.reading is not None and reading.epoch < rank.epoch and reading.loop > rank.reading.loop
+    is_another = reading.epoch < rank.epoch and reading.loop > rank.reading.loop
     if not rank.first_epoch or is_another:
         return {"first_epoch": reading.epoch, "first_epoch_s": now_s, "epoch_length_s": None}
     num_done = reading.epoch - rank.first_epoch
@@ -142,7 +128,7 @@ def _has_trained(reading: SlotReading) -> bool:
 def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[RatePoint, ...]:
     """Return the rate points that a reading goes on from; none in another phase, or in a new loop after a pause."""
     points = rank.rate_points
-    is_new_loop = rank.reading is not None and reading.loop != rank.reading.loop
+    is_new_loop = reading.loop != rank.reading.loop
     has_paused = is_new_loop and points and reading.step_time_s - points[-1].time_s >= _PAUSE_S
     return () if has_paused or is_evaluating != rank.is_evaluating else points
 
@@ -211,7 +197,9 @@ def fold(view: JobView, event: Event) -> JobView:
 
 
 def _with_rank(view: JobView, rank: RankView) -> JobView:
-    return replace(view, ranks=(*view.ranks[: rank.rank], rank, *view.ranks[rank.rank + 1 :]))
+    ranks = list(view.ranks)  # of hundreds of ranks, any way to another tuple takes several times as long
+    ranks[rank.rank] = rank
+    return replace(view, ranks=ranks)
 
 
 def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
@@ -226,7 +214,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
         facts={},
         curves={},
         epochs={},
-        ranks=tuple(RankView(rank) for rank in range(event.num_processes)),
+        ranks=tuple(RankView(rank, SlotReading(rank)) for rank in range(event.num_processes)),
     )
 
 
@@ -239,12 +227,12 @@ def _job_ended(view: JobView, event: events.JobEnded) -> JobView:
 
 def _with_training_numbers(rank: RankView) -> RankView:
     """Return a finished rank with the numbers of its training, not of the evaluation after it."""
-    if rank.state is not WorkerState.DONE or rank.reading is None:
+    if rank.state is not WorkerState.DONE:
         return rank
     step, total, epoch = rank.reading.trained
     if not epoch:
         return rank
-    rank = replace(rank, step=step, total=total, epoch=epoch)
+    rank = replace(rank, reading=replace(rank.reading, step=step, total=total, epoch=epoch))
     if not rank.is_evaluating:
         return rank
     steps_per_s, samples_per_s, busy_step_s = rank.trained_rates
@@ -364,10 +352,10 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
     line = single_line(event.text).strip()
-    rank = replace(rank, changed_s=max(rank.changed_s, event.time_s))
+    changed_s = max(rank.changed_s, event.time_s)
     if rank.status_line and not line:
-        return replace(rank, line_gone_s=rank.line_gone_s or event.time_s)
-    return replace(rank, status_line=line, bar=read_bar(line), line_gone_s=0.0)
+        return replace(rank, line_gone_s=rank.line_gone_s or event.time_s, changed_s=changed_s)
+    return replace(rank, status_line=line, line_gone_s=0.0, changed_s=changed_s)
 
 
 def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankView:

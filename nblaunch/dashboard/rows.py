@@ -195,8 +195,8 @@ def _device(rank: RankView) -> str:
 
 def _fraction(rank: RankView) -> float | None:
     """Return the progress of the rank's epochs, or of its own progress bar if it has no loader."""
-    if rank.job_fraction is None and not rank.has_progress and rank.bar is not None:
-        return rank.bar.fraction
+    if rank.job_fraction is None and not rank.has_progress and (bar := rank.bar):
+        return bar.fraction
     return rank.job_fraction
 
 
@@ -205,8 +205,8 @@ def _detail(rank: RankView) -> str:
         return str(rank.exit_status)
     if rank.state.is_final:
         return ""
-    if rank.bar is not None:
-        return rank.bar.text
+    if bar := rank.bar:
+        return bar.text
     # The cell shows printed lines below the table, unless this rank prints so much that they are left out.
     return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
 

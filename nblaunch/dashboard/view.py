@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nblaunch.events import AttemptStarted, ExitStatus, JobEnded, Stalled, WorkerState
 from nblaunch.wire.board import SlotReading
@@ -144,8 +144,7 @@ class EpochView:
         return self.losses / self.num_losses if self.num_losses else None
 
 
-@dataclass(frozen=True)
-class RatePoint:
+class RatePoint(NamedTuple):
     """A point of the window for rates. ``time_s`` is the monotonic clock of the worker."""
 
     time_s: float
@@ -161,21 +160,16 @@ class RankView:
 
     Args:
         rank: of the worker.
+        reading: the last reading of the board; of a finished rank that has trained, with the numbers of its training.
         state: of the worker.
-        step: batches of the current loop that are done.
-        total: batches of the current loop; -1 if unknown.
-        epoch: number of the current or last epoch, from 1; 0 before the first.
-        num_epochs: how many there will be; 0 if unknown.
         steps_per_s: averaged over about :data:`WINDOW_S`; None if unknown.
         samples_per_s: likewise.
         busy_step_s: seconds per step without waiting for other ranks, likewise.
-        loss: the last loss, may be not finite; None before the first.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
         training: number of its training, from 0: a function may train several times, as for folds of the data.
         ended_epoch: the last epoch that has ended in it; 0 before.
         status_line: progress bar or unfinished line of the output, without escape sequences.
-        bar: the status line, parsed, if it is a progress bar of tqdm.
         line_gone_s: when another line was printed over the status line; 0.0 while it is there.
         last_line: last complete line of output, without escape sequences.
         num_lines: number of lines of output.
@@ -200,26 +194,20 @@ class RankView:
         is_evaluating: the last of its loops over training and other loaders was one that evaluates.
         trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
         trained_fraction: progress of the epoch's training, 0 to 1, while it evaluates.
-        reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
     """
 
     rank: int
+    reading: SlotReading
     state: WorkerState = WorkerState.STARTING
-    step: int = 0
-    total: int = -1
-    epoch: int = 0
-    num_epochs: int = 0
     steps_per_s: float | None = None
     samples_per_s: float | None = None
     busy_step_s: float | None = None
-    loss: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_step: int | None = None
     training: int = 0
     ended_epoch: int = 0
     status_line: str = ""
-    bar: Bar | None = None
     line_gone_s: float = 0.0
     last_line: str = ""
     num_lines: int = 0
@@ -244,17 +232,46 @@ class RankView:
     is_evaluating: bool = False
     trained_rates: tuple[float | None, float | None, float | None] = (None, None, None)
     trained_fraction: float = 0.0
-    reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
 
     def without_line(self) -> RankView:
         """Return the rank without a status line."""
-        return replace(self, status_line="", bar=None, line_gone_s=0.0)
+        return replace(self, status_line="", line_gone_s=0.0)
+
+    @property
+    def bar(self) -> Bar | None:
+        """Return the status line, parsed, if it is a progress bar of tqdm."""
+        return read_bar(self.status_line)
+
+    @property
+    def step(self) -> int:
+        """Return the batches of the current loop that are done."""
+        return self.reading.step
+
+    @property
+    def total(self) -> int:
+        """Return the batches of the current loop; -1 if unknown."""
+        return self.reading.total
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of the current or last epoch, from 1; 0 before the first."""
+        return self.reading.epoch
+
+    @property
+    def num_epochs(self) -> int:
+        """Return how many epochs there will be; 0 if unknown."""
+        return self.reading.num_epochs
+
+    @property
+    def loss(self) -> float | None:
+        """Return the last loss, which may be not finite; None before the first."""
+        return self.reading.loss
 
     @property
     def losses(self) -> tuple[tuple[float, float], ...]:
         """Return ``(optimizer steps, mean loss)`` of the attempt, finite values only."""
-        return () if self.reading is None else self.reading.losses.points()
+        return self.reading.losses.points()
 
     @property
     def is_killed(self) -> bool:
@@ -333,7 +350,7 @@ class JobView:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     epochs: Mapping[tuple[int, int], EpochView] = field(default_factory=dict)
     host_peak_bytes: int | None = None
-    ranks: tuple[RankView, ...] = ()
+    ranks: Sequence[RankView] = ()
 
     @property
     def is_started(self) -> bool:
