@@ -50,7 +50,7 @@ class ExitStatus:
 
     @property
     def signal_name(self) -> str | None:
-        """Return a name such as ``"SIGKILL"``; None if the process was not killed by a signal."""
+        """A name such as ``"SIGKILL"``; None if the process was not killed by a signal."""
         if self.code >= 0:
             return None
         try:

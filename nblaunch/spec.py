@@ -249,7 +249,7 @@ class LaunchSpec:
 
     @property
     def has_debugger(self) -> bool:
-        """Return whether a debugger can look into the workers."""
+        """Whether a debugger can look into the workers."""
         return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
@@ -261,35 +261,35 @@ class LaunchSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return environment variables that pass settings to other frameworks in workers, as to Accelerate."""
+        """Environment variables that pass settings to other frameworks in workers, as to Accelerate."""
         is_mixed = self.mixed_precision != "no"
         return {"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if is_mixed else {}
 
     @property
     def min_nodes(self) -> int:
-        """Return the smallest number of machines."""
+        """The smallest number of machines."""
         return int(str(self.num_nodes).partition(":")[0])
 
     @property
     def max_nodes(self) -> int:
-        """Return the largest number of machines."""
+        """The largest number of machines."""
         return int(str(self.num_nodes).rpartition(":")[2])
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether the launch uses torch's rendezvous of several machines."""
+        """Whether the launch uses torch's rendezvous of several machines."""
         return self.engine == "elastic" or self.max_nodes > 1 or self.rdzv_backend != "static"
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
-        """Return host and TCP port of the rendezvous."""
+        """Host and TCP port of the rendezvous."""
         host, port = parse_endpoint(self.rdzv_endpoint)
         default = self.master_port if self.rdzv_backend == "static" else None
         return host or self.master_addr, port or default or DEFAULT_PORTS[self.rdzv_backend]
 
     @property
     def rendezvous_timeout_s(self) -> float:
-        """Return the timeout of the rendezvous in seconds."""
+        """The timeout of the rendezvous in seconds."""
         if self.rdzv_timeout_s is not None:
             return self.rdzv_timeout_s
         conf = self.rdzv_conf or {}

@@ -104,11 +104,11 @@ class Backend(ABC):
     @property
     @abstractmethod
     def device_noun(self) -> str:
-        """Return what one worker gets, for messages: "CPU core", "GPU"."""
+        """What one worker gets, for messages: "CPU core", "GPU"."""
 
     @property
     def title(self) -> str:
-        """Return what the family is called in a list of families: "GPUs"."""
+        """What the family is called in a list of families: "GPUs"."""
         return f"{self.device_noun}s"
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def is_oversubscribable(self) -> bool:
-        """Return whether more workers than devices make sense (CPU cores: yes; GPUs: no)."""
+        """Whether more workers than devices make sense (CPU cores: yes; GPUs: no)."""
 
     @abstractmethod
     def fork_hazard(self) -> str | None:
@@ -246,7 +246,7 @@ class Backend(ABC):
 
     @property
     def num_spmd_devices(self) -> int:
-        """Return the number of devices that this process drives as one; 0 where each process has its own."""
+        """The number of devices that this process drives as one; 0 where each process has its own."""
         return 0
 
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
@@ -285,7 +285,7 @@ class Backend(ABC):
 
     @property
     def device_type(self) -> str:
-        """Return ``torch.device.type`` of its devices."""
+        """``torch.device.type`` of its devices."""
         return self.name
 
     def rng_state(self) -> Mapping[str, Any]:

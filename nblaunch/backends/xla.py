@@ -76,7 +76,7 @@ class XlaBackend(Backend):
 
     @property
     def device_noun(self) -> str:
-        """Return what one worker gets: a chip or a core."""
+        """What one worker gets: a chip or a core."""
         return "TPU chip" if xla_runtime.kind() == "TPU" else "CPU core"
 
     def affinity(self) -> int:
@@ -112,7 +112,7 @@ class XlaBackend(Backend):
 
     @property
     def is_oversubscribable(self) -> bool:
-        """Return whether more workers than devices make sense: on the CPU."""
+        """Whether more workers than devices make sense: on the CPU."""
         return xla_runtime.kind() == "CPU"
 
     def launch_refusal(self) -> str | None:
@@ -211,7 +211,7 @@ class XlaBackend(Backend):
 
     @property
     def num_spmd_devices(self) -> int:
-        """Return the number of devices that this process drives as one; 0 outside of SPMD."""
+        """The number of devices that this process drives as one; 0 outside of SPMD."""
         return xla_runtime.num_spmd_devices()
 
     def device(self, topology: Topology) -> torch.device:

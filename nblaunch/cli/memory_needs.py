@@ -70,7 +70,7 @@ class Need:
 
     @property
     def device(self) -> int:
-        """Return all bytes on one device."""
+        """All bytes on one device."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 

@@ -113,7 +113,7 @@ class Choice(Converter):
 
     @property
     def metavar(self) -> str:  # type: ignore[override]
-        """Return the choices."""
+        """The choices."""
         return self.word or "|".join(self.choices)
 
     def convert(self, value: Any) -> str:

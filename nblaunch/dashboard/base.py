@@ -151,7 +151,7 @@ class Pace:
 
     @property
     def elapsed_s(self) -> float:
-        """Return seconds since the start."""
+        """Seconds since the start."""
         return self._clock() - self._started_s
 
     def restart(self, ago_s: float = 0.0) -> None:

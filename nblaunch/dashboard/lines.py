@@ -57,7 +57,7 @@ class LastLines:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no rank has printed anything."""
+        """Whether no rank has printed anything."""
         return not self._all
 
     def of_all(self) -> list[tuple[int, str]]:

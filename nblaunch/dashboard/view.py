@@ -140,7 +140,7 @@ class EpochView:
 
     @property
     def loss(self) -> float | None:
-        """Return the mean loss of all ranks; None if it is unknown."""
+        """The mean loss of all ranks; None if it is unknown."""
         return self.losses / self.num_losses if self.num_losses else None
 
 
@@ -240,58 +240,58 @@ class RankView:
 
     @property
     def bar(self) -> Bar | None:
-        """Return the status line, parsed, if it is a progress bar of tqdm."""
+        """The status line, parsed, if it is a progress bar of tqdm."""
         return read_bar(self.status_line)
 
     @property
     def step(self) -> int:
-        """Return the batches of the current loop that are done."""
+        """The batches of the current loop that are done."""
         return self.reading.step
 
     @property
     def total(self) -> int:
-        """Return the batches of the current loop; -1 if unknown."""
+        """The batches of the current loop; -1 if unknown."""
         return self.reading.total
 
     @property
     def epoch(self) -> int:
-        """Return the number of the current or last epoch, from 1; 0 before the first."""
+        """The number of the current or last epoch, from 1; 0 before the first."""
         return self.reading.epoch
 
     @property
     def num_epochs(self) -> int:
-        """Return how many epochs there will be; 0 if unknown."""
+        """How many epochs there will be; 0 if unknown."""
         return self.reading.num_epochs
 
     @property
     def loss(self) -> float | None:
-        """Return the last loss, which may be not finite; None before the first."""
+        """The last loss, which may be not finite; None before the first."""
         return self.reading.loss
 
     @property
     def losses(self) -> tuple[tuple[float, float], ...]:
-        """Return ``(optimizer steps, mean loss)`` of the attempt, finite values only."""
+        """``(optimizer steps, mean loss)`` of the attempt, finite values only."""
         return self.reading.losses.points()
 
     @property
     def is_killed(self) -> bool:
-        """Return whether the worker was killed by a signal that the launcher did not send."""
+        """Whether the worker was killed by a signal that the launcher did not send."""
         is_by_signal = self.exit_status is not None and self.exit_status.code < 0
         return is_by_signal and self.state is WorkerState.FAILED
 
     @property
     def has_progress(self) -> bool:
-        """Return whether the worker has reported a step."""
+        """Whether the worker has reported a step."""
         return self.total >= 0 or self.step > 0 or self.epoch > 0
 
     @property
     def fraction(self) -> float | None:
-        """Return the progress of the current loop, 0 to 1; None if the total is unknown."""
+        """The progress of the current loop, 0 to 1; None if the total is unknown."""
         return min(self.step / self.total, 1.0) if self.total > 0 else None
 
     @property
     def job_fraction(self) -> float | None:
-        """Return the progress of all epochs, 0 to 1; of the current loop where their number is unknown."""
+        """The progress of all epochs, 0 to 1; of the current loop where their number is unknown."""
         if not 0 < self.epoch <= self.num_epochs:
             return self.fraction
         of_epoch = self.trained_fraction if self.is_evaluating else self.fraction or 0.0
@@ -299,7 +299,7 @@ class RankView:
 
     @property
     def left_s(self) -> float | None:
-        """Return the estimated seconds until the end of all epochs; None if unknown.
+        """The estimated seconds until the end of all epochs; None if unknown.
 
         Where the number of epochs is unknown, until the end of the current loop.
         """
@@ -354,26 +354,26 @@ class JobView:
 
     @property
     def is_started(self) -> bool:
-        """Return whether the job has started."""
+        """Whether the job has started."""
         return bool(self.ranks)
 
     @property
     def outcome(self) -> str:
-        """Return how the job ended; empty while it runs."""
+        """How the job ended; empty while it runs."""
         return self.end.outcome
 
     @property
     def is_over(self) -> bool:
-        """Return whether the job has ended."""
+        """Whether the job has ended."""
         return self.outcome != ""
 
     @property
     def elapsed_s(self) -> float:
-        """Return seconds from the start to the last reading, or to the end."""
+        """Seconds from the start to the last reading, or to the end."""
         return max(self.now_s - self.started_s, 0.0)
 
     @property
     def left_s(self) -> float | None:
-        """Return the estimated seconds until the slowest rank has ended; see :attr:`RankView.left_s`."""
+        """The estimated seconds until the slowest rank has ended; see :attr:`RankView.left_s`."""
         known = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
         return max(known, default=None)

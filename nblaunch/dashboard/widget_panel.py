@@ -74,7 +74,7 @@ class Buttons:
 
     @property
     def unused(self) -> list[Any]:
-        """Return widgets that are not always part of the bar."""
+        """Widgets that are not always part of the bar."""
         return [self._shown, self._hidden]
 
     def connect(self, controls: Controls) -> None:
@@ -161,7 +161,7 @@ class ChartRow:
 
     @property
     def unused(self) -> list[Any]:
-        """Return widgets that are not always part of the row."""
+        """Widgets that are not always part of the row."""
         return [self._layout]
 
     def show(self, view: JobView) -> None:

@@ -67,7 +67,7 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """Return ``rank 3 raised ValueError: no such file``."""
+        """``rank 3 raised ValueError: no such file``."""
         verb = "" if isinstance(self.error, (WorkerDied, JobHung)) else "raised "
         return f"rank {self.rank} {verb}{self.headline}"
 

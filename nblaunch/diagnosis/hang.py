@@ -101,7 +101,7 @@ class _Rank:
 
     @property
     def has_moved(self) -> bool:
-        """Return whether its stack has changed between checks."""
+        """Whether its stack has changed between checks."""
         return len({check.position.stack for _, check in self.checks}) > 1
 
     def is_idle(self, *, alone: bool) -> bool:

@@ -36,7 +36,7 @@ class RemoteFailures:
 
     @property
     def has_cause(self) -> bool:
-        """Return whether a failure on another node explains why workers of this node stopped."""
+        """Whether a failure on another node explains why workers of this node stopped."""
         return bool(self.failed or self.exits or self.lost)
 
 
@@ -97,13 +97,13 @@ class AttemptReport:
 
     @property
     def is_success(self) -> bool:
-        """Return whether the function returned on every rank and the job was not stopped."""
+        """Whether the function returned on every rank and the job was not stopped."""
         is_stopped = self.interrupted or self.cancelled or self.hang or self.kept
         return not is_stopped and len(self.returned) == len(self.exits)
 
     @property
     def delivered(self) -> set[int]:
-        """Return the ranks whose function returned and whose states have all arrived."""
+        """The ranks whose function returned and whose states have all arrived."""
         return {
             rank
             for rank, event in self.returned.items()

@@ -99,12 +99,12 @@ class Position:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Return whether it waits for other ranks."""
+        """Whether it waits for other ranks."""
         return self.waiting_in not in ("", _DATA_LOADER)
 
     @property
     def place(self) -> str:
-        """Return where it is, in short: ``cell 5, line 9``, ``train.py, line 18``."""
+        """Where it is, in short: ``cell 5, line 9``, ``train.py, line 18``."""
         return _FOLDER.sub("", _CELL.sub(r"cell \1", self.where.partition(" in ")[0]))
 
     def __str__(self) -> str:

@@ -72,7 +72,7 @@ class Gpu:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Return the UUIDs of what workers can compute on: the instances of a GPU that is partitioned, or itself."""
+        """The UUIDs of what workers can compute on: the instances of a GPU that is partitioned, or itself."""
         return self.mig_uuids or (() if self.is_partitioned else (self.uuid,))
 
 

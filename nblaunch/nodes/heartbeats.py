@@ -135,7 +135,7 @@ class HeartbeatExchange:
 
     @property
     def has_published(self) -> bool:
-        """Return whether this node has published a heartbeat."""
+        """Whether this node has published a heartbeat."""
         return self._own.count > 0
 
     # --- this node's heartbeat -----------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class NodeLink:
 
     @property
     def _may_meet(self) -> bool:
-        """Return whether nodes may still meet: for the first time, after a failure, or because others have joined."""
+        """Whether nodes may still meet: for the first time, after a failure, or because others have joined."""
         return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
 
     def _give_up(self) -> None:
@@ -235,7 +235,7 @@ class NodeLink:
 
     @property
     def last_error(self) -> str:
-        """Return why the last rendezvous failed; empty if it succeeded."""
+        """Why the last rendezvous failed; empty if it succeeded."""
         return self._agent.ended.error if self._agent.ended is not None else ""
 
     # --- while workers run ---------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class NodeLink:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the agent has closed its connection."""
+        """Whether the agent has closed its connection."""
         return self._agent.is_closed
 
     def _handle(self, message: Event) -> None:
@@ -281,18 +281,18 @@ class NodeLink:
 
     @property
     def must_end(self) -> bool:
-        """Return whether the workers of this node must stop because of other nodes."""
+        """Whether the workers of this node must stop because of other nodes."""
         return self._is_alone or self._peers.must_end
 
     @property
     def _is_alone(self) -> bool:
-        """Return whether the agent has failed, so that no more heartbeats arrive."""
+        """Whether the agent has failed, so that no more heartbeats arrive."""
         ended = self._agent.ended
         return ended is not None and not ended.is_success
 
     @property
     def _has_lost_agent(self) -> bool:
-        """Return whether the agent has ended for good, so that the silence of other nodes means nothing."""
+        """Whether the agent has ended for good, so that the silence of other nodes means nothing."""
         ended = self._agent.ended
         return ended is not None and bool(ended.error) and not ended.can_retry
 

@@ -57,12 +57,12 @@ class Node:
 
     @property
     def ranks(self) -> range:
-        """Return the ranks of its workers."""
+        """The ranks of its workers."""
         return range(self.first_rank, self.first_rank + self.num_workers)
 
     @property
     def label(self) -> str:
-        """Return ``node 1 (host b)``."""
+        """``node 1 (host b)``."""
         return _label(self.node_rank, self.host)
 
     def __str__(self) -> str:
@@ -97,14 +97,14 @@ class RendezvousConfig:
 
     @property
     def shared_settings(self) -> str:
-        """Return the settings that must be equal on all nodes; otherwise they would wait for each other."""
+        """The settings that must be equal on all nodes; otherwise they would wait for each other."""
         is_fixed = self.min_nodes == self.max_nodes
         num_nodes = str(self.max_nodes) if is_fixed else f"{self.min_nodes}:{self.max_nodes}"
         return f"rdzv_backend={self.backend} and num_nodes={num_nodes}"
 
     @property
     def endpoint(self) -> str:
-        """Return ``host:port``, with an IPv6 address in brackets."""
+        """``host:port``, with an IPv6 address in brackets."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 

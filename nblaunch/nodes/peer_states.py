@@ -40,7 +40,7 @@ class _Peer:
 
     @property
     def is_expected(self) -> bool:
-        """Return whether further heartbeats are expected: the node has neither finished nor left."""
+        """Whether further heartbeats are expected: the node has neither finished nor left."""
         return self.state in (messages.JOINING, messages.RUNNING)
 
 
@@ -153,18 +153,18 @@ class PeerStates:
 
     @property
     def must_end(self) -> bool:
-        """Return whether workers of this node must stop because of other nodes."""
+        """Whether workers of this node must stop because of other nodes."""
         return self.failures.has_cause or self.failures.wants_restart
 
     @property
     def is_any_expected(self) -> bool:
-        """Return whether any node is neither finished nor lost."""
+        """Whether any node is neither finished nor lost."""
         lost = self.failures.lost
         return any(peer.is_expected and peer.node.first_rank not in lost for peer in self._by_id.values())
 
     @property
     def can_be_waited_for(self) -> bool:
-        """Return whether a node without heartbeats could still turn out to be the cause of a failure here."""
+        """Whether a node without heartbeats could still turn out to be the cause of a failure here."""
         return bool(self._by_id) and not self.failures.has_cause
 
     def merged(self, readings: Sequence[SlotReading]) -> list[SlotReading]:

@@ -144,7 +144,7 @@ class PlainBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """Return the name of torch's backend."""
+        """The name of torch's backend."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:

@@ -85,12 +85,12 @@ class Assignment:
 
     @property
     def rank(self) -> int:
-        """Return the rank of the worker."""
+        """The rank of the worker."""
         return self.topology.rank
 
     @property
     def own_fds(self) -> tuple[int, ...]:
-        """Return the descriptors that no other worker needs."""
+        """The descriptors that no other worker needs."""
         fds = (self.event_fd, self.outbox_fd, self.command_fd, self.debug_fd)
         return tuple(fd for fd in fds if fd >= 0)
 

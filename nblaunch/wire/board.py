@@ -177,7 +177,7 @@ class Slot:
 
     @property
     def state(self) -> WorkerState:
-        """Return what the rank does."""
+        """What the rank does."""
         return WorkerState(self._ints[_STATE])
 
     def set_state(self, state: WorkerState) -> None:
@@ -186,7 +186,7 @@ class Slot:
 
     @property
     def loop(self) -> tuple[int, int, WorkerState, int, int, int]:
-        """Return the loop that is shown, as :meth:`start_loop` takes it."""
+        """The loop that is shown, as :meth:`start_loop` takes it."""
         ints = self._ints
         return (
             ints[_TOTAL],

@@ -57,7 +57,7 @@ class ShardedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the full tensor."""
+        """The shape of the full tensor."""
         return self.shards[0].shape
 
     def numel(self) -> int:
@@ -70,7 +70,7 @@ class ShardedTensor:
 
     @property
     def num_missing(self) -> int:
-        """Return how many elements are in none of the shards."""
+        """How many elements are in none of the shards."""
         return self.numel() - sum(int(shard.data.numel()) for shard in self.shards)
 
     def put_into(self, full: Any) -> None:
