@@ -5,8 +5,8 @@ worker: pdb ── Prompted ──> DebugClient ──> printed here, input() �
 The debugger's modules, in the folders of the processes and of what they serve:
 
     debugging.py                   asks the user, in the kernel
-    launcher/debug_client.py       commands to the workers, replies and prompts from them; failures that are kept for it
-      session/client.py            that of a session's command
+    launcher/debug_client.py       commands to the workers, replies and prompts from them; keeps the failure of a job for it
+      session/client.py            keeps the failure of a session's last command for it
     wire/worker_commands.py        what client and worker send each other
     worker/debugger.py             answers in a worker, with pdb
       worker/frames.py             where the user's code stands there, and its variables

@@ -17,7 +17,7 @@ class Topology:
         world_size: number of workers in the job.
         local_world_size: number of workers on this node.
         num_nodes: number of nodes.
-        master_addr: host name or address of the rendezvous store.
+        master_addr: host name or address of the workers' store.
         master_port: TCP port of the store; 0 if there is none (a single process without a launcher).
 
     Raises:

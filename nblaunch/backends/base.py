@@ -205,7 +205,7 @@ class Backend(ABC):
     # --- worker's half -------------------------------------------------------------------------------------------
 
     def prepare_worker(self, topology: Topology) -> None:
-        """Prepare a worker, once its environment is set and before anything else of it runs."""
+        """Prepare a worker, once its environment is set; before its threads are limited and its function is loaded."""
 
     @abstractmethod
     def device(self, topology: Topology) -> torch.device:

@@ -3,11 +3,11 @@
     launcher ──events, board readings──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
 
 base.py            Dashboard: what the launcher calls with events and readings of the progress board
-fold.py            the view of the job after each of them
+fold.py            the view of the job after each of them; the rates of ranks
 view.py            JobView: the state of a job as it is shown
 table.py           all text of the view
-rows.py            rows of ranks: which are shown, which are collapsed
-notices.py         slow and stalled ranks, rates that fall to 0, losses that are not finite
+rows.py            rows of the whole job and of ranks: which are shown, which are collapsed
+notices.py         slow and stalled ranks, losses that are not finite; a rank that has stopped has the rate 0
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals, with a table that is redrawn in place
 html.py            the table as HTML

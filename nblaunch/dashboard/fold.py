@@ -1,6 +1,7 @@
 """Pure functions that return the view of a job after an event or a reading of the progress board.
 
-Events report starts, ends, output and metrics of ranks; readings report steps, rates, losses and memory.
+Events report starts, ends, output and metrics of ranks; readings have counts of steps and samples, times, losses and
+memory. The rates of a rank are computed here, from readings of some seconds.
 """
 
 from __future__ import annotations

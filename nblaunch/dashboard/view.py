@@ -1,4 +1,4 @@
-"""The state of a job as dashboards show it: immutable data, changed only by ``fold``.
+"""The state of a job as dashboards show it: immutable data, of which ``fold.py`` makes the next one.
 
     view = JobView()
     view = fold(view, event)                      # for every event

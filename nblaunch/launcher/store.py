@@ -1,6 +1,9 @@
-"""The rendezvous store of a job's workers; on one machine hosted by the launcher, on the loopback interface, on demand.
+"""The workers' store: the TCPStore through which they form their process group. The agents of several machines have
+another, the rendezvous store (``nodes/rendezvous.py``).
 
-    launcher ── listening socket, loopback, port chosen by the system      made before workers start
+On one machine the launcher hosts it on ``master_addr``, 127.0.0.1 by default, and starts it on demand:
+
+    launcher ── listening socket, port chosen by the system      made before workers start
     worker   ── init_process_group("env://"): connects as a client ──>     now the store is started behind the socket
 
 A function that needs no process group costs no store. Clients that connect before the store runs wait in the
@@ -87,7 +90,7 @@ class StoreHost:
             self._store = store_behind(fd, self.address, self.port)
         except (OSError, RuntimeError) as error:
             raise LaunchError(
-                f"the rendezvous store could not be started: {error}. If descriptors (ulimit -n) or processes "
+                f"the store of the workers' process group could not be started: {error}. If descriptors (ulimit -n) or processes "
                 "(ulimit -u, or the pids limit of the container) ran out, close some, or use fewer."
             ) from error
 

@@ -6,8 +6,10 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
     store socket ─┤                └──> signals to workers (escalation)
     ticks (10 Hz)─┘
 
-Everything that can happen wakes the loop at once; only logs and the board are looked at by the clock. When the last
-process has ended, pipes, logs and what the workers returned are read to their end before anything is concluded.
+Events, ends, requests, prompts of a debugger and failures of other nodes wake the loop at once (ends are polled where
+the system has no descriptors for them). Logs, the board, memory, use of devices and hangs are looked at by the clock.
+When the last process has ended, pipes, logs and what the workers returned are read to their end before anything is
+concluded.
 """
 
 from __future__ import annotations

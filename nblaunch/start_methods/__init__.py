@@ -1,12 +1,15 @@
-"""Start methods, one file each, with a function ``start`` that :data:`STARTERS` lists.
+"""How workers start. ``fork.py``, ``forkserver.py`` and ``spawn.py`` have a function ``start``, which :data:`STARTERS` lists.
 
-The argument ``engine`` of ``notebook_launcher`` chooses between worker processes (``"local"``, and ``"elastic"`` with
-other machines: both are started by these) and ``"inline"``.
+The argument ``engine`` of ``notebook_launcher`` chooses between worker processes (``"local"``, or ``"elastic"`` with other
+machines) and ``"inline"``, which starts none.
 
 fork.py           forks of this process
-forkserver.py     forks of a clean interpreter, and what that does
+forkserver.py     forks of a clean interpreter, and the code that this interpreter runs
 spawn.py          fresh interpreters
-inline.py         none of them: the function runs in this process
+inline.py         the function runs in this process
+
+What they share:
+
 worker_group.py   WorkerGroup, by which workers are watched; child processes: wait, signal, reap
 saved_call.py     the call as it was at one moment, for fresh interpreters
 interpreter.py    starts a fresh interpreter

@@ -15,14 +15,14 @@ The :class:`Accelerator`, and what it is built of:
 
     accelerator.py   the methods that users call: a façade
     properties.py    its properties and its parts
-    per_process.py   the parts are those of a process: one of a notebook cell has others in a worker
+    per_process.py   an Accelerator that was made in a notebook cell builds its parts anew in each worker
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
     parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh; sequences sharded over ranks
     precision.py     number formats: around the forward, and for backward, clipping and step; fp16's gradient scaler;
                      fp8: layers that torchao converts
     strategies/      how a model is trained on several ranks: replicated, sharded
-    gradients.py     backward, accumulation, clipping
+    gradients.py     backward, the block of a micro-step, uneven inputs; gradients in their true size, for clipping
     collectives/     values of all ranks; random states
     checkpoints/     saved states and models
     tracking/        metrics and trackers
@@ -33,7 +33,8 @@ The way of objects through ``prepare``:
 
     prepare.py: Preparer     strategies/ (on_prepare: a look at all objects of the call), then loaders and models as
                              they come, then optimizers, then schedulers
-      loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
+      loaders                data/prepare.py ──> data/samplers.py ──> data/sharding.py ──> data/loader.py
+                             where rank 0 reads for all: data/prepare.py ──> data/dispatcher.py
       models                 models.py (without_parallel_wrappers, stays_in_place)
                              ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:
                                  casts_models)
@@ -41,7 +42,7 @@ The way of objects through ``prepare``:
                              ──> strategies/ (setup_module: rank 0's weights; wrap or shard)
                              ──> strategies/ (compile: DeepSpeed's own), else models.py (compile_model)
       optimizers             strategies/ ──> models.py (Replacements.hand_to: the parameters that prepare has put in
-                                 the place of others; Accelerate's fsdp2_switch_optimizer_parameters)
+                                 the place of others; in Accelerate: fsdp2_switch_optimizer_parameters)
                              ──> optimizer.py: steps only where ``accumulation`` ends a window
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 

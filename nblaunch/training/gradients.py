@@ -1,4 +1,6 @@
-"""One training step: backward, accumulation, and when ranks average their gradients.
+"""What a training loop calls for its gradients: backward, the block of a micro-step, uneven inputs, true gradients.
+
+True gradients are averaged and unscaled, as clipping needs them.
 
 Methods of the ``Accelerator`` call these functions, with its :class:`Preparer`. When gradients are synchronised is
 decided in ``accumulation.py``, how by the strategy, and in which number format by the precision.

@@ -8,6 +8,7 @@ What takes wrappers off:
     uncompiled                    an outermost OptimizedModule
     without_parallel_wrappers     those that communicate; what is inside may be compiled
     bare_module                   all: the user's own module, whose names are on disk
+    extract_model_from_parallel   all, and puts torch.compile back if asked (``prepare.py``)
 
 Where a device's tensors are of another kind than the CPU's, a module that moves gets new parameters: those it shared
 between layers are tied again, and optimizers that were built before get the new ones (:class:`Replacements`, which

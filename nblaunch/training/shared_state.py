@@ -151,7 +151,7 @@ class SharedState:
 
 
 def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> SharedState:
-    """Return the shared state of this process; the first call joins the process group, and waits for all ranks.
+    """Return the shared state of this process; the first call joins the process group.
 
     Raises:
         ValueError: ``cpu`` was asked for, but the process computes on another device already.

@@ -1,4 +1,6 @@
-"""What the launcher's tensors hold, of which a worker's are copies, to find those that the worker has changed.
+"""Finds the tensors that a worker has changed, by comparing them with the launcher's, of which they are copies.
+
+Those that are as they were are not sent back.
 
     forked worker  ── the memory of the process it was forked from, at the same addresses
     fresh worker   ── the memory file it loaded the call from, which its tensors lie on (copied when written to)
