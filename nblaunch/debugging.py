@@ -5,7 +5,7 @@ worker: pdb ── Prompted ──> DebugClient ──> printed here, input() �
 The debugger's modules, in the folders of the processes and of what they serve:
 
     debugging.py                   asks the user, in the kernel
-    launcher/debug_client.py       commands to the workers, replies and prompts from them; keeps the failure of a job for it
+    launcher/debug_client.py       commands to the workers, replies and prompts from them; keeps a job's failure for it
       session/client.py            keeps the failure of a session's last command for it
     wire/worker_commands.py        what client and worker send each other
     worker/debugger.py             answers in a worker, with pdb

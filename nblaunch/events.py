@@ -6,8 +6,8 @@ not events: each rank writes them to its slot of the shared board (``wire/board.
 step is a batch taken from a prepared loader, or an item of ``accelerator.progress``; steps of optimizers are counted
 beside them.
 
-``time_s`` is the wall clock (``time.time()``) of the process that has made the event: of a worker for the first group, of
-the launcher for the second. Both make notes.
+``time_s`` is the wall clock (``time.time()``) of the process that has made the event: of a worker for the first group,
+of the launcher for the second. Both make notes.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class StoreHost:
             self._store = store_behind(fd, self.address, self.port)
         except (OSError, RuntimeError) as error:
             raise LaunchError(
-                f"the store of the workers' process group could not be started: {error}. If descriptors (ulimit -n) or processes "
-                "(ulimit -u, or the pids limit of the container) ran out, close some, or use fewer."
+                f"the store of the workers' process group could not be started: {error}. If descriptors (ulimit -n) "
+                "or processes (ulimit -u, or the pids limit of the container) ran out, close some, or use fewer."
             ) from error
 
     def leave_to_kept_workers(self) -> None:

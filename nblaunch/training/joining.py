@@ -1,8 +1,8 @@
 """This process in its job: :func:`join` chooses its device and has the backend join the process group.
 
-``init_process_group`` itself is called in ``backends/process_group.py``; in workers of nblaunch it returns when all ranks
-have come. Also barriers, and that dashboards show a rank as waiting. Uneven inputs, which torch's ``Join`` is for, are in
-``gradients.py``.
+``init_process_group`` itself is called in ``backends/process_group.py``; in workers of nblaunch it returns when all
+ranks have come. Also barriers, and that dashboards show a rank as waiting. Uneven inputs, which torch's ``Join`` is
+for, are in ``gradients.py``.
 
 Processes that ``multiprocessing`` starts in a rank have its numbers, and stay out of the group.
 """

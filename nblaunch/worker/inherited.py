@@ -1,10 +1,9 @@
 """Undoes in a worker what belongs to the kernel alone: exit handlers, interactive mode, ``input()``, messages to the
 front end, open figures, child processes, its process group.
 
-A fork has copied all of these, but neither threads nor the other ends of sockets; a fresh interpreter that runs the same
-imports has some. A library is looked at only if the kernel has
-imported it, and is left as if the worker had been started on its own. ``libraries.py`` has those that are changed after
-a later import, too.
+A fork has copied all of these, but neither threads nor the other ends of sockets; a fresh interpreter has some, once
+the call is loaded. A library is looked at only if it has been imported, and is left as if the worker had been started
+on its own. ``libraries.py`` has those that are changed after a later import, too.
 """
 
 from __future__ import annotations

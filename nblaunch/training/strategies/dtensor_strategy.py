@@ -1,4 +1,4 @@
-"""What strategies have in common whose ranks hold shards of weights, as DTensors of any mesh; tensor parallelism.
+"""What strategies have in common whose ranks hold shards of weights, as DTensors of any mesh.
 
 The norm of all shards, full states from them and back, and their files, which each rank writes and reads through
 torch.distributed.checkpoint:
@@ -8,10 +8,6 @@ torch.distributed.checkpoint:
 
 Names and contents are those of Hugging Face Accelerate, so that checkpoints can be taken over. They can be loaded on
 any number of ranks, of which each reads what it needs. When they take their place in the folder is decided elsewhere.
-
-Under tensor parallelism every rank holds a shard of each layer, and all compute the same data together. The model
-comes sharded, as torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it: with DTensors over the mesh's
-dimension ``tp``. What it needs beside is that ranks agree on weights.
 """
 
 from __future__ import annotations
@@ -27,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nblaunch.errors import CheckpointError, warn
-from nblaunch.training.collectives import dtensor, operations
+from nblaunch.errors import CheckpointError
+from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
-from nblaunch.training.strategies.base import ShardWriter, Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.wire.weights import is_sharded, is_sharded_model, quantised_entries
+from nblaunch.training.strategies.base import ShardWriter, Strategy
+from nblaunch.wire.weights import is_sharded, quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
@@ -352,47 +348,6 @@ def _errors_of_ranks(error: BaseException) -> str:
         for rank, (cause, _) in failures.items()
     ]
     return "; ".join(dict.fromkeys(" ".join(line.split()) for line in lines))
-
-
-# --- tensor parallelism -----------------------------------------------------------------------------------------------
-
-
-class TensorParallelPlugin(StrategyPlugin):
-    """Choose tensor parallelism alone: ``Accelerator(parallelism_config=ParallelismConfig(tp_size=...))``."""
-
-    name = "tensor_parallel"
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        assert setup.parallelism is not None  # for which it is chosen
-        return TensorParallelStrategy(setup.process, setup.parallelism)
-
-
-class TensorParallelStrategy(DTensorStrategy):
-    """Leave models as they were sharded."""
-
-    name = TensorParallelPlugin.name
-    holds_shards = True
-
-    def __init__(self, process: JoinedProcess, parallelism: ParallelismConfig) -> None:
-        super().__init__(process, "tp_size")
-        self._parallelism = parallelism
-
-    def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
-        inner = bare_module(model)
-        if not is_sharded_model(inner):
-            warn_of_unsharded(inner)
-        share_weights(inner, self._parallelism)
-        return model
-
-
-def warn_of_unsharded(model: nn.Module) -> None:
-    """Warn, on rank 0, of a model that is not sharded though ``tp_size`` asks for it."""
-    if operations.rank() == 0:
-        warn(
-            f"tp_size is more than 1, but the {type(model).__name__} is whole: ranks of a tensor parallel group all "
-            "compute the same. Before prepare, call torch.distributed.tensor.parallel.parallelize_module(model, "
-            'accelerator.torch_device_mesh["tp"], plan), or load it by from_pretrained(..., tp_plan="auto")'
-        )
 
 
 @torch.no_grad()

@@ -1,0 +1,56 @@
+"""Tensor parallelism: every rank holds a shard of each layer, and all compute the same data together.
+
+The model comes sharded, as torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it: with DTensors over the
+mesh's dimension ``tp``. What it needs beside is that ranks agree on weights.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nblaunch.errors import warn
+from nblaunch.training.collectives import operations
+from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.models import bare_module
+from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, share_weights
+from nblaunch.wire.weights import is_sharded_model
+
+
+class TensorParallelPlugin(StrategyPlugin):
+    """Choose tensor parallelism alone: ``Accelerator(parallelism_config=ParallelismConfig(tp_size=...))``."""
+
+    name = "tensor_parallel"
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        assert setup.parallelism is not None  # for which it is chosen
+        return TensorParallelStrategy(setup.process, setup.parallelism)
+
+
+class TensorParallelStrategy(DTensorStrategy):
+    """Leave models as they were sharded."""
+
+    name = TensorParallelPlugin.name
+    holds_shards = True
+
+    def __init__(self, process: JoinedProcess, parallelism: ParallelismConfig) -> None:
+        super().__init__(process, "tp_size")
+        self._parallelism = parallelism
+
+    def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
+        inner = bare_module(model)
+        if not is_sharded_model(inner):
+            warn_of_unsharded(inner)
+        share_weights(inner, self._parallelism)
+        return model
+
+
+def warn_of_unsharded(model: nn.Module) -> None:
+    """Warn, on rank 0, of a model that is not sharded though ``tp_size`` asks for it."""
+    if operations.rank() == 0:
+        warn(
+            f"tp_size is more than 1, but the {type(model).__name__} is whole: ranks of a tensor parallel group all "
+            "compute the same. Before prepare, call torch.distributed.tensor.parallel.parallelize_module(model, "
+            'accelerator.torch_device_mesh["tp"], plan), or load it by from_pretrained(..., tp_plan="auto")'
+        )
