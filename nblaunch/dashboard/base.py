@@ -102,13 +102,14 @@ class GuardedDashboard(Dashboard):
         self._guard(self.inner.control, controls)
 
     def show_again(self) -> bool:
-        return not self._is_broken and self.inner.show_again()
+        return bool(self._guard(self.inner.show_again))
 
-    def _guard(self, call: Callable[..., None], *args: Any) -> None:
+    def _guard(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what the call returns; None where it fails, or one has failed before."""
         if self._is_broken:
-            return
+            return None
         try:
-            call(*args)
+            return call(*args)
         except Exception:
             self._is_broken = True
             _log.warning(
@@ -116,6 +117,7 @@ class GuardedDashboard(Dashboard):
                 type(self.inner).__name__,
                 exc_info=True,
             )
+            return None
 
 
 @final

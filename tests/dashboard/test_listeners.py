@@ -550,6 +550,20 @@ class BrokenDashboard(Dashboard):
         self.num_calls += 1
         raise BrokenPipeError
 
+    def show_again(self) -> bool:
+        self.num_calls += 1
+        raise BrokenPipeError
+
+
+def test_a_dashboard_that_can_not_be_shown_again_does_not_break_the_cell(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = BrokenDashboard()
+    with caplog.at_level(logging.WARNING):
+        assert not dashboard.show_again([GuardedDashboard(broken), GuardedDashboard(broken)])
+    assert broken.num_calls == 2
+    assert len(caplog.records) == 2
+
 
 def test_a_broken_dashboard_is_switched_off_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     broken = BrokenDashboard()
