@@ -1,7 +1,7 @@
 """Whether workers forked from this process could use the device, and which line of it used the device first.
 
-Backends answer ``fork_hazard()`` and ``first_use()`` from here. Threads matter too: whether a launch forks
-is decided in ``launcher/fork_safety.py``.
+Backends answer ``fork_hazard()`` and ``first_use()`` from here. Other hazards, such as threads, are found in
+``launcher/fork_safety.py``; ``launcher/plan.py`` decides how workers start.
 
     watch, watch_torch        record the line that initialises a GPU; called when nblaunch is imported
     gpu_hazard                why forked workers could not use CUDA, ROCm, or Intel's Level Zero

@@ -1,7 +1,7 @@
 """torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
 
-The latter is for devices whose runtime has no collectives across processes. Whether a process joins, and for which
-device, is decided in ``training/joining.py``.
+The latter is for devices whose runtime has no collectives across processes. When the process of an Accelerator joins is
+decided in ``training/joining.py``, when the ranks of a session do in ``session/server.py``.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
 notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
   widget_panel.py      the widgets: headline, buttons, rows, charts
-  widget_logs.py       what the ranks print
+  widget_logs.py       the last lines of ranks, in tabs
   widget_throttle.py   updates within a budget
-lines.py           what workers print
+lines.py           output of workers in the cell or on the terminal: labelled, merged, shortened; the last lines
 
 :func:`choose` picks the dashboards for the front end. Importing this package imports nothing of Jupyter.
 """

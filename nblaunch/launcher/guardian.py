@@ -5,10 +5,10 @@
                                     end of file: SIGKILL to every worker's process group, and to every process
                                     with the job's tag (host/descendants.py)
 
-Workers ask the system to be killed with their parent, but what *they* have started (data loaders, subprocesses) did
-not, and a stopped process can't look after itself. The guardian is a shell, not Python: it holds no memory to speak of.
-Even so its start keeps this process for milliseconds while workers start beside it, which is why it is a step of its
-own: a job that is over by then does without.
+Workers ask the system to be killed with their parent. Of what they have started, only children that they forked do:
+commands, spawned processes and the children of these do not, and a stopped process can't look after itself. The
+guardian is a shell, not Python: it holds no memory to speak of. Even so its start keeps this process for milliseconds
+while workers start beside it, which is why it is a step of its own: a job that is over by then does without.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Job: a launch as a future, for the caller, for listeners, and for those that run or follow it.
 
-Every call of ``notebook_launcher`` without ``session=``, ``launch`` and ``attach`` makes one: a ``JobRunner``
-(``runner.py``), which runs the job in this process, or a ``JobFollower`` (``detached/``), which follows one of another
-process. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
+Every call of ``launch``, of ``attach``, and of ``notebook_launcher`` (unless ``session=`` is given) makes one: a
+``JobRunner`` (``runner.py``), which runs the job in this process, or a ``JobFollower`` (``detached/``), which follows
+one of another process. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
 ``background=True`` it returns the Job while the workers run.
 """
 

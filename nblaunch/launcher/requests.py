@@ -1,6 +1,6 @@
 """Requests to a running job, from a signal handler, a button, a thread.
 
-    stop()         the loops of all ranks end at the same step boundary; the function goes on after them
+    stop()         ``accelerator.should_stop`` is true from the same step on in all ranks; loops that read it end
     terminate(s)   stop, and interrupt when ``s`` seconds are over; the second time at once
     interrupt()    KeyboardInterrupt in all workers; the second time they are killed
     cancel()       all workers are killed

@@ -7,7 +7,8 @@ and in plain ``python``. One process, from the outside in:
       .training: SharedState     shared_state.py    what Accelerators, loaders and optimizers of the process share
         .process: JoinedProcess  joining.py          its rank and device, once it has joined the process group;
                                                      barriers and waiting for other ranks
-        .accumulation            accumulation.py     where in a window of micro-steps it is, and the loaders being read
+        .accumulation            accumulation.py     the window of micro-steps that was entered last, of whichever
+                                                     Accelerator, and the loaders being read
     PartialState and others      state.py            what users read of the shared state; they hold nothing themselves
     ProcessMethods               process_methods.py  what the Accelerator and these states do with the joined process
 

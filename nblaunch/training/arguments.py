@@ -1,7 +1,8 @@
 """The constructor arguments of the ``Accelerator``: sorted, checked and completed, refusals with a way out.
 
-What was not passed comes from the launcher, else from the environment. Functions return what was resolved and change
-nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and makes its mesh, and
+What was not passed is, for settings that Accelerators of a process share (precision, strategy, parallelism), that of
+the one before; else it comes from the launcher, the environment, the default. Functions return what was resolved and
+change nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and makes its mesh, and
 ``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``; the settings of a
 launch, in ``nblaunch.config``.
 """

@@ -1,8 +1,9 @@
 """This process in its job: :func:`join` chooses its device and has the backend join the process group.
 
-``init_process_group`` itself is called in ``backends/process_group.py``; in workers of nblaunch it returns when all
-ranks have come. Also barriers, and that dashboards show a rank as waiting. Uneven inputs, which torch's ``Join`` is
-for, are in ``gradients.py``.
+Backends call ``init_process_group``, mostly by ``backends/process_group.py``; where the user's
+``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` does. In workers of nblaunch it returns
+when all ranks have come. Also here: barriers, :func:`one_at_a_time`, and the state that the board shows of a rank that
+waits. Uneven inputs, which torch's ``Join`` is for, are in ``gradients.py``.
 
 Processes that ``multiprocessing`` starts in a rank have its numbers, and stay out of the group.
 """

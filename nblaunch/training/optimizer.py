@@ -1,4 +1,6 @@
-"""Prepared optimizers and schedulers: they step only where the accumulation window ends.
+"""Prepared optimizers and schedulers: optimizers step only where the accumulation window ends, schedulers with them.
+
+With ``step_scheduler_with_optimizer=False`` a scheduler steps at every call.
 
 The user writes the plain loop (``optimizer.step(); scheduler.step(); optimizer.zero_grad()``) and the wrappers leave
 out the calls that gradient accumulation or an overflow makes void.

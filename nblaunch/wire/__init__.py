@@ -8,7 +8,7 @@ To a worker:
 From a worker:
 
     channel.py          events on a pipe, values in them as Python's own types
-    board.py            progress in shared memory, the losses as a fixed number of means
+    board.py            progress in shared memory, the losses as a bounded number of means
     outbox.py           return value, weights, states of optimizers
     weights.py          weights that ranks hold in shards; quantised ones, which are not sent
     originals.py        which weights have not changed

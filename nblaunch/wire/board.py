@@ -5,12 +5,12 @@
     worker N ──writes──> slot N ┘
 
 Each field has a single writer (the worker; for two fields the launcher) and is one aligned 8-byte word, so that there
-is nothing to lock: a reading may mix two neighbouring steps, never half a number. Writing a step costs well under a
-microsecond, and no system call.
+is nothing to lock: a reading may mix two neighbouring steps, never half a number. The curve of losses has many words,
+and a version number that is odd while it is written. Writing a step costs well under a microsecond, and no system call.
 
 A :class:`LossCurve` is the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
 
-    steps 1 2 3 4 5 6 7 8 | 9 ...            a bin holds the mean loss of 1 step at first; when all bins are full,
+    steps 1 2 3 4 5 6 7 8 | 9 ...            a bin holds the mean loss of 1 optimizer step at first; when all are full,
     bins  ─┬─ ─┬─ ─┬─ ─┬─                    neighbours are merged, and each holds that of 2 steps, then 4, 8 ...
 
 Bins end at fixed steps, whenever they are read: two runs with equal losses have equal curves.

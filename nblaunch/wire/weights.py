@@ -1,6 +1,6 @@
-"""Weights that travel in a form of their own, sharded and quantised ones, and how they are recognised.
+"""Weights that are not sent as plain tensors: sharded ones are sent shard by shard, quantised ones not at all.
 
-Sharded weights, of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed, travel shard by shard:
+How both are recognised is here, too. Sharded weights are of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed:
 
     rank 0   ── TensorShard ──┐
     rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
@@ -12,7 +12,7 @@ Quantised weights are frozen numbers of few bits, which a library keeps in a for
                   a 4-bit module can't load, and an 8-bit module can't after its first forward
     torchao       a ``Parameter`` whose tensor is of a subclass
 
-No optimizer changes them, so they do not travel: where trained weights are loaded, the quantised model is already.
+No optimizer changes them, so they are not sent: where trained weights are loaded, the quantised model is already.
 GPTQ, AWQ and the like keep integers in ordinary buffers, and need nothing of this.
 """
 

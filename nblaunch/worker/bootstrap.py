@@ -10,7 +10,7 @@
     ──> Started
     function         the call is loaded; delivery notes the modules' tensors; the user's function is called
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
-                     (or, where the function raised: ──> Failed; where it called ``sys.exit(n)``: an exit code alone)
+                     (or, where the function raised: ──> Failed; after ``sys.exit(n)``, n not 0: an exit code alone)
     finish           after success threads are joined; exit handlers run; files that are left open are written;
                      after success groups are left, but gloo's; ``os._exit``
 

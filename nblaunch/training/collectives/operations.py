@@ -1,8 +1,9 @@
 """Collectives over nested structures of tensors.
 
-All ranks must call the same function, with tensors of the same shape and type. While a rank waits in one, the board
-says so. In a lone process they return their argument, ``reduce`` a copy of it. A rank that has not joined its job yet
-joins it at the first one.
+All ranks must call the same function, with tensors of the same shape and type, but for ``pad_across_processes`` and
+those of objects. While a rank waits in one, the board says so. In a lone process they return their argument, ``reduce``
+a copy of it. ``gather_for_metrics`` drops the rows that completed a loader's last round. A rank that has not joined its
+job yet joins it at the first one.
 
 Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
 bytes they all know, and the result is exact.

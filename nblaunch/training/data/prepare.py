@@ -1,4 +1,4 @@
-"""Make a prepared loader out of the user's: which rank reads what, in which order, and which options are kept.
+"""Make a prepared loader out of the user's: of the rank's share, or read by rank 0 for all; with the user's options.
 
 :func:`shard_loader` does it for ``Accelerator.prepare``, :func:`prepare_data_loader` for users who call it themselves.
 """

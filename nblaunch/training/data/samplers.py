@@ -1,5 +1,7 @@
 """Samplers of the order that all ranks share, and the way from a loader's index sampler down to that of single indices.
 
+The index sampler is the outermost, as torch's ``DataLoader._index_sampler``: the batch sampler, where there is one.
+
 DataLoader ── BatchSamplerShard ── BatchSampler ── RandomSampler          nested samplers, outermost first
                   (ours)           (innermost)     (sampler of single indices)
 """

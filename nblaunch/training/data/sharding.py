@@ -1,4 +1,4 @@
-"""Which samples belong to which rank, and which are left of an epoch: pure arithmetic on indices.
+"""A rank's share of a sampler or a stream, and what is left of an epoch.
 
 Every rank computes the same global order and keeps its share, so nothing here communicates, and no rank ever waits
 for another one. Moving data and keeping random orders equal is ``loader.py``'s work.

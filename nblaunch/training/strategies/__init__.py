@@ -1,8 +1,8 @@
-"""Strategies, by which a model is trained on several processes: a file or folder each, those of whole models in one.
+"""Strategies, by which a model is trained on several processes: one file or folder each.
 
 base.py                    what a strategy has to do, and in which order it is called
-replicated.py              where no plugin is passed, every rank has the whole model: gradients averaged during
-                           backward by torch's DistributedDataParallel, or for XLA at the step; a lone process
+replicated.py              the default, in which every rank has the whole model: gradients averaged during backward
+                           by torch's DistributedDataParallel, or for XLA at the step; a lone process
 dtensor_strategy.py        what strategies have in common whose weights are DTensors, their states in files included
 tensor_parallel.py         layers sharded by torch's ``parallelize_module`` or transformers
 fsdp2/                     weights sharded with torch's ``fully_shard``

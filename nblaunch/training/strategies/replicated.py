@@ -1,4 +1,7 @@
-"""Strategies for models that every rank has whole: what is used where the user passes no plugin.
+"""Strategies for models that every rank has whole: the default, where nothing else is chosen.
+
+A plugin, a ``parallelism_config``, an earlier Accelerator of the process or the settings of the launch choose another
+(``plugin_if_none_given`` in ``arguments.py``).
 
     DdpStrategy            torch's wrapper averages gradients during backward
     ReduceAtStepStrategy   gradients are averaged where the optimizer steps, without a wrapper
