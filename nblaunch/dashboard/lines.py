@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ class LastLines:
 
     def __init__(self) -> None:
         self._num_added = 0
-        self._by_rank: dict[int, deque[str]] = {}
+        self._by_rank: defaultdict[int, deque[str]] = defaultdict(lambda: deque(maxlen=NUM_LINES))
         self._all: deque[tuple[float, int, int, str]] = deque(maxlen=NUM_LINES)
 
     def add(self, event: Event) -> None:
@@ -71,7 +71,7 @@ class LastLines:
     def _add_line(self, event: Event, line: str) -> None:
         self._num_added += 1
         self._all.append((event.time_s, self._num_added, event.rank, line))
-        self._by_rank.setdefault(event.rank, deque(maxlen=NUM_LINES)).append(line)
+        self._by_rank[event.rank].append(line)
 
 
 def _display_line(event: Displayed) -> str:
