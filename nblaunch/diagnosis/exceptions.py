@@ -19,11 +19,12 @@ from typing import Any
 
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
-from nblaunch.user_code import ipython_shell, is_own_file, line_of
+from nblaunch.user_code import cell_name, ipython_shell, is_own_file, line_of
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
 
 _SHOWN_CHARACTERS = 4000
+_EARLIER_CHARACTERS = 200
 _MAX_FRAMES = 3
 _MAX_NOTES_LINES = 4
 _MAX_LINES = 25
@@ -207,9 +208,30 @@ def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) ->
         notes: lines about rank, process, host, log and other ranks.
     """
     own_notes = _notes_of(error)
+    before = error.__cause__ or error.__context__
     set_attribute(error, "__notes__", [*own_notes, *notes])
-    shown = fewer_lines("\n".join(own_notes), _MAX_NOTES_LINES).splitlines()
-    _render_as(error, RemoteRendering(info, (*shown, *notes)))
+    shown = (*_shown_notes(own_notes), *_earlier(info), *notes)
+    _render_as(error, RemoteRendering(info, shown, _shown_notes(_notes_of(before)) if before else ()))
+
+
+def _shown_notes(notes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(fewer_lines("\n".join(notes), _MAX_NOTES_LINES).splitlines())
+
+
+def _earlier(info: ExceptionInfo) -> list[str]:
+    """Return a line for each exception before the cause, which is shown itself: the first one often explains all."""
+    lines = []
+    later = info.cause
+    while later is not None and later.cause is not None:
+        first = later.cause
+        how = "from" if later.is_raised_from else "while handling"
+        message = shortened(first.message.strip().partition("\n")[0], _EARLIER_CHARACTERS)
+        text = f"{first.type_name}: {message}" if message else first.type_name
+        place = worth_showing(first.frames)[-1:]
+        where = f" ({cell_name(place[0].filename)}, line {place[0].lineno})" if place else ""
+        lines.append(f"{later.type_name} was raised {how} {text}{where}")
+        later = first
+    return lines
 
 
 def _notes_of(error: BaseException) -> list[str]:
@@ -230,10 +252,17 @@ def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
 
 @dataclass(frozen=True)
 class RemoteRendering:
-    """Rendering of a worker's exception: its frames with their source, then the notes."""
+    """Rendering of a worker's exception: its frames with their source, then the notes.
+
+    Args:
+        info: its text and frames.
+        notes: lines below it.
+        cause_notes: those of its cause.
+    """
 
     info: ExceptionInfo
     notes: tuple[str, ...]
+    cause_notes: tuple[str, ...] = ()
 
     def __call__(self) -> list[str]:
         shell = ipython_shell()
@@ -250,6 +279,8 @@ class RemoteRendering:
         shown = _stand_in(self.info.type_name, self.info.message, max_lines // 2)
         before = _stand_in(cause.type_name, cause.message, max_lines // 2)
         before.__traceback__ = make_traceback(worth_showing(cause.frames)[-1:])
+        if self.cause_notes:
+            set_attribute(before, "__notes__", list(self.cause_notes))
         _put_before(shown, before, self.info)
         return shown
 
