@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
-from nblaunch.user_code import cell_name, ipython_shell, is_own_file, line_of
+from nblaunch.user_code import cell_name, ipython_shell, is_own_file, is_user_file, line_of
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
 
@@ -195,8 +195,11 @@ class HiddenLauncherFrames:
         if error is None:
             return
         hide_launcher(error)
-        if not _is_raised_here(error):
-            BaseException.with_traceback(error, _without(error.__traceback__, _is_own))
+        if _is_raised_here(error):
+            return
+        is_interrupt = isinstance(error, KeyboardInterrupt)  # which comes in whatever the launcher waits by
+        hide = _outside_launcher if is_interrupt else _outside_package
+        BaseException.with_traceback(error, _rebuilt(hide(error.__traceback__)))
 
 
 def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) -> None:
@@ -292,9 +295,8 @@ def _render_launchers_own() -> list[str]:
     if shell is None or error is None:
         return [f"{type(error).__name__}: {error}"]
     shown = _stand_in(type(error).__name__, str(error))
-    return _fitting(
-        shell, lambda max_lines: shown, _without(tb, lambda at: _is_own(at) or _is_ipython(at)), ()
-    )
+    entries = [entry for entry in _outside_launcher(tb) if not _is_ipython(entry)]
+    return _fitting(shell, lambda max_lines: shown, _rebuilt(entries), ())
 
 
 def _fitting(
@@ -314,12 +316,32 @@ def _fitting(
     return lines
 
 
-def _without(tb: TracebackType | None, is_hidden: Callable[[TracebackType], bool]) -> TracebackType | None:
-    entries = []
+def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
+    """Return the entries without nblaunch's."""
+    return [entry for entry in _entries(tb) if not _is_own(entry)]
+
+
+def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
+    """Return the entries without nblaunch's and those of libraries that it called; the user's code below it stays."""
+    kept = []
+    is_inside = False
+    for entry in _entries(tb):
+        if _is_own(entry):
+            is_inside = True
+        elif not is_inside or is_user_file(entry.tb_frame.f_code.co_filename):
+            is_inside = False
+            kept.append(entry)
+    return kept
+
+
+def _entries(tb: TracebackType | None) -> Iterator[TracebackType]:
     while tb is not None:
-        if not is_hidden(tb):
-            entries.append(tb)
+        yield tb
         tb = tb.tb_next
+
+
+def _rebuilt(entries: Sequence[TracebackType]) -> TracebackType | None:
+    """Return a traceback of these entries alone, outermost first."""
     result: TracebackType | None = None
     for entry in reversed(entries):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, line_of(entry))
