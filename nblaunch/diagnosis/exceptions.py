@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
-from nblaunch.user_code import ipython_shell, is_own_file, line_of
+from nblaunch.user_code import cell_name, ipython_shell, is_own_file, is_user_file, line_of
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
 
 _SHOWN_CHARACTERS = 4000
+_EARLIER_CHARACTERS = 200
 _MAX_FRAMES = 3
 _MAX_NOTES_LINES = 4
 _MAX_LINES = 25
@@ -194,8 +195,11 @@ class HiddenLauncherFrames:
         if error is None:
             return
         hide_launcher(error)
-        if not _is_raised_here(error):
-            BaseException.with_traceback(error, _without(error.__traceback__, _is_own))
+        if _is_raised_here(error):
+            return
+        is_interrupt = isinstance(error, KeyboardInterrupt)  # which comes in whatever the launcher waits by
+        hide = _outside_launcher if is_interrupt else _outside_package
+        BaseException.with_traceback(error, _rebuilt(hide(error.__traceback__)))
 
 
 def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) -> None:
@@ -207,9 +211,30 @@ def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) ->
         notes: lines about rank, process, host, log and other ranks.
     """
     own_notes = _notes_of(error)
+    before = error.__cause__ or error.__context__
     set_attribute(error, "__notes__", [*own_notes, *notes])
-    shown = fewer_lines("\n".join(own_notes), _MAX_NOTES_LINES).splitlines()
-    _render_as(error, RemoteRendering(info, (*shown, *notes)))
+    shown = (*_shown_notes(own_notes), *_earlier(info), *notes)
+    _render_as(error, RemoteRendering(info, shown, _shown_notes(_notes_of(before)) if before else ()))
+
+
+def _shown_notes(notes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(fewer_lines("\n".join(notes), _MAX_NOTES_LINES).splitlines())
+
+
+def _earlier(info: ExceptionInfo) -> list[str]:
+    """Return a line for each exception before the cause, which is shown itself: the first one often explains all."""
+    lines = []
+    later = info.cause
+    while later is not None and later.cause is not None:
+        first = later.cause
+        how = "from" if later.is_raised_from else "while handling"
+        message = shortened(first.message.strip().partition("\n")[0], _EARLIER_CHARACTERS)
+        text = f"{first.type_name}: {message}" if message else first.type_name
+        place = worth_showing(first.frames)[-1:]
+        where = f" ({cell_name(place[0].filename)}, line {place[0].lineno})" if place else ""
+        lines.append(f"{later.type_name} was raised {how} {text}{where}")
+        later = first
+    return lines
 
 
 def _notes_of(error: BaseException) -> list[str]:
@@ -230,10 +255,17 @@ def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
 
 @dataclass(frozen=True)
 class RemoteRendering:
-    """Rendering of a worker's exception: its frames with their source, then the notes."""
+    """Rendering of a worker's exception: its frames with their source, then the notes.
+
+    Args:
+        info: its text and frames.
+        notes: lines below it.
+        cause_notes: those of its cause.
+    """
 
     info: ExceptionInfo
     notes: tuple[str, ...]
+    cause_notes: tuple[str, ...] = ()
 
     def __call__(self) -> list[str]:
         shell = ipython_shell()
@@ -250,6 +282,8 @@ class RemoteRendering:
         shown = _stand_in(self.info.type_name, self.info.message, max_lines // 2)
         before = _stand_in(cause.type_name, cause.message, max_lines // 2)
         before.__traceback__ = make_traceback(worth_showing(cause.frames)[-1:])
+        if self.cause_notes:
+            set_attribute(before, "__notes__", list(self.cause_notes))
         _put_before(shown, before, self.info)
         return shown
 
@@ -261,9 +295,8 @@ def _render_launchers_own() -> list[str]:
     if shell is None or error is None:
         return [f"{type(error).__name__}: {error}"]
     shown = _stand_in(type(error).__name__, str(error))
-    return _fitting(
-        shell, lambda max_lines: shown, _without(tb, lambda at: _is_own(at) or _is_ipython(at)), ()
-    )
+    entries = [entry for entry in _outside_launcher(tb) if not _is_ipython(entry)]
+    return _fitting(shell, lambda max_lines: shown, _rebuilt(entries), ())
 
 
 def _fitting(
@@ -283,12 +316,32 @@ def _fitting(
     return lines
 
 
-def _without(tb: TracebackType | None, is_hidden: Callable[[TracebackType], bool]) -> TracebackType | None:
-    entries = []
+def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
+    """Return the entries without nblaunch's."""
+    return [entry for entry in _entries(tb) if not _is_own(entry)]
+
+
+def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
+    """Return the entries without nblaunch's and those of libraries that it called; the user's code below it stays."""
+    kept = []
+    is_inside = False
+    for entry in _entries(tb):
+        if _is_own(entry):
+            is_inside = True
+        elif not is_inside or is_user_file(entry.tb_frame.f_code.co_filename):
+            is_inside = False
+            kept.append(entry)
+    return kept
+
+
+def _entries(tb: TracebackType | None) -> Iterator[TracebackType]:
     while tb is not None:
-        if not is_hidden(tb):
-            entries.append(tb)
+        yield tb
         tb = tb.tb_next
+
+
+def _rebuilt(entries: Sequence[TracebackType]) -> TracebackType | None:
+    """Return a traceback of these entries alone, outermost first."""
     result: TracebackType | None = None
     for entry in reversed(entries):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, line_of(entry))

@@ -349,6 +349,8 @@ class JobRunner(Job):
                 spec.environment,
                 spec.is_spmd,
             )
+        except Exception as error:
+            return replace(JobOutcome.of_error(error), failed_rank=0)
         finally:
             store.close()
         return JobOutcome("done", values={0: value})

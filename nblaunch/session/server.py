@@ -40,6 +40,7 @@ from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
+from nblaunch.worker.process_control import ChildHandler
 
 _EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
 
@@ -69,6 +70,7 @@ class _Server:
         self._is_interruptible = False
         self._group = 0
         self._pid = os.getpid()
+        self._child_handler = ChildHandler()
         signal.signal(signal.SIGINT, self._on_interrupt)
 
     def run(self) -> None:
@@ -112,7 +114,8 @@ class _Server:
         try:
             try:
                 self._is_interruptible = True
-                done = self._do(command, files, outbox_fd)
+                with self._child_handler:
+                    done = self._do(command, files, outbox_fd)
                 if is_code:
                     context.current().flush_losses()
             finally:

@@ -441,6 +441,7 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
+        and not tensor.is_nested  # which has no shape
         and tensor.device.type != "meta"
         and not vars(tensor)
     )

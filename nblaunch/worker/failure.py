@@ -8,6 +8,7 @@ import time
 import traceback
 from itertools import islice
 from types import TracebackType
+from typing import Any
 
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import from_first_user_frame, is_user_file
@@ -41,8 +42,13 @@ _CONNECTION_WORDS = (
 """Of the system, which the user's own connections report, too."""
 
 
+_DEATH_TIMEOUT_S = 0.5
+"""How long a process may take from closing its files to its end."""
+
+
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
     """Return the event that reports ``error`` to the launcher, with what the device explains about it."""
+    error = _death_in_loader(error) or error
     error = error.with_traceback(from_first_user_frame(error.__traceback__))
     return Failed(
         rank=rank,
@@ -52,6 +58,29 @@ def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] 
         evidence=evidence,
         exception=exceptions.dump(error),
     )
+
+
+def _death_in_loader(error: BaseException) -> BaseException | None:
+    """Return torch's exception for the death of a data loader's process, if ``error`` is what reading from it gave.
+
+    torch raises it in a handler of SIGCHLD, which comes sooner or later than the end of the connection.
+    """
+    signals: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if signals is None or not isinstance(error, (OSError, EOFError)):
+        return None
+    if not any(
+        frame.f_code.co_name == "_try_get_data" for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
+        return None
+    deadline = time.monotonic() + _DEATH_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            signals._error_if_any_worker_fails()
+        except RuntimeError as death:
+            death.__suppress_context__ = True
+            return death.with_traceback(error.__traceback__)
+        time.sleep(0.01)
+    return None
 
 
 def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
 from nblaunch.wire.board import Slot
@@ -30,7 +31,8 @@ class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt`` in ``with interrupts:``, a block of the user's code, and only there.
 
     One that comes before the block is raised when that begins, and one that comes after it is only counted: it never
-    interrupts what the worker does by itself. Made in the main thread, it handles SIGINT from then on.
+    interrupts what the worker does by itself. Made in the main thread, it handles SIGINT from then on. A handler of
+    SIGCHLD that the code sets is in place in the block alone, too.
 
     No ``contextmanager``, which sets an attribute of the exceptions that pass: the user's may refuse that.
     """
@@ -39,6 +41,7 @@ class Interrupts:
         self._slot = slot
         self._are_raised = False
         self._is_pending = False
+        self._child_handler = ChildHandler()
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
@@ -60,12 +63,31 @@ class Interrupts:
             if self._is_pending:
                 self._is_pending = False
                 raise KeyboardInterrupt
+            self._child_handler.__enter__()
         except KeyboardInterrupt:
             self._are_raised = False
             raise
 
     def __exit__(self, *error: object) -> None:
         self._are_raised = False
+        self._child_handler.__exit__()
+
+
+class ChildHandler:
+    """The handler of SIGCHLD that the user's code sets: in place in ``with handler:``, a block of that code, alone.
+
+    torch's data loaders set one, which raises when a process of theirs has died. It would raise in what the worker does
+    by itself as well, as in the report of that very failure.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = signal.SIG_DFL
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGCHLD, self._handler)
+
+    def __exit__(self, *error: object) -> None:
+        self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
 
 
 @contextmanager

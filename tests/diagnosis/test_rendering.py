@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,3 +51,39 @@ def test_the_launchers_own_mistakes_keep_its_frames() -> None:
 def test_frames_that_are_worth_showing(frames: list[tuple[str, bool]], shown: list[str]) -> None:
     made = [FrameInfo("train.py", 1, name, "", is_user) for name, is_user in frames]
     assert [f.name for f in worth_showing(made)] == shown
+
+
+def _called_by_launcher(function: Callable[[], object]) -> None:
+    """Call ``function`` from a frame of nblaunch's."""
+    names: dict[str, Any] = {"__name__": "nblaunch.launcher.fake"}
+    exec("def call(function): function()", names)
+    names["call"](function)
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (
+            KeyboardInterrupt(),
+            ["test_libraries_below_the_launcher"],
+        ),  # as in the lock by which a job is waited for
+        (
+            OSError("no space"),
+            ["test_libraries_below_the_launcher", "__call__", "_mock_call", "_execute_mock_call"],
+        ),
+    ],
+)
+def test_libraries_below_the_launcher(error: BaseException, names: list[str]) -> None:
+    with pytest.raises(type(error)) as caught, HiddenLauncherFrames():
+        _called_by_launcher(Mock(side_effect=error))
+    shown = [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert [name for name in shown if name != "_called_by_launcher"] == names
+
+
+def test_the_users_code_below_the_launcher_stays() -> None:
+    def function() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught, HiddenLauncherFrames():
+        _called_by_launcher(function)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "function"

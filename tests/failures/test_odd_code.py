@@ -193,3 +193,28 @@ notebook_launcher(train, num_processes=2, dashboard="none")
     ):
         assert shown.count(text) == times, cell.describe()
     assert "/nblaunch/" not in shown, cell.describe()
+
+
+def test_the_first_of_several_causes_is_named(odd_kernel: Kernel) -> None:
+    cell = odd_kernel.run(
+        """
+def train():
+    try:
+        try:
+            {}["lr"]
+        except KeyError as missing:
+            raise ValueError("no settings") from missing
+    except ValueError as error:
+        error.__notes__ = ["seen in settings.yaml"]
+        raise RuntimeError("no start")
+notebook_launcher(train, num_processes=2)
+""",
+        raises="RuntimeError",
+    )
+    assert "ValueError was raised from KeyError: 'lr' (Cell In[" in cell.raised.text, cell.describe()
+    assert "], line 4)" in cell.raised.text
+    assert cell.raised.lines.count("ValueError: no settings") == 1
+    assert (
+        cell.raised.lines[cell.raised.lines.index("ValueError: no settings") + 1] == "seen in settings.yaml"
+    )
+    assert len(cell.raised.lines) <= MAX_LINES, cell.describe()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nblaunch import notebook_launcher
@@ -49,6 +51,7 @@ notebook_launcher(train, engine="inline")
     )
     assert "return values[3]" in cell.raised.text
     assert "/nblaunch/" not in cell.raised.text
+    assert re.search(r"^ +0 +failed", cell.displays[-1].data["text/plain"], re.MULTILINE), cell.describe()
     cell = shared.run(
         f"""
 import traceback, nblaunch.context as context, torch.distributed as dist

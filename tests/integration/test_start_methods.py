@@ -194,6 +194,9 @@ def test_what_cannot_be_pickled_goes_by_fork_and_is_named_elsewhere(shared: Kern
         cell = shared.run(launch, raises="PayloadError")
         assert f" {name} (" in cell.raised.value
         assert "start_method='fork'" in cell.raised.value
+        assert (
+            "File " not in cell.raised.text
+        )  # the launcher's frames are not shown, nor those of what it calls
     assert shared.processes() == []
 
 

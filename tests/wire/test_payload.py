@@ -99,6 +99,12 @@ def test_lazily_conjugated_and_negated_views_are_not_taken_for_their_base() -> N
     ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_which_has_no_shape() -> None:
+    nested = torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)])
+    assert [part.tolist() for part in there_and_back(nested).unbind()] == [[0, 1], [0, 1, 2]]
+
+
 def test_a_failed_value_does_not_harm_the_next(file: int) -> None:
     writer = payload.PayloadWriter(file)
     first = writer.append("first")

@@ -1,0 +1,98 @@
+"""A process of a data loader dies: what torch raises in a handler of SIGCHLD, wherever the rank is at that moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
+
+from nblaunch.events import Failed
+from nblaunch.worker.failure import describe_failure
+from tests.kernels import Kernel
+
+SETUP = """
+import os, signal
+from nblaunch import Session, notebook_launcher
+
+def on_child(signum, frame):
+    raise RuntimeError("raised by the handler")
+
+class Late(Exception):
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return "the real one"
+
+class Value:
+    def __getstate__(self):
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return {"x": 5}
+
+def fail():
+    signal.signal(signal.SIGCHLD, on_child)
+    raise Late
+
+def succeed():
+    signal.signal(signal.SIGCHLD, on_child)
+    return Value()
+"""
+
+
+def test_its_handler_does_not_raise_in_the_report_of_a_failure(kernel: Kernel) -> None:
+    kernel.run(SETUP)
+    cell = kernel.run("notebook_launcher(fail, num_processes=2)", raises="Late")
+    assert "Late: the real one" in cell.raised.text
+
+
+def test_its_handler_does_not_raise_while_a_value_is_sent(kernel: Kernel) -> None:
+    kernel.run(SETUP)
+    assert kernel.run("notebook_launcher(succeed, num_processes=2, dashboard='none').x").value == 5
+
+
+def test_its_handler_does_not_raise_between_the_commands_of_a_session(kernel: Kernel) -> None:
+    kernel.run(SETUP)
+    kernel.run(
+        """
+session = Session(num_processes=1)
+session.execute("succeed(); pid = os.getpid()")
+(pid,) = session["pid"].values()
+os.kill(pid, signal.SIGCHLD)
+"""
+    )
+    assert kernel.run("session.execute('1 + 1')").result == "[0] 2"
+    cell = kernel.run("session.execute('os.kill(pid, signal.SIGCHLD)')", raises="RuntimeError")
+    assert "raised by the handler" in cell.raised.text
+    kernel.run("session.close()")
+
+
+def _try_get_data(error: BaseException) -> Failed:
+    """Describe ``error`` as raised by torch's method of this name, which reads from a process of a loader."""
+    try:
+        raise error
+    except BaseException as raised:
+        return describe_failure(0, raised)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(104, "reset"), FileNotFoundError(2, "gone"), EOFError()]
+)
+def test_the_death_is_named_where_its_connection_ended_first(error: Exception) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    _set_worker_pids(id(process), (process.pid,))
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        failed = _try_get_data(error)
+    finally:
+        _remove_worker_pids(id(process))
+        process.kill()
+        process.wait()
+    assert failed.info.type_name == "RuntimeError"
+    assert f"DataLoader worker (pid {process.pid}) is killed by signal" in failed.info.message
+    assert failed.info.frames[-1].name == "_try_get_data"
+
+
+def test_an_error_of_a_connection_stays_where_no_process_died() -> None:
+    assert _try_get_data(ConnectionResetError(104, "reset")).info.type_name == "ConnectionResetError"
