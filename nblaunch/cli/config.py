@@ -1,7 +1,7 @@
 """``nblaunch config``: questions whose answers are the defaults of later launches.
 
 nblaunch config            ask questions and write the file
-nblaunch config default    write the default answers
+nblaunch config default    write the default answers, and a precision
 nblaunch config update     write the settings of a file anew, as this version does
 """
 
@@ -38,16 +38,22 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="another file than the default one"
     )
+    parser.add_argument(
+        "--mixed_precision", "--mixed-precision", metavar="NAME", help="with `default`: no, fp16, bf16 or fp8"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the action and return the exit code."""
     file = arguments.config_file
     path = files.default_path() if file is None else Path(file).expanduser()
+    precision = arguments.mixed_precision
+    if precision is not None and arguments.action != "default":
+        raise UsageError("--mixed_precision is for `nblaunch config default`, which asks no questions")
     try:
         if arguments.action == "update":
             return _update(path)
-        return _write_default(path) if arguments.action == "default" else _ask(path)
+        return _write_default(path, precision) if arguments.action == "default" else _ask(path)
     except ConfigError as error:
         raise UsageError(str(error)) from None
 
@@ -80,12 +86,15 @@ def _update(path: Path) -> int:
     return _write(path, files.read(path).values)
 
 
-def _write_default(path: Path) -> int:
+def _write_default(path: Path, mixed_precision: str | None) -> int:
     if path.exists():
         raise UsageError(
             f"{path}: exists already, and is not overwritten; remove it or name another --config_file"
         )
-    return _write(path, detected(Machine.here()))
+    values = dict(detected(Machine.here()))
+    if mixed_precision is not None:
+        values["mixed_precision"] = convert("mixed_precision", mixed_precision, "--mixed_precision")
+    return _write(path, values)
 
 
 def _ask(path: Path) -> int:

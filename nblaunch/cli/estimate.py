@@ -33,7 +33,7 @@ _AMOUNT = re.compile(r"([\d_]+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
 
 
 def model_size(arguments: argparse.Namespace) -> ModelSize:
-    """Return the size of the model given by the options ``model`` and ``set``, or ``parameters``; and ``trainable``.
+    """Return the size of the model given by its name and its options, or ``parameters``; and ``trainable``.
 
     Raises:
         UsageError: no model is given, or it can't be built.
@@ -44,7 +44,13 @@ def model_size(arguments: argparse.Namespace) -> ModelSize:
         count = parse_count("--parameters", arguments.parameters)
         size = ModelSize(parameters=count, trainable=count)
     else:
-        size = measure(_load(arguments.model, arguments.set))
+        settings: dict[str, Any] = dict(named_value("--set", setting) for setting in arguments.set)
+        name = arguments.model
+        if arguments.library_name == "timm":
+            name, settings = "timm:create_model", {"model_name": name, **settings}
+        elif ":" not in name:  # None would ask at the keyboard
+            settings.setdefault("trust_remote_code", arguments.trust_remote_code)
+        size = measure(_load(name, settings))
     if arguments.trainable is None:
         return size
     trainable = parse_count("--trainable", arguments.trainable)
@@ -88,7 +94,7 @@ def measure(model: nn.Module) -> ModelSize:
     )
 
 
-def _load(name: str, settings: Sequence[str]) -> nn.Module:
+def _load(name: str, arguments: dict[str, Any]) -> nn.Module:
     """Build the model called ``name`` on the meta device.
 
     Raises:
@@ -96,7 +102,6 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
     """
     import torch
 
-    arguments = dict(named_value("--set", setting) for setting in settings)
     try:
         with torch.device("meta"):
             model = _from_module(name, arguments) if ":" in name else _from_transformers(name, arguments)
@@ -104,9 +109,12 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
         raise
     except (Exception, SystemExit) as error:  # the user's own code can raise anything
         first_line = (str(error).splitlines() or [""])[0]
+        advice = "Arguments are given by --set name=value"
+        if "trust_remote_code" in str(error):
+            advice = "--trust_remote_code runs the model's own code"
         raise UsageError(
-            f"{name} can't be built on the meta device: {type(error).__name__}: {first_line}. Arguments are "
-            "given by --set name=value; --parameters COUNT works without a model"
+            f"{name} can't be built on the meta device: {type(error).__name__}: {first_line}. {advice}; "
+            "--parameters COUNT works without a model"
         ) from error
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{name} gives an object of type {type(model).__name__}, and not a torch.nn.Module")
@@ -147,7 +155,10 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     if architecture is not None:
         return architecture(config)  # includes the head
-    return transformers.AutoModel.from_config(config)
+    trusts = bool(arguments["trust_remote_code"])
+    kinds = getattr(config, "auto_map", {}) if trusts else {}
+    kind = next((kind for kind in kinds if kind.startswith("AutoModelFor")), "AutoModel")
+    return getattr(transformers, kind).from_config(config, trust_remote_code=trusts)
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +178,14 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="argument for the class or function"
     )
+    parser.add_argument(
+        "--library_name", "--library-name", choices=("transformers", "timm"), default="transformers",
+        help="which library the name of a model is of; default: transformers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust_remote_code", "--trust-remote-code", action="store_true",
+        help="run the model's own code from its repository: only of those you trust",
+    )  # fmt: skip
     parser.add_argument(
         "--num_devices", "--num-devices", type=int, default=8, help="of the whole job; default: 8"
     )

@@ -4,7 +4,7 @@ Interrupt (:class:`Escalation`): SIGINT, a grace for ``finally`` blocks, SIGTERM
 
 SIGTERM to the launcher (:class:`Termination`): a batch system takes the machine away soon, so let training end well:
 
-    SIGTERM ──> ranks that handle SIGTERM themselves get it
+    SIGTERM ──> ranks that handle SIGTERM themselves get it, those that begin later as well
             ──> ``accelerator.should_stop`` turns true, at the same step on every rank
             ──> when the grace is over, or soon where no rank handles it: an interrupt, which escalates
 """
@@ -124,7 +124,7 @@ class Termination:
         requests: of the job; gets the stop, and later the interrupt.
         now_s: ``time.monotonic()``.
         grace_s: seconds in which ranks may write a checkpoint and return by themselves.
-        pids: rank -> process of the ranks whose function runs.
+        pids: rank -> process of the ranks whose function runs now.
         slots: rank -> its slot of the board.
     """
 
@@ -139,23 +139,37 @@ class Termination:
         self._requests = requests
         self._began_s = now_s
         self._grace_s = grace_s
-        self._slots = [slots[rank] for rank in pids]
+        self._slots = slots
         self._is_over = False
-        self._handling = [pid for pid in pids.values() if proc.catches(pid, signal.SIGTERM)]
-        for pid in self._handling:
-            # Not its group: the processes of its data loaders have no handler.
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        self._begun: set[int] = set()  # ranks
+        self._handling: set[int] = set()  # ranks that have got SIGTERM
+        self._signal(pids)
         requests.stop()
 
-    def poll(self, now_s: float) -> str:
-        """Interrupt the ranks when their time is over; return the note about it once, else an empty text."""
-        is_handled = bool(self._handling) or any(slot.num_checks > 0 for slot in self._slots)
+    def poll(self, now_s: float, pids: Mapping[int, int]) -> str:
+        """Interrupt the ranks when their time is over; return the note about it once, else an empty text.
+
+        ``pids`` are those of now: ranks need not begin, or set their handlers, at the same time.
+        """
+        if self._is_over:
+            return ""
+        self._signal(pids)
+        is_handled = bool(self._handling) or any(self._slots[rank].num_checks > 0 for rank in self._begun)
         patience_s = self._grace_s if is_handled else min(self._grace_s, LISTEN_S)
-        if self._is_over or now_s - self._began_s < patience_s:
+        if now_s - self._began_s < patience_s:
             return ""
         self._is_over = True
         self._requests.interrupt()
         if is_handled:
             return f"the {self._grace_s:g} s after SIGTERM are over; ranks are interrupted"
         return "no rank checks accelerator.should_stop or handles SIGTERM, so ranks are interrupted"
+
+    def _signal(self, pids: Mapping[int, int]) -> None:
+        """Send SIGTERM to the ranks that have a handler and have not got it yet."""
+        self._begun.update(pids)
+        for rank, pid in pids.items():
+            if rank not in self._handling and proc.catches(pid, signal.SIGTERM):
+                self._handling.add(rank)
+                # Not its group: the processes of its data loaders have no handler.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)

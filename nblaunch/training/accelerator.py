@@ -656,8 +656,9 @@ class Accelerator(AcceleratorProperties):
         Shards are written before it is called.
 
         Args:
-            hook: gets the prepared models, their state dicts, and the folder to write to, which takes its place when
-                the checkpoint is complete. State dicts that it takes out of ``weights`` are not written.
+            hook: gets the models without what :meth:`prepare` put around them, their state dicts, and the folder to
+                write to, which takes its place when the checkpoint is complete. State dicts that it takes out of
+                ``weights`` are not written.
 
         Returns:
             A handle whose ``remove()`` takes the hook back.
@@ -668,7 +669,7 @@ class Accelerator(AcceleratorProperties):
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
 
         Args:
-            hook: gets the prepared models and the folder. Models that it takes out of ``models`` are not loaded.
+            hook: gets the models, as for saving, and the folder. Models that it takes out of ``models`` are not loaded.
                 Those whose shards an ``fsdp_plugin`` or ``deepspeed_plugin`` has saved are loaded before: it gets none.
 
         Returns:

@@ -17,6 +17,7 @@ from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
 from nblaunch.training.board_reports import BusyTime, Loop, LoopStack, LossReport, length_of
 from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.models import bare_module
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.precision import Precision
@@ -146,8 +147,13 @@ class SharedState:
 
     @property
     def is_training(self) -> bool:
-        """Whether gradients are recorded, and a prepared model, if there is any, is in training mode."""
-        return torch.is_grad_enabled() and (not self.models or any(model.training for model in self.models))
+        """Whether gradients are recorded, and a prepared model, if there is any, is in training mode.
+
+        The user's own module is asked: ``eval()`` of DeepSpeed's engine, or of what ``unwrap_model`` returns, leaves
+        the mode of the wrapper as it is.
+        """
+        modules = (bare_module(model) for model in self.models)
+        return torch.is_grad_enabled() and (not self.models or any(module.training for module in modules))
 
 
 def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> SharedState:

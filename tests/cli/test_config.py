@@ -173,6 +173,16 @@ def test_the_default_file_is_written_once(command: Command) -> None:
     assert "not overwritten" in again.err
 
 
+def test_the_default_file_may_have_another_precision(command: Command) -> None:
+    refused = command("config", "default", "--mixed_precision", "fp5")
+    assert (refused.code, files.default_path().exists()) == (2, False)
+    assert "--mixed_precision" in refused.err
+    assert command("config", "--mixed_precision", "bf16").code == 2
+    ended = command("config", "default", "--mixed_precision", "bf16")
+    assert ended.code == 0, ended.err
+    assert files.read(files.default_path()).values["mixed_precision"] == "bf16"
+
+
 def test_a_notebook_writes_the_default_file_as_tutorials_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

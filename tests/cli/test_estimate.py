@@ -134,6 +134,53 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path, capfd: pytest.Captu
     assert model["root"] == bert.num_parameters() - embeddings - layers
 
 
+OWN_CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "of_its_own"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(30, 10)
+        self.post_init()
+"""
+
+
+def test_code_of_a_model_runs_where_it_is_trusted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own_code.py").write_text(OWN_CODE)
+    kinds = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "of_its_own", "auto_map": kinds}))
+    words = [str(folder), "--library_name", "transformers", "--trust_remote_code"]
+    assert estimated(capfd, *words)["model"]["parameters"] == 310
+    assert cli.main(["estimate-memory", str(folder)]) == 2
+    assert "--trust_remote_code" in capfd.readouterr().err
+
+
+def test_models_of_timm_are_made_by_it(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    Path(folder, "timm.py").write_text(
+        "import torch\ndef create_model(model_name, width=1): return torch.nn.Linear(len(model_name), width)\n"
+    )
+    words = ["resnet", "--library_name", "timm", "--trust_remote_code", "--set", "width=2"]
+    assert estimated(capfd, *words)["model"]["parameters"] == 14
+    monkeypatch.delitem(sys.modules, "timm")
+
+
 def test_counts_are_read_as_users_write_them(capfd: pytest.CaptureFixture[str]) -> None:
     for text in ("7e9", "7B", "7b", "7_000_000_000", "7000M", "7 B", "7.0e9"):
         assert estimated(capfd, "--parameters", text)["model"]["parameters"] == 7_000_000_000

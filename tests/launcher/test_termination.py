@@ -14,6 +14,9 @@ from nblaunch.launcher.escalation import LISTEN_S, Termination
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.wire.board import private_slot
 
+RUNNING = {0: 1 << 30}
+"""Rank 0, in a process that does not exist."""
+
 
 @pytest.fixture
 def requests() -> Iterator[JobRequests]:
@@ -42,29 +45,29 @@ def handler(program: str) -> subprocess.Popen[str]:
 def test_ranks_that_look_have_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
     slot.count_check()
-    termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: slot})
+    termination = Termination(requests, 100.0, 20.0, RUNNING, {0: slot})
     assert requests.wants_stop
-    assert termination.poll(119.9) == ""
+    assert termination.poll(119.9, RUNNING) == ""
     assert requests.interrupts == 0
-    assert "20 s" in termination.poll(120.0)
+    assert "20 s" in termination.poll(120.0, RUNNING)
     assert requests.interrupts == 1
-    assert termination.poll(121.0) == "", "reported once"
+    assert termination.poll(121.0, RUNNING) == "", "reported once"
     assert requests.interrupts == 1
 
 
 def test_ranks_that_never_look_are_interrupted_soon(requests: JobRequests) -> None:
-    termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: private_slot()})
-    assert termination.poll(100.0 + LISTEN_S - 0.1) == ""
-    assert "should_stop" in termination.poll(100.0 + LISTEN_S)
+    termination = Termination(requests, 100.0, 20.0, RUNNING, {0: private_slot()})
+    assert termination.poll(100.0 + LISTEN_S - 0.1, RUNNING) == ""
+    assert "should_stop" in termination.poll(100.0 + LISTEN_S, RUNNING)
     assert requests.interrupts == 1
 
 
 def test_a_first_look_in_time_gives_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
-    termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: slot})
+    termination = Termination(requests, 100.0, 20.0, RUNNING, {0: slot})
     slot.count_check()
-    assert termination.poll(100.0 + LISTEN_S) == ""
-    assert termination.poll(120.0)
+    assert termination.poll(100.0 + LISTEN_S, RUNNING) == ""
+    assert termination.poll(120.0, RUNNING)
 
 
 def test_only_a_process_with_a_handler_gets_the_signal(requests: JobRequests) -> None:
@@ -77,11 +80,32 @@ def test_only_a_process_with_a_handler_gets_the_signal(requests: JobRequests) ->
         termination = Termination(requests, 0.0, 20.0, {0: plain.pid, 1: handling.pid}, slots)
         assert handling.wait(timeout=30) == 5
         assert plain.poll() is None
-        assert termination.poll(LISTEN_S + 1) == "", "the rank that handles it has the whole grace"
+        assert termination.poll(LISTEN_S + 1, RUNNING) == "", "the rank that handles it has the whole grace"
     finally:
         for process in (plain, handling):
             process.kill()
             process.communicate()
+
+
+def test_a_rank_that_begins_later_gets_the_signal_once(requests: JobRequests) -> None:
+    counting = handler(
+        "got = []\n"
+        "signal.signal(signal.SIGUSR1, lambda *args: exit(len(got)))\n"
+        "signal.signal(signal.SIGTERM, lambda *args: (got.append(1), print('got', flush=True)))"
+    )
+    try:
+        slots = {0: private_slot(), 1: private_slot()}
+        termination = Termination(requests, 0.0, 20.0, {}, slots)
+        late = {1: counting.pid}
+        assert termination.poll(0.1, late) == ""
+        assert counting.stdout is not None
+        assert counting.stdout.readline() == "got\n"
+        assert termination.poll(LISTEN_S + 1, late) == "", "it has the whole grace"
+        counting.send_signal(signal.SIGUSR1)
+        assert counting.wait(timeout=30) == 1
+    finally:
+        counting.kill()
+        counting.communicate()
 
 
 def test_the_second_request_interrupts_at_once(requests: JobRequests) -> None:

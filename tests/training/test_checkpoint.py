@@ -484,6 +484,43 @@ def test_hooks_may_take_models_over(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "two")
 
 
+class _Savable(nn.Linear):
+    """Saves and loads itself, as models of transformers and diffusers do."""
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), Path(folder) / "own.pt")
+
+    def load_pretrained(self, folder: str) -> None:
+        self.load_state_dict(torch.load(Path(folder) / "own.pt"))
+
+
+def _models_save_themselves(folder: str) -> bool:
+    accelerator, module = Accelerator(), _Savable(4, 2)
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        for model in models:
+            weights.pop()
+            if accelerator.is_main_process:
+                model.save_pretrained(output_dir)
+
+    def load(models: list[Any], input_dir: str) -> None:
+        models.pop().load_pretrained(input_dir)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    model = accelerator.prepare(module)
+    accelerator.save_state(folder)
+    before = _weights(module)
+    nn.init.zeros_(module.weight)
+    accelerator.load_state(folder)
+    _assert_same(_weights(module), before)
+    return model is not module and not (Path(folder) / files.SAFE_WEIGHTS_NAME).exists()
+
+
+def test_hooks_on_several_ranks_get_the_users_own_models(tmp_path: Path) -> None:
+    assert ranks.run(_models_save_themselves, 2, str(tmp_path / "state")) == [True, True]
+
+
 def test_a_hook_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     accelerator, model, optimizer = _prepared()
     accelerator.save_state(tmp_path / "state")

@@ -282,6 +282,18 @@ def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
             assert (_board().state, _board().epoch) == (WorkerState.EVALUATING, 2)
 
 
+def test_what_is_unwrapped_may_be_set_to_evaluation() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.DataParallel(torch.nn.Linear(1, 1)))
+    loader = accelerator.prepare(DataLoader(_rows(2)))
+    seen = []
+    for module in (accelerator.unwrap_model(model), model):
+        for mode in (False, True):
+            module.train(mode)
+            seen += [_board().state for _ in loader][:1]
+    assert seen == [WorkerState.EVALUATING, WorkerState.TRAINING] * 2
+
+
 def test_steps_of_a_loop_count_with_another_loop_in_every_one() -> None:
     outer, inner = Accelerator().prepare(DataLoader(_rows(4)), DataLoader(_rows(2)))
     before = _board().steps_done

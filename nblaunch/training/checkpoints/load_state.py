@@ -196,10 +196,11 @@ class _Checkpoint:
 
     def load_models(self, device: Any, strict: bool) -> bool:
         """Load weights; return whether the strategy did it, and loaded optimizers as well."""
-        live, models = self.live, list(self.live.preparer.models)
-        is_loaded = live.strategy.load_shards(self.folder, models, live.preparer.optimizers)
-        if is_loaded:
-            models = []  # hooks find what is left, as with Accelerate
+        live = self.live
+        is_loaded = live.strategy.load_shards(
+            self.folder, list(live.preparer.models), live.preparer.optimizers
+        )
+        models = [] if is_loaded else live.models_for_hooks()  # what is left, as with Accelerate
         hooks = list(live.load_hooks.values())
         for hook in hooks:
             hook(models, str(self.folder))

@@ -85,6 +85,10 @@ class CheckpointedObjects:
         """Of fp16; None otherwise."""
         return self.preparer.precision.scaler
 
+    def models_for_hooks(self) -> list[Any]:
+        """Return a new list of the models as they were given to ``prepare``: hooks call ``save_pretrained`` on them."""
+        return [bare_module(model) for model in self.preparer.models]
+
     def register(self, objects: Sequence[Any]) -> None:
         """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""
         unfit = [
@@ -213,7 +217,7 @@ def _run_hooks(
     live: CheckpointedObjects, folder: Path, weights: list[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Call the hooks; return the weights that they have left."""
-    models = list(live.preparer.models)
+    models = live.models_for_hooks()
     for hook in list(live.save_hooks.values()):
         hook(models, weights, str(folder))
     return list(weights)

@@ -21,6 +21,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.topology import Topology
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.checkpoints.load_weights import load_checkpoint_in_model
+from nblaunch.training.shared_state import get_shared_state
 from nblaunch.training.strategies.deepspeed import checkpoint, library
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
@@ -310,6 +311,21 @@ def test_a_schedule_of_torch_follows_the_steps() -> None:
 
     # A schedule is written for one process; two take it twice as fast, as without DeepSpeed.
     assert ranks.run(train, 2, DeepSpeedPlugin(zero_stage=2))[0] == ranks.run(train, 2, None)[0]
+
+
+def _modes() -> list[bool]:
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
+    model, *_ = _prepare(accelerator)
+    shared = get_shared_state()
+    seen = [shared.is_training]
+    model.eval()
+    seen.append(shared.is_training)
+    model.train()
+    return [*seen, shared.is_training]
+
+
+def test_a_loop_in_evaluation_mode_is_no_epoch() -> None:
+    assert ranks.run(_modes, 2) == [[True, False, True]] * 2
 
 
 # --- saved states -----------------------------------------------------------------------------------------------------
