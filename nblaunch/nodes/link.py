@@ -85,7 +85,6 @@ class NodeLink:
         self._readings: list[SlotReading] = []
         self._last_summary_s = 0.0
         self._stop = StopState()
-        self._leads = False
         self._first_rank = 0
         self._restarts_left = spec.max_restarts
         self._first_counts: dict[str, int] = {}
@@ -153,7 +152,6 @@ class NodeLink:
         self._peers.update(self._agent.heartbeats, time.monotonic())
         self._readings = []
         self._stop = StopState()
-        self._leads = own == 0
         self._first_rank = world.topology.rank
         self._has_met = True
         self._is_finished = False
@@ -299,7 +297,7 @@ class NodeLink:
     def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
         """Start an agreement with the other nodes on the step at which all ranks leave their loops."""
         peers = self._peers
-        return NodesStopAgreement(slots, self._leads, self._stop, peers.stop_states, peers.failures)
+        return NodesStopAgreement(slots, self._stop, peers.stop_states, peers.failures)
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
