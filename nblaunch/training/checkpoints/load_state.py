@@ -27,6 +27,7 @@ from nblaunch.training.collectives import operations, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.models import bare_module
+from nblaunch.training.strategies.dtensor_strategy import in_own_order
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 _CHECKPOINTED = "_checkpoint_wrapped_module."
@@ -314,10 +315,10 @@ def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module],
     for model in models:
         for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), set()).add(name.replace(_CHECKPOINTED, ""))
-    groups = []
-    for own, theirs in zip(optimizer.param_groups, saved, strict=False):
-        of_each = [names.get(id(parameter), set()) & {*theirs["params"]} for parameter in own["params"]]
-        groups.append({**theirs, "params": [min(found, default="") for found in of_each]})
-    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in saved]:
-        raise CheckpointError(f"{path} does not fit the optimizer, whose groups have other parameters")
-    return {**state, "param_groups": groups}
+    groups = optimizer.param_groups
+    try:
+        return in_own_order(
+            state, [[names.get(id(one), set()) for one in group["params"]] for group in groups]
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not fit the optimizer: {error}") from None

@@ -227,11 +227,27 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
 
 def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
     """Load a state by names of parameters, in shards or full. ValueError where the optimizer's groups have others."""
-    saved, own = state["param_groups"], optimizer_state(owner, inner)["param_groups"]
-    if [set(group["params"]) for group in saved] != [set(group["params"]) for group in own]:
+    own = optimizer_state(owner, inner)["param_groups"]
+    load_by_places(inner, in_own_order(state, [[{name} for name in group["params"]] for group in own]))
+
+
+def in_own_order(state: dict[str, Any], own: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
+    """Return a state by names of parameters, with these in an optimizer's own order.
+
+    Args:
+        own: the possible names of each parameter, by groups: one that layers share has several.
+
+    Raises:
+        ValueError: the optimizer's groups have other parameters.
+    """
+    saved = state["param_groups"]
+    groups = [
+        {**group, "params": [min(names.intersection(group["params"]), default="") for names in of_group]}
+        for group, of_group in zip(saved, own, strict=False)
+    ]
+    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in saved]:
         raise ValueError("the optimizer's groups have other parameters")
-    groups = [{**group, "params": one["params"]} for group, one in zip(saved, own, strict=True)]
-    load_by_places(inner, {**state, "param_groups": groups})
+    return {**state, "param_groups": groups}
 
 
 def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
