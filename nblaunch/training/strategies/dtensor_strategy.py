@@ -37,6 +37,7 @@ from nblaunch.wire.weights import is_sharded, is_sharded_model, quantised_entrie
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
+_UNFIT = "does not fit what is prepared, or is damaged"
 _NOT_SAVED = "shards of the state were not saved; nothing was changed."
 _DISABLED = "torch.distributed is disabled, unavailable or uninit"
 _NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training waits for it without one
@@ -324,13 +325,13 @@ def _save(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
         raise CheckpointError(f"{_NOT_SAVED} {_errors_of_ranks(error)}") from error
 
 
-def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
-    """Read this rank's shards of a nested state from ``folder``, into its tensors."""
+def read(state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UNFIT) -> None:
+    """Read this rank's shards of a nested state from ``folder`` into its tensors; ``problem`` as of :func:`loading`."""
     from torch.distributed import checkpoint as dcp
 
     reader = _reader(folder)
     _expect_no_group()
-    with loading(folder), waiting():
+    with loading(folder, problem), waiting():
         dcp.load(state, storage_reader=reader, no_dist=is_alone)
 
 
@@ -343,16 +344,18 @@ def _reader(folder: Path) -> Any:
 
 
 @contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint."""
+def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
+    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint.
+
+    Args:
+        problem: what may be wrong with it, as the end of a sentence.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except (CheckpointException, Exception) as error:  # the former is no Exception
-        raise CheckpointError(
-            f"{path} does not fit what is prepared, or is damaged. {_errors_of_ranks(error)}"
-        ) from error
+        raise CheckpointError(f"{path} {problem}. {_errors_of_ranks(error)}") from error
 
 
 def _expect_no_group() -> None:
