@@ -83,6 +83,7 @@ class NodeLink:
         self._emit_readings = emit_readings
         self._agent = AgentClient(spec, num_workers, log_path)
         self._readings: list[SlotReading] = []
+        self._last_summary = Summary(-1, 0.0)
         self._last_summary_s = 0.0
         self._stop = StopState()
         self._first_rank = 0
@@ -128,6 +129,7 @@ class NodeLink:
                 if reason := self._reason_to_leave():
                     self._agent.leave(reason)
                     return None
+                self._pass_on_stop()
                 continue
             waited_s = time.monotonic() - began_s
             if waited_s > self._patience_for_agent():
@@ -144,6 +146,13 @@ class NodeLink:
             return "was interrupted"
         # An agent that meets other nodes again brings another start, or an error.
         return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
+
+    def _pass_on_stop(self) -> None:
+        """Send a stop that was requested after the ranks of this node have returned: those of others go on."""
+        is_wanted = self._requests.wants_stop or self._requests.terminations > 0
+        if is_wanted and not self._stop.is_wanted and not self._agent.is_changing:
+            self._stop.is_wanted = True
+            self._agent.send(replace(self._last_summary, stop=replace(self._stop)))
 
     def _enter(self, world: WorldFormed) -> None:
         own = world.topology.node_rank
@@ -334,7 +343,7 @@ class NodeLink:
         if report.cancelled:
             self._agent.leave("was cancelled")
             return
-        summary = self._summary(self._readings, report)
+        self._last_summary = summary = self._summary(self._readings, report)
         self._is_finished = report.is_success
         self._agent.send(WorkersEnded(-1, time.time(), is_success=report.is_success, summary=summary))
         if not report.is_success and not own_failures(report):

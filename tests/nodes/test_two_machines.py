@@ -161,9 +161,13 @@ def test_after_sigterm_a_machine_has_time_to_save_though_the_other_is_done(
     assert here == there
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM], ids=["stop", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("asked", "signum"),
+    [(1, signal.SIGUSR1), (1, signal.SIGTERM), (0, signal.SIGUSR1)],
+    ids=["stop", "SIGTERM", "stop of the first"],
+)
 def test_ranks_stop_together_though_those_of_the_first_machine_have_returned(
-    pair: Pair, static: Settings, tmp_path: Path, signum: signal.Signals
+    pair: Pair, static: Settings, tmp_path: Path, asked: int, signum: signal.Signals
 ) -> None:
     request = tmp_path / "return"
     launches = [
@@ -172,10 +176,10 @@ def test_ranks_stop_together_though_those_of_the_first_machine_have_returned(
         )
         for rank in range(2)
     ]
-    launches[1].wait_for("can be stopped")
     launches[1].wait_for("step 10")
+    launches[asked].wait_for("can be stopped")
     let_return(launches[0], request)
-    os.kill(launches[1].process.pid, signum)
+    os.kill(launches[asked].process.pid, signum)
     steps = launches[1].result(SOON_S)["value"]
     assert len(set(steps)) == 1
     assert steps[0] > 10
