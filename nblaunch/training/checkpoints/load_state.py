@@ -193,7 +193,7 @@ class _Checkpoint:
         if self.is_sharded or (self.manifest is None and self.live.strategy.holds_shards):
             return  # the strategy looks for its shards
         for index, model in enumerate(models):
-            check_weights(model, files.weights_file(self.folder, index), strict)
+            check_weights(model, files.weights_file(self.folder, index, self.manifest), strict)
 
     def load_models(self, device: Any, strict: bool) -> bool:
         """Load weights; return whether the strategy did it, and loaded optimizers as well."""
@@ -209,7 +209,7 @@ class _Checkpoint:
         if hooks:
             self._check_weights(models, strict)
         for index, model in enumerate(models):
-            path = files.weights_file(self.folder, index)
+            path = files.weights_file(self.folder, index, self.manifest)
             load_weights(model, model_files.read_weights(path, device), path, strict)
         return False
 
