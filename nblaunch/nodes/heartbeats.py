@@ -202,7 +202,10 @@ class HeartbeatExchange:
             self._changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, timeout_s)
 
     def wait_for_final(self) -> None:
-        """Wait up to :data:`_GATHER_S` seconds for the final state of all nodes of the world."""
+        """Wait up to :data:`LINGER_S` seconds for the final heartbeats of all nodes of the world.
+
+        They have the last losses and readings of the ranks there, which the final tables show.
+        """
         with self._changed:
             ids = {node.id for node in self._nodes}
             self._changed.wait_for(
@@ -210,7 +213,7 @@ class HeartbeatExchange:
                     self._is_store_lost
                     or all(other.state in _FINAL for other in self._others if other.id in ids)
                 ),
-                _GATHER_S,
+                LINGER_S,
             )
 
     def linger(self) -> None:

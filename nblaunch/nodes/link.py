@@ -83,9 +83,9 @@ class NodeLink:
         self._emit_readings = emit_readings
         self._agent = AgentClient(spec, num_workers, log_path)
         self._readings: list[SlotReading] = []
+        self._last_summary = Summary(-1, 0.0)
         self._last_summary_s = 0.0
         self._stop = StopState()
-        self._leads = False
         self._first_rank = 0
         self._restarts_left = spec.max_restarts
         self._first_counts: dict[str, int] = {}
@@ -129,6 +129,7 @@ class NodeLink:
                 if reason := self._reason_to_leave():
                     self._agent.leave(reason)
                     return None
+                self._pass_on_stop()
                 continue
             waited_s = time.monotonic() - began_s
             if waited_s > self._patience_for_agent():
@@ -146,6 +147,13 @@ class NodeLink:
         # An agent that meets other nodes again brings another start, or an error.
         return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
 
+    def _pass_on_stop(self) -> None:
+        """Send a stop that was requested after the ranks of this node have returned: those of others go on."""
+        is_wanted = self._requests.wants_stop or self._requests.terminations > 0
+        if is_wanted and not self._stop.is_wanted and not self._agent.is_changing:
+            self._stop.is_wanted = True
+            self._agent.send(replace(self._last_summary, stop=replace(self._stop)))
+
     def _enter(self, world: WorldFormed) -> None:
         own = world.topology.node_rank
         others = [node for node in world.nodes if node.node_rank != own]
@@ -153,7 +161,6 @@ class NodeLink:
         self._peers.update(self._agent.heartbeats, time.monotonic())
         self._readings = []
         self._stop = StopState()
-        self._leads = own == 0
         self._first_rank = world.topology.rank
         self._has_met = True
         self._is_finished = False
@@ -299,7 +306,7 @@ class NodeLink:
     def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
         """Start an agreement with the other nodes on the step at which all ranks leave their loops."""
         peers = self._peers
-        return NodesStopAgreement(slots, self._leads, self._stop, peers.stop_states, peers.failures)
+        return NodesStopAgreement(slots, self._stop, peers.stop_states, peers.failures)
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
@@ -336,7 +343,7 @@ class NodeLink:
         if report.cancelled:
             self._agent.leave("was cancelled")
             return
-        summary = self._summary(self._readings, report)
+        self._last_summary = summary = self._summary(self._readings, report)
         self._is_finished = report.is_success
         self._agent.send(WorkersEnded(-1, time.time(), is_success=report.is_success, summary=summary))
         if not report.is_success and not own_failures(report):

@@ -134,8 +134,8 @@ class StopState:
 
     Args:
         is_wanted: a stop was requested on any node.
-        proposal: of node 0: number of the check at which all ranks stop; 0 = none yet.
-        decision: of node 0: the proposal once it is accepted, negated once it is withdrawn.
+        proposal: of a leader: number of the check at which all ranks stop; 0 = none yet.
+        decision: of a leader: the proposal once it is accepted, negated once it is withdrawn.
         answers: rank -> checks so far, and the reply to the proposal.
     """
 

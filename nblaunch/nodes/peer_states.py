@@ -190,23 +190,24 @@ def _moved(reading: SlotReading, ahead_s: float) -> SlotReading:
 class NodesStopAgreement:
     """One node's part in a :class:`StopAgreement` over the ranks of all nodes, through heartbeats.
 
-        node 0: StopAgreement over all slots, with copies of the slots of other nodes
+        leader: StopAgreement over all slots, with copies of the slots of other nodes
             ── proposal, decision ──> other nodes write them into their ranks' slots
             <── checks, replies ──    and report the answers of their ranks
 
-    Any node may start it. Heartbeats take about half a second, so the proposed step is further ahead than on one
-    node.
+    Any node may start it. The leader is the lowest node of those whose ranks have not all returned. Once they have,
+    it proposes and decides nothing more, and the next node leads as soon as it receives that. The same heartbeat has
+    the last proposal: if it was decided, all stop there; if not, the new leader proposes a later step. Proposals thus
+    only rise, and the highest one is valid. Heartbeats take about half a second, so the proposed step is further
+    ahead than on one node.
 
     Args:
         slots: rank -> slot of this node's ranks.
-        leads: this is node 0.
         own: state of this node, sent in every summary.
         peers: node rank -> last state received of that node.
         remote: labels of the ranks of other nodes, and those that have returned; updated by the owner.
     """
 
     slots: Mapping[int, Slot]
-    leads: bool
     own: StopState
     peers: Mapping[int, StopState]
     remote: RemoteFailures
@@ -216,12 +217,23 @@ class NodesStopAgreement:
 
     def poll(self, running: Iterable[int], now_s: float) -> None:
         """Forward proposals and replies. ``running``: ranks of this node whose function has not returned."""
-        if self.leads:
-            self._lead(running, now_s)
-        else:
-            self._follow()
+        running = list(running)
+        last = max(self.peers.values(), key=lambda state: state.proposal, default=StopState())
+        if last.proposal > self.own.proposal:
+            self._follow(last)
+        if not self.is_settled and self._is_leader(running):
+            self._lead(running, last.proposal, now_s)
 
-    def _lead(self, running: Iterable[int], now_s: float) -> None:
+    def _is_leader(self, running: Sequence[int]) -> bool:
+        others = self.remote.labels.keys() - self.remote.returned.keys()
+        return bool(running) and min(running) < min(others, default=math.inf)  # a lower node has lower ranks
+
+    def _follow(self, leader: StopState) -> None:
+        for slot in self.slots.values():
+            slot.stop_proposal, slot.stop_decision = leader.proposal, leader.decision
+        self.is_settled = leader.decision == leader.proposal
+
+    def _lead(self, running: Sequence[int], last_proposal: int, now_s: float) -> None:
         answers = {rank: answer for node in self.peers.values() for rank, answer in node.answers.items()}
         for rank, (num_checks, reply) in answers.items():
             copy = self._copies.setdefault(rank, private_slot())
@@ -231,19 +243,13 @@ class NodesStopAgreement:
             if not self.remote.labels.keys() <= answers.keys() | self.remote.returned.keys():
                 return
             slots = {**self.slots, **self._copies}
-            self._agreement = StopAgreement(slots, now_s, ahead_s=_AHEAD_S, patience_s=_PATIENCE_S)
+            self._agreement = StopAgreement(
+                slots, now_s, ahead_s=_AHEAD_S, patience_s=_PATIENCE_S, after=last_proposal
+            )
         self._agreement.poll([*running, *answers], now_s)
         any_slot = next(iter(self.slots.values()))
         self.own.proposal, self.own.decision = any_slot.stop_proposal, any_slot.stop_decision
         self.is_settled = self._agreement.is_settled
-
-    def _follow(self) -> None:
-        leader = self.peers.get(0)
-        if leader is None or not leader.proposal:
-            return
-        for slot in self.slots.values():
-            slot.stop_proposal, slot.stop_decision = leader.proposal, leader.decision
-        self.is_settled = leader.decision == leader.proposal
 
 
 def answers_of(slots: Mapping[int, Slot]) -> dict[int, tuple[int, int]]:

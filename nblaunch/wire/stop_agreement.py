@@ -67,6 +67,7 @@ class StopAgreement:
         now_s: ``time.monotonic()``.
         ahead_s: seconds that a proposal is ahead of the foremost rank: it must have reached all by then.
         patience_s: seconds that a rank may wait at the proposed check.
+        after: number of a check that was proposed before, by another launcher; 0 = none. Proposals are later.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class StopAgreement:
         *,
         ahead_s: float = _AHEAD_S,
         patience_s: float = _PATIENCE_S,
+        after: int = 0,
     ) -> None:
         self._ahead_s = ahead_s
         self._patience_s = patience_s
+        self._after = after
         self._slots = dict(slots)
         self._began_s = now_s
         self._first_checks = {rank: slot.num_checks for rank, slot in slots.items()}
@@ -108,7 +111,8 @@ class StopAgreement:
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)
-        self._proposal = max(checks.values()) + max(self._margin, int(pace * self._ahead_s))
+        # A number that was withdrawn must not return: ranks that replied to it may have gone on since.
+        self._proposal = max(self._after, *checks.values()) + max(self._margin, int(pace * self._ahead_s))
         self._waiting_since = None
         for slot in self._slots.values():
             slot.stop_proposal = self._proposal

@@ -12,7 +12,7 @@ from nblaunch.events import Event
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.nodes import link, messages
 from nblaunch.nodes.link import NodeLink
-from nblaunch.nodes.messages import Node, WorldFormed
+from nblaunch.nodes.messages import Node, Summary, WorldFormed
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 
@@ -33,6 +33,7 @@ class Agent:
     def __init__(self, fd: int, patience_s: float) -> None:
         self.silence_s = self.patience_s = patience_s
         self.reasons: list[str] = []
+        self.sent: list[Event] = []
         self._fd = fd
         self._worlds = [WorldFormed(-1, 0.0, Topology(world_size=2, num_nodes=2), NODES)]
 
@@ -46,7 +47,7 @@ class Agent:
         return self._worlds.pop() if self._worlds else None
 
     def send(self, message: Event) -> None:
-        """Do nothing: the workers have ended."""
+        self.sent.append(message)
 
     def leave(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -93,6 +94,23 @@ def test_it_does_not_wait_for_a_node_that_is_silent_for_too_long(finished: Finis
     node, agent = finished(patience_s=0.0)
     assert node.next_world() is None
     assert agent.reasons == [messages.FINISHED]
+
+
+@pytest.mark.parametrize(
+    "ask", [JobRequests.stop, lambda requests: requests.terminate(20.0)], ids=["stop", "SIGTERM"]
+)
+def test_it_passes_a_stop_on(
+    finished: Finished, requests: JobRequests, ask: Callable[[JobRequests], None]
+) -> None:
+    """Once: its own ranks have returned, those of the other node have not."""
+    node, agent = finished()
+    turns = iter([ask, lambda requests: None, JobRequests.interrupt])
+    agent.sent.clear()
+    agent.take_world = lambda: next(turns)(requests)  # type: ignore[method-assign]
+    assert node.next_world() is None
+    (summary,) = agent.sent
+    assert isinstance(summary, Summary)
+    assert summary.stop.is_wanted
 
 
 def test_it_waits_for_the_start_that_its_agent_prepares(finished: Finished) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import socket
+import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 from torch.torch_version import TorchVersion
 
-from nblaunch.nodes import messages
-from nblaunch.nodes.heartbeats import HeartbeatStore
-from nblaunch.nodes.messages import Heartbeat, RendezvousConfig
+from nblaunch.nodes import heartbeats, messages
+from nblaunch.nodes.heartbeats import HeartbeatExchange, HeartbeatStore
+from nblaunch.nodes.messages import AgentConfig, Heartbeat, Node, RendezvousConfig
 from nblaunch.nodes.rendezvous import PlainBackend, StaticRendezvous, is_connection_error, open_store
 from nblaunch.wire import schema
 
@@ -176,6 +177,26 @@ def test_every_node_reads_the_heartbeats_of_all_others() -> None:
     assert exchange("b", 1) == {"a": 1}
     assert exchange("c", 5) == {"a": 1, "b": 1}
     assert exchange("a", 2) == {"b": 1, "c": 5}
+
+
+def test_the_last_heartbeat_of_a_slow_node_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is slower than any heartbeat may be that is only gathered."""
+    monkeypatch.setattr(heartbeats, "_GATHER_S", 0.0)
+    shared = HashStore()
+    own, other = (HeartbeatStore(shared, "job", id) for id in ("a", "b"))
+    exchange = HeartbeatExchange(AgentConfig(config(0), 1, 0, "", "", ""), "a", lambda event: None)
+    exchange.enter_world((Node("b", 1, "host", "", 1, 1),))
+
+    def publish(count: int, state: str) -> None:
+        other.exchange(Heartbeat("b", count, 1, "host", state))
+        exchange._exchange(own)
+
+    publish(1, messages.RUNNING)
+    late = threading.Timer(0.1, publish, (2, messages.DONE))
+    late.start()
+    exchange.wait_for_final()
+    assert [heartbeat.state for heartbeat in exchange._others] == [messages.DONE]
+    late.join()
 
 
 unpickled: list[str] = []

@@ -1,4 +1,4 @@
-"""Ranks of two nodes that leave at the same check: the test decides when heartbeats travel."""
+"""Ranks of two or three nodes that leave at the same check: the test decides when heartbeats travel."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LIMIT_S = 30.0
 class Node:
     """One launcher with two ranks that look at ``should_stop`` in a loop, each at a pace of its own."""
 
-    def __init__(self, node_rank: int) -> None:
+    def __init__(self, node_rank: int, num_nodes: int = 2) -> None:
         self.node_rank = node_rank
         ranks = (2 * node_rank, 2 * node_rank + 1)
         self.slots = {rank: private_slot() for rank in ranks}
         self.own = StopState(is_wanted=True)
         self.peers: dict[int, StopState] = {}
-        others = range(2) if node_rank else range(2, 4)
-        self.remote = RemoteFailures(labels=dict.fromkeys(others, "the other node"))
-        self.stop = NodesStopAgreement(self.slots, node_rank == 0, self.own, self.peers, self.remote)
+        others = set(range(2 * num_nodes)).difference(ranks)
+        self.remote = RemoteFailures(labels=dict.fromkeys(others, "another node"))
+        self.stop = NodesStopAgreement(self.slots, self.own, self.peers, self.remote)
         self.steps: dict[int, int] = {}
         self.threads = [threading.Thread(target=self._loop, args=(rank,)) for rank in ranks]
 
@@ -41,35 +41,58 @@ class Node:
             time.sleep(0.002 * (1 + rank))
         self.steps[rank] = step
 
-    def send_to(self, other: Node) -> None:
-        self.own.answers = answers_of(
-            {rank: self.slots[rank] for rank in self.slots if rank not in self.steps}
-        )
-        other.peers[self.node_rank] = copy.copy(self.own)
+    @property
+    def running(self) -> list[int]:
+        return [rank for rank in self.slots if rank not in self.steps]
+
+    def send_to(self, *others: Node) -> None:
+        self.own.answers = answers_of({rank: self.slots[rank] for rank in self.running})
+        for other in others:
+            other.peers[self.node_rank] = copy.copy(self.own)
+            other.remote.returned.update({rank: Returned(rank, 0.0) for rank in self.steps})
+
+    def finish(self) -> None:
+        """Let the ranks return by themselves."""
+        self.steps.update(dict.fromkeys(self.slots, 0))
+
+    def look(self, count: int) -> set[bool]:
+        """Let the ranks look at ``should_stop`` before check ``count``, where none waits; return the answers."""
+        looks = set()
+        for slot in self.slots.values():
+            while slot.num_checks < count - 1:
+                looks.add(should_stop(slot))
+        return looks
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.3])
-def test_ranks_of_both_leave_at_the_same_check(delay_s: float) -> None:
-    leader, follower = Node(0), Node(1)
-    leader.send_to(follower)
-    follower.send_to(leader)
-    threads = [*leader.threads, *follower.threads]
+def run(*nodes: Node, delay_s: float) -> None:
+    """Let the ranks of ``nodes`` loop until all have left; heartbeats travel every ``delay_s`` seconds."""
+    threads = [thread for node in nodes for thread in node.threads]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + LIMIT_S
     last_sent_s = 0.0
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        for node in (leader, follower):
-            running = [rank for rank in node.slots if rank not in node.steps]
-            if running and not node.stop.is_settled:
-                node.stop.poll(running, time.monotonic())
+        for node in nodes:
+            if node.running and not node.stop.is_settled:
+                node.stop.poll(node.running, time.monotonic())
         if time.monotonic() - last_sent_s >= delay_s:
             last_sent_s = time.monotonic()
-            leader.send_to(follower)
-            follower.send_to(leader)
+            exchange(*nodes)
         time.sleep(0.001)
     for thread in threads:
         thread.join()
+
+
+def exchange(*nodes: Node) -> None:
+    for node in nodes:
+        node.send_to(*(other for other in nodes if other is not node))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_ranks_of_both_leave_at_the_same_check(delay_s: float) -> None:
+    leader, follower = Node(0), Node(1)
+    exchange(leader, follower)
+    run(leader, follower, delay_s=delay_s)
     assert len({*leader.steps.values(), *follower.steps.values()}) == 1
     assert leader.stop.is_settled
     assert follower.stop.is_settled
@@ -105,3 +128,73 @@ def test_ranks_that_have_returned_are_not_waited_for() -> None:
     follower.send_to(leader)
     leader.stop.poll(leader.slots, 0.0)
     assert leader.own.proposal > 0
+
+
+# --- a leader that finishes --------------------------------------------------------------------------------------
+
+
+def test_the_next_node_leads_when_the_ranks_of_the_first_have_returned() -> None:
+    nodes = Node(0, 3), Node(1, 3), Node(2, 3)
+    nodes[0].finish()
+    exchange(*nodes)
+    run(*nodes[1:], delay_s=0.0)
+    assert len({*nodes[1].steps.values(), *nodes[2].steps.values()}) == 1
+    assert all(node.stop.is_settled for node in nodes[1:])
+
+
+@pytest.mark.parametrize("is_withdrawn", [False, True])
+def test_a_proposal_that_a_finished_leader_left_is_replaced_by_a_later_one(is_withdrawn: bool) -> None:
+    """Ranks of others have replied to it, and may wait at it. Only those of the leader were close to it."""
+    nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
+    for slot in first.slots.values():
+        slot.num_checks = 5
+    exchange(*nodes)
+    first.stop.poll(first.running, 0.0)
+    proposal = first.own.proposal
+    first.send_to(second, third)
+    for node in (second, third):
+        node.stop.poll(node.running, 0.1)
+        assert node.look(proposal - 1) == {False}
+    if is_withdrawn:
+        first.own.decision = -proposal
+    first.finish()
+    exchange(*nodes)
+    second.stop.poll(second.running, time.monotonic())
+    assert second.own.proposal > proposal
+    run(second, third, delay_s=0.0)
+    ends = {slot.num_checks for node in (second, third) for slot in node.slots.values()}
+    assert ends == {second.own.proposal}
+    assert third.own.proposal == 0
+
+
+def test_what_a_finished_leader_has_decided_holds() -> None:
+    """The last heartbeat of the leader has the decision, so that the next one proposes nothing."""
+    nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
+    exchange(*nodes)
+    first.stop.poll(first.running, 0.0)
+    proposal = first.own.proposal
+    first.send_to(second, third)
+    for node in (second, third):
+        node.stop.poll(node.running, 0.1)
+    for node in nodes:
+        node.look(proposal)
+    exchange(*nodes)
+    first.stop.poll(first.running, 0.2)
+    assert first.own.decision == proposal
+    first.finish()
+    first.send_to(second, third)
+    for node in (third, second):
+        node.stop.poll(node.running, 0.3)
+        assert node.stop.is_settled
+        assert {should_stop(slot) for slot in node.slots.values()} == {True}
+        assert {slot.num_checks for slot in node.slots.values()} == {proposal}
+
+
+def test_a_node_with_a_rank_that_runs_still_leads() -> None:
+    leader, follower = Node(0), Node(1)
+    leader.steps[0] = 5
+    exchange(leader, follower)
+    for node in (leader, follower):
+        node.stop.poll(node.running, 0.0)
+    assert leader.own.proposal > 0
+    assert follower.own.proposal == 0

@@ -29,6 +29,14 @@ def error_of(outcome: dict[str, Any]) -> str:
     return f"{outcome['error']}: {outcome['message']}\n" + "\n".join(outcome["notes"])
 
 
+def let_return(launch: Launch, request: Path) -> None:
+    """Have its rank return, and wait for the end of all its processes but the agent."""
+    agent = launch.agent()
+    others = [process for process in launch.descendants() if process != agent]
+    request.touch()
+    assert psutil.wait_procs(others, SOON_S)[1] == []
+
+
 # --- what works --------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +161,31 @@ def test_after_sigterm_a_machine_has_time_to_save_though_the_other_is_done(
     assert here == there
 
 
+@pytest.mark.parametrize(
+    ("asked", "signum"),
+    [(1, signal.SIGUSR1), (1, signal.SIGTERM), (0, signal.SIGUSR1)],
+    ids=["stop", "SIGTERM", "stop of the first"],
+)
+def test_ranks_stop_together_though_those_of_the_first_machine_have_returned(
+    pair: Pair, static: Settings, tmp_path: Path, asked: int, signum: signal.Signals
+) -> None:
+    request = tmp_path / "return"
+    launches = [
+        pair[rank].start(
+            "go_on_without_node_0", str(request), num_processes=1 + rank, background=True, **static
+        )
+        for rank in range(2)
+    ]
+    launches[1].wait_for("step 10")
+    launches[asked].wait_for("can be stopped")
+    let_return(launches[0], request)
+    os.kill(launches[asked].process.pid, signum)
+    steps = launches[1].result(SOON_S)["value"]
+    assert len(set(steps)) == 1
+    assert steps[0] > 10
+    assert launches[0].result(SOON_S)["value"] == [0]
+
+
 def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, static: Settings) -> None:
     first = pair[0].start("go_on_until_stopped", background=True, **static)
     first.wait_for("can be stopped")
@@ -262,10 +295,7 @@ def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
     launches = [pair[rank].start("return_on_request", str(tmp_path), **static) for rank in range(2)]
     for launch in launches:
         launch.wait_for("ready")
-    agent = launches[0].agent()
-    others = [process for process in launches[0].descendants() if process != agent]
-    (tmp_path / "0").touch()
-    assert psutil.wait_procs(others, SOON_S)[1] == []
+    let_return(launches[0], tmp_path / "0")
     return launches
 
 

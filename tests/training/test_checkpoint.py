@@ -324,6 +324,20 @@ def test_torch_format(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state", map_location="gpu")
 
 
+def test_weights_of_another_tool_in_the_same_folder_are_not_loaded(tmp_path: Path) -> None:
+    """They stay there, since they are of no checkpoint of ours; safetensors' format is no reason to prefer them."""
+    accelerator, model, _ = _prepared()
+    others = {name: torch.zeros_like(value) for name, value in _weights(model).items()}
+    model_files.write_weights(others, tmp_path / "model.safetensors")
+    accelerator.save_state(tmp_path, safe_serialization=False)
+    before = _weights(model)
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    accelerator.load_state(tmp_path)
+    _assert_same(_weights(model), before)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_all_arguments_of_torch_load_are_passed_on(tmp_path: Path) -> None:
     accelerator, model, optimizer = _prepared()
     _step(accelerator, model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,25 @@ def test_shards_to_merge_are_missing(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model_fsdp_0" / ".metadata").touch()
     with pytest.raises(CheckpointError, match=r"do you mean .*pytorch_model_fsdp_0"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"", b"no states", pickle.dumps({})], ids=["empty", "other", "pickle"])
+def test_a_damaged_file_of_shards_to_merge_is_named(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = tmp_path / ".metadata"
+    metadata.write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(str(metadata))):
+        utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
+    assert cli.main(["merge-weights", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert str(metadata) in capsys.readouterr().err
+
+
+def test_a_missing_file_of_shards_to_merge_is_named(tmp_path: Path) -> None:
+    utils.save_fsdp_model(None, Accelerator(), nn.Linear(2, 2), tmp_path)
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    (shards,) = folder.glob("*.distcp")
+    shards.unlink()
+    with pytest.raises(CheckpointError, match=rf"damaged.*{shards.name}"):
+        utils.merge_fsdp_weights(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -267,9 +267,11 @@ def latest(checkpoints: Path) -> Path:
     return found[-1]
 
 
-def weights_file(folder: Path, index: int) -> Path:
-    """Return the file with the weights of the n-th model."""
+def weights_file(folder: Path, index: int, manifest: Manifest | None = None) -> Path:
+    """Return the file with the weights of the n-th model: one of the manifest rather than one that was there before."""
     candidates = [numbered(name, index) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, FSDP_WEIGHTS)]
+    if manifest is not None:
+        candidates.sort(key=lambda name: name not in manifest.files)
     for name in candidates:
         if (folder / name).is_file():
             return folder / name

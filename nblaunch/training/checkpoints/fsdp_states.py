@@ -23,6 +23,11 @@ from nblaunch.training.strategies.dtensor_strategy import inner_optimizer
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 
+_UNREADABLE = (
+    "can't be read: it is damaged, or of another version of torch. Copy the folder again from where it was saved, or "
+    "merge another checkpoint"
+)
+
 
 def save_fsdp_model(
     fsdp_plugin: Any,
@@ -136,14 +141,14 @@ def merge_fsdp_weights(
         inside = [path.parent.name for path in sorted(folder.glob("*/.metadata"))]
         hint = f"; do you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""
         raise CheckpointError(f"{folder} holds no shards of a model: it has no file .metadata{hint}")
-    reader = dcp.FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
+    with dtensor_strategy.loading(folder / ".metadata", _UNREADABLE):
+        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
         if isinstance(entry, dcp.metadata.TensorStorageMetadata)
     }
-    dtensor_strategy.read(state, folder, is_alone=True)
+    dtensor_strategy.read(state, folder, is_alone=True, problem=_UNREADABLE)
     weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     save_sharded(weights, Path(output_path), "10GB", safe_serialization)
     if remove_checkpoint_dir:

@@ -27,6 +27,7 @@ from nblaunch.training.collectives import operations, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.models import bare_module
+from nblaunch.training.strategies.dtensor_strategy import in_own_order
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 _CHECKPOINTED = "_checkpoint_wrapped_module."
@@ -192,7 +193,7 @@ class _Checkpoint:
         if self.is_sharded or (self.manifest is None and self.live.strategy.holds_shards):
             return  # the strategy looks for its shards
         for index, model in enumerate(models):
-            check_weights(model, files.weights_file(self.folder, index), strict)
+            check_weights(model, files.weights_file(self.folder, index, self.manifest), strict)
 
     def load_models(self, device: Any, strict: bool) -> bool:
         """Load weights; return whether the strategy did it, and loaded optimizers as well."""
@@ -209,7 +210,7 @@ class _Checkpoint:
         if hooks:
             self._check_weights(models, strict)
         for index, model in enumerate(models):
-            path = files.weights_file(self.folder, index)
+            path = files.weights_file(self.folder, index, self.manifest)
             load_weights(model, model_files.read_weights(path, device), path, strict)
         return False
 
@@ -315,10 +316,10 @@ def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module],
     for model in models:
         for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), set()).add(name.replace(_CHECKPOINTED, ""))
-    groups = []
-    for own, theirs in zip(optimizer.param_groups, saved, strict=False):
-        of_each = [names.get(id(parameter), set()) & {*theirs["params"]} for parameter in own["params"]]
-        groups.append({**theirs, "params": [min(found, default="") for found in of_each]})
-    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in saved]:
-        raise CheckpointError(f"{path} does not fit the optimizer, whose groups have other parameters")
-    return {**state, "param_groups": groups}
+    groups = optimizer.param_groups
+    try:
+        return in_own_order(
+            state, [[names.get(id(one), set()) for one in group["params"]] for group in groups]
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not fit the optimizer: {error}") from None

@@ -33,6 +33,7 @@ from nblaunch.wire.weights import is_sharded, quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
+_UNFIT = "does not fit what is prepared, or is damaged"
 _NOT_SAVED = "shards of the state were not saved; nothing was changed."
 _DISABLED = "torch.distributed is disabled, unavailable or uninit"
 _NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training waits for it without one
@@ -223,11 +224,27 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
 
 def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
     """Load a state by names of parameters, in shards or full. ValueError where the optimizer's groups have others."""
-    saved, own = state["param_groups"], optimizer_state(owner, inner)["param_groups"]
-    if [set(group["params"]) for group in saved] != [set(group["params"]) for group in own]:
+    own = optimizer_state(owner, inner)["param_groups"]
+    load_by_places(inner, in_own_order(state, [[{name} for name in group["params"]] for group in own]))
+
+
+def in_own_order(state: dict[str, Any], own: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
+    """Return a state by names of parameters, with these in an optimizer's own order.
+
+    Args:
+        own: the possible names of each parameter, by groups: one that layers share has several.
+
+    Raises:
+        ValueError: the optimizer's groups have other parameters.
+    """
+    saved = state["param_groups"]
+    groups = [
+        {**group, "params": [min(names.intersection(group["params"]), default="") for names in of_group]}
+        for group, of_group in zip(saved, own, strict=False)
+    ]
+    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in saved]:
         raise ValueError("the optimizer's groups have other parameters")
-    groups = [{**group, "params": one["params"]} for group, one in zip(saved, own, strict=True)]
-    load_by_places(inner, {**state, "param_groups": groups})
+    return {**state, "param_groups": groups}
 
 
 def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
@@ -304,13 +321,13 @@ def _save(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
         raise CheckpointError(f"{_NOT_SAVED} {_errors_of_ranks(error)}") from error
 
 
-def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
-    """Read this rank's shards of a nested state from ``folder``, into its tensors."""
+def read(state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UNFIT) -> None:
+    """Read this rank's shards of a nested state from ``folder`` into its tensors; ``problem`` as of :func:`loading`."""
     from torch.distributed import checkpoint as dcp
 
     reader = _reader(folder)
     _expect_no_group()
-    with loading(folder), waiting():
+    with loading(folder, problem), waiting():
         dcp.load(state, storage_reader=reader, no_dist=is_alone)
 
 
@@ -323,16 +340,18 @@ def _reader(folder: Path) -> Any:
 
 
 @contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint."""
+def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
+    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint.
+
+    Args:
+        problem: what may be wrong with it, as the end of a sentence.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except (CheckpointException, Exception) as error:  # the former is no Exception
-        raise CheckpointError(
-            f"{path} does not fit what is prepared, or is damaged. {_errors_of_ranks(error)}"
-        ) from error
+        raise CheckpointError(f"{path} {problem}. {_errors_of_ranks(error)}") from error
 
 
 def _expect_no_group() -> None:
