@@ -183,14 +183,20 @@ class ViewingDashboard(Dashboard):
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._view = JobView()
+        self._events: list[
+            Event
+        ] = []  # not folded yet: together they take far less time where there are many ranks
         self._is_closed = False
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, AttemptStarted) and not self._view.is_started:
             self._pace.restart(event.ago_s)
-        self._view = fold(self._view, event)
+        self._events.append(event)
+        if len(self._events) >= len(self._view.ranks):
+            self._fold_events()
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        self._fold_events()
         if self._is_closed or not self._view.is_started:
             return
         self._view = fold_readings(self._view, readings, self._view.started_s + self._pace.elapsed_s)
@@ -202,7 +208,12 @@ class ViewingDashboard(Dashboard):
         if self._is_closed:
             return
         self._is_closed = True
+        self._fold_events()
         self._draw_last(_as_cancelled(self._view))
+
+    def _fold_events(self) -> None:
+        self._view = fold(self._view, *self._events)
+        self._events.clear()
 
     @abc.abstractmethod
     def _draw(self) -> None:

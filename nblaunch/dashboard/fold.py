@@ -6,7 +6,8 @@ memory. The rates of a rank are computed here, from readings of some seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from nblaunch import events
@@ -186,19 +187,30 @@ _NUM_CURVES = 12  # logged metrics with charts
 _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGINT, SIGKILL, SIGTERM
 
 
-def fold(view: JobView, event: Event) -> JobView:
-    """Return the view after ``event``. Events of unknown types or ranks change nothing."""
-    on_job = _JOB_FOLDS.get(type(event))
-    if on_job is not None:
-        return on_job(view, event)
-    on_rank = _RANK_FOLDS.get(type(event))
-    if on_rank is None or not 0 <= event.rank < len(view.ranks):
-        return view
-    return _with_rank(view, on_rank(view, view.ranks[event.rank], event))
+def fold(view: JobView, *of_job: Event) -> JobView:
+    """Return the view after events of a job, in their order. Those of unknown types or ranks change nothing."""
+    for are_of_ranks, together in groupby(of_job, lambda event: type(event) in _RANK_FOLDS):
+        view = (_fold_ranks if are_of_ranks else _fold_others)(view, together)
+    return view
+
+
+def _fold_others(view: JobView, together: Iterable[Event]) -> JobView:
+    for event in together:
+        if (on_job := _JOB_FOLDS.get(type(event))) is not None:
+            view = on_job(view, event)
+    return view
+
+
+def _fold_ranks(view: JobView, together: Iterable[Event]) -> JobView:
+    ranks = list(view.ranks)  # once: to copy hundreds of ranks takes as long as all else of an event
+    for event in together:
+        if 0 <= event.rank < len(ranks):
+            ranks[event.rank] = _RANK_FOLDS[type(event)](ranks, ranks[event.rank], event)
+    return replace(view, ranks=ranks)
 
 
 def _with_rank(view: JobView, rank: RankView) -> JobView:
-    ranks = list(view.ranks)  # of hundreds of ranks, any way to another tuple takes several times as long
+    ranks = list(view.ranks)
     ranks[rank.rank] = rank
     return replace(view, ranks=ranks)
 
@@ -273,7 +285,7 @@ def _fact(view: JobView, event: events.Fact) -> JobView:
     return replace(view, facts={**view.facts, single_line(event.name): single_line(event.text)})
 
 
-def _log_lines(view: JobView, rank: RankView, event: events.LogLines) -> RankView:
+def _log_lines(ranks: Sequence[RankView], rank: RankView, event: events.LogLines) -> RankView:
     if not event.lines:
         return rank
     return replace(
@@ -284,7 +296,7 @@ def _log_lines(view: JobView, rank: RankView, event: events.LogLines) -> RankVie
     )
 
 
-def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
+def _started(ranks: Sequence[RankView], rank: RankView, event: events.Started) -> RankView:
     return replace(rank, state=max(rank.state, WorkerState.RUNNING))
 
 
@@ -351,7 +363,7 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     return replace(view, host_peak_bytes=max(total, event.job_peak_bytes, view.host_peak_bytes or 0))
 
 
-def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
+def _status_line(ranks: Sequence[RankView], rank: RankView, event: events.StatusLine) -> RankView:
     line = single_line(event.text).strip()
     changed_s = max(rank.changed_s, event.time_s)
     if rank.status_line and not line:
@@ -359,20 +371,20 @@ def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> Ran
     return replace(rank, status_line=line, line_gone_s=0.0, changed_s=changed_s)
 
 
-def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankView:
+def _device_use(ranks: Sequence[RankView], rank: RankView, event: events.DeviceUse) -> RankView:
     return replace(rank, device_use=event.share)
 
 
-def _stalled(view: JobView, rank: RankView, event: events.Stalled) -> RankView:
+def _stalled(ranks: Sequence[RankView], rank: RankView, event: events.Stalled) -> RankView:
     return replace(rank, stall=replace(event, where=single_line(event.where)))
 
 
-def _returned(view: JobView, rank: RankView, event: events.Returned) -> RankView:
+def _returned(ranks: Sequence[RankView], rank: RankView, event: events.Returned) -> RankView:
     state = rank.state if rank.state.is_final else WorkerState.FINISHING
     return replace(rank, state=state, has_returned=True)
 
 
-def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
+def _failed(ranks: Sequence[RankView], rank: RankView, event: events.Failed) -> RankView:
     if event.info.type_name.rpartition(".")[2] == "KeyboardInterrupt":
         return replace(rank.without_line(), state=WorkerState.STOPPED)
     return replace(
@@ -383,7 +395,7 @@ def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
     )
 
 
-def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
+def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> RankView:
     rank = replace(rank.without_line(), exit_status=event.status, exited_s=event.time_s)
     if rank.state.is_final:
         return rank
@@ -391,7 +403,7 @@ def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
         # The launcher may have stopped it because a thread of it did not end.
         return replace(rank, state=WorkerState.DONE)
     over = (WorkerState.FAILED, WorkerState.STOPPED)
-    others_ended = any(other.state in over for other in view.ranks if other.rank != rank.rank)
+    others_ended = any(other.state in over for other in ranks if other.rank != rank.rank)
     if others_ended and event.status.code in _STOP_SIGNALS:
         return replace(rank, state=WorkerState.STOPPED)
     failure = str(event.status)
@@ -423,7 +435,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.HostMemory: _host_memory,
 }
 
-_RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
+_RANK_FOLDS: dict[type[Event], Callable[[Sequence[RankView], RankView, Any], RankView]] = {
     events.Started: _started,
     events.LogLines: _log_lines,
     events.StatusLine: _status_line,

@@ -1,7 +1,7 @@
 """The state of a job as dashboards show it: immutable data, of which ``fold.py`` makes the next one.
 
     view = JobView()
-    view = fold(view, event)                      # for every event
+    view = fold(view, *events)                      # for events, in their order
     view = fold_readings(view, readings, now_s)     # for every reading of the board
 
 Holds states, rates, remaining times, histories, and the progress bars that workers draw themselves (tqdm's default
@@ -31,7 +31,7 @@ else:
         as long.
         """
         changed = object.__new__(type(state))
-        vars(changed).update(vars(state), **changes)
+        object.__setattr__(changed, "__dict__", vars(state) | changes)
         return changed
 
 
