@@ -152,12 +152,12 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
             f"{name} is a file; write its module and a name in it, as {Path(name).stem}:build_model"
         )
     config = transformers.AutoConfig.from_pretrained(name, **arguments)
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is not None:
-        return architecture(config)  # includes the head
     trusts = bool(arguments["trust_remote_code"])
-    kinds = getattr(config, "auto_map", {}) if trusts else {}
-    kind = next((kind for kind in kinds if kind.startswith("AutoModelFor")), "AutoModel")
+    own_code = (getattr(config, "auto_map", None) or {}) if trusts else {}
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is not None and not own_code:
+        return architecture(config)  # includes the head
+    kind = next((kind for kind in own_code if kind.startswith("AutoModelFor")), "AutoModel")
     return getattr(transformers, kind).from_config(config, trust_remote_code=trusts)
 
 

@@ -37,15 +37,19 @@ _Rates = tuple[float | None, float | None, float | None]
 
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
-    """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed."""
+    """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed.
+
+    That of a job that is over stays: a finished rank has the numbers of its training, not what the board showed last.
+    """
+    if view.is_over:
+        return view
     ranks = list(view.ranks)
     for reading in readings:
         if 0 <= reading.rank < len(ranks) and reading != ranks[reading.rank].reading:
             ranks[reading.rank] = _read(ranks[reading.rank], reading, now_s)
     hang = () if view.hang and _has_moved_on(view.ranks, ranks) else view.hang
     ranks = [rank.without_line() if _has_lost_line(rank, now_s) else rank for rank in ranks]
-    now_s = view.now_s if view.is_over else max(now_s, view.now_s)
-    return replace(view, ranks=ranks, hang=hang, now_s=now_s)
+    return replace(view, ranks=ranks, hang=hang, now_s=max(now_s, view.now_s))
 
 
 def _has_moved_on(before: Sequence[RankView], ranks: Sequence[RankView]) -> bool:

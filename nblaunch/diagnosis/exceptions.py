@@ -213,7 +213,7 @@ def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) ->
     own_notes = _notes_of(error)
     before = error.__cause__ or error.__context__
     set_attribute(error, "__notes__", [*own_notes, *notes])
-    shown = (*_shown_notes(own_notes), *_earlier(info), *notes)
+    shown = (*_shown_notes(own_notes), *notes)
     _render_as(error, RemoteRendering(info, shown, _shown_notes(_notes_of(before)) if before else ()))
 
 
@@ -272,7 +272,7 @@ class RemoteRendering:
         if shell is None:
             return [*self.info.text.splitlines(), *self.notes]
         tb = make_traceback(worth_showing(self.info.frames))
-        return _fitting(shell, self._shown, tb, self.notes)
+        return _fitting(shell, self._shown, tb, (*_earlier(self.info), *self.notes))
 
     def _shown(self, max_lines: int) -> BaseException:
         """Return the exception to display, with at most ``max_lines`` lines of its message and that of its cause."""
@@ -322,12 +322,15 @@ def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
 
 
 def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the entries without nblaunch's and those of libraries that it called; the user's code below it stays."""
+    """Return the entries without nblaunch's and those of libraries that it called; the user's code below it stays.
+
+    So does all that ``raise_error`` of an outcome has raised, which begins at the user's function, wherever that is.
+    """
     kept = []
     is_inside = False
     for entry in _entries(tb):
         if _is_own(entry):
-            is_inside = True
+            is_inside = entry.tb_frame.f_code.co_name != "raise_error"
         elif not is_inside or is_user_file(entry.tb_frame.f_code.co_filename):
             is_inside = False
             kept.append(entry)

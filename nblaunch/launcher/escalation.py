@@ -140,7 +140,6 @@ class Termination:
         self._began_s = now_s
         self._grace_s = grace_s
         self._slots = slots
-        self._is_over = False
         self._begun: set[int] = set()  # ranks
         self._handling: set[int] = set()  # ranks that have got SIGTERM
         self._signal(pids)
@@ -149,16 +148,16 @@ class Termination:
     def poll(self, now_s: float, pids: Mapping[int, int]) -> str:
         """Interrupt the ranks when their time is over; return the note about it once, else an empty text.
 
-        ``pids`` are those of now: ranks need not begin, or set their handlers, at the same time.
+        ``pids`` are those of now: ranks need not begin, or set their handlers, at the same time. Where an interrupt has
+        come, from here or elsewhere, nothing more is done: a second one would kill the ranks.
         """
-        if self._is_over:
+        if self._requests.interrupts:
             return ""
         self._signal(pids)
         is_handled = bool(self._handling) or any(self._slots[rank].num_checks > 0 for rank in self._begun)
         patience_s = self._grace_s if is_handled else min(self._grace_s, LISTEN_S)
         if now_s - self._began_s < patience_s:
             return ""
-        self._is_over = True
         self._requests.interrupt()
         if is_handled:
             return f"the {self._grace_s:g} s after SIGTERM are over; ranks are interrupted"

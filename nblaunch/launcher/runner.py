@@ -349,7 +349,9 @@ class JobRunner(Job):
                 spec.environment,
                 spec.is_spmd,
             )
-        except Exception as error:
+        except LaunchError:
+            raise
+        except (Exception, SystemExit) as error:
             return replace(JobOutcome.of_error(error), failed_rank=0)
         finally:
             store.close()

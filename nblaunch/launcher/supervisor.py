@@ -242,7 +242,7 @@ class Supervisor:
             until = min(until, step) if step is not None else until
         if not self._watched_ends:
             until = min(until, time.monotonic() + _POLL_S)
-        if self._hangs.is_asking or self._agreement is not None:
+        if self._hangs.is_asking or (self._agreement is not None and not self._agreement.is_settled):
             until = min(until, time.monotonic() + _BUSY_TICK_S)
         return max(0.0, until - time.monotonic())
 
@@ -311,8 +311,6 @@ class Supervisor:
         requests = self._requests
         if requests.terminations and self._termination is None:
             self._begin_termination()
-        if self._termination is not None:
-            self._poll_termination(self._termination)
         if requests.is_cancelled and not self._report.cancelled:
             self._report.cancelled = True
             self._escalation = Escalation.kill(time.monotonic())
@@ -360,10 +358,6 @@ class Supervisor:
         slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
         self._note(f"SIGTERM received: ranks have {grace_s:g} s to save and return by themselves")
-
-    def _poll_termination(self, termination: Termination) -> None:
-        if text := termination.poll(time.monotonic(), self._active_pids()):
-            self._note(text)
 
     def _note(self, text: str, kind: str = "note") -> None:
         self._emit(Note.of_job(text, kind))
@@ -469,6 +463,10 @@ class Supervisor:
             self._emit(event)
         for use in self._running.devices.sample():
             self._emit(use)
+        if self._termination is not None and (
+            text := self._termination.poll(time.monotonic(), self._active_pids())
+        ):
+            self._note(text)
         self._inspect(readings)
         self._check_lingering()
 

@@ -294,10 +294,11 @@ class HeartbeatExchange:
             )
             own = self._own
         others = store.exchange(own)
+        # Before those that wait here go on, and send what must not overtake it.
+        self._emit(PeerHeartbeats(-1, time.time(), heartbeats=others))
         with self._changed:
             self._others, self._published, self._is_store_lost = others, own.count, False
             for other in others:
                 if self._last_changes.get(other.id, (-1, 0.0))[0] != other.count:
                     self._last_changes[other.id] = (other.count, time.monotonic())
             self._changed.notify_all()
-        self._emit(PeerHeartbeats(-1, time.time(), heartbeats=others))

@@ -656,9 +656,9 @@ class Accelerator(AcceleratorProperties):
         Shards are written before it is called.
 
         Args:
-            hook: gets the models without what :meth:`prepare` put around them, their state dicts, and the folder to
-                write to, which takes its place when the checkpoint is complete. State dicts that it takes out of
-                ``weights`` are not written.
+            hook: gets the user's own modules, without parallel wrappers and ``torch.compile``, their state dicts, and
+                the folder to write to, which takes its place when the checkpoint is complete. State dicts that it takes
+                out of ``weights`` are not written.
 
         Returns:
             A handle whose ``remove()`` takes the hook back.

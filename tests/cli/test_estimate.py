@@ -162,7 +162,9 @@ def test_code_of_a_model_runs_where_it_is_trusted(
     folder.mkdir()
     (folder / "own_code.py").write_text(OWN_CODE)
     kinds = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "of_its_own", "auto_map": kinds}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "of_its_own", "architectures": ["BertModel"], "auto_map": kinds})
+    )
     words = [str(folder), "--library_name", "transformers", "--trust_remote_code"]
     assert estimated(capfd, *words)["model"]["parameters"] == 310
     assert cli.main(["estimate-memory", str(folder)]) == 2

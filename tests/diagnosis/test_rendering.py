@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from nblaunch import diagnosis
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, annotate, worth_showing
 from nblaunch.events import ExceptionInfo, FrameInfo
 from nblaunch.spec import LaunchSpec
@@ -24,6 +25,22 @@ def test_notes_of_the_user_come_first() -> None:
     annotate(error, INFO, ["by us"])
     assert error.__notes__ == ["by the user", "by us"]  # type: ignore[attr-defined]
     assert error._render_traceback_() == ["ValueError: x", "by the user", "by us"]  # type: ignore[attr-defined]
+
+
+def test_earlier_causes_are_named_once_where_the_error_travels_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the process of a detached job to the kernel, which annotates it with the notes found there."""
+    cause = ExceptionInfo("ValueError", "y", cause=ExceptionInfo("KeyError", "'lr'"), is_raised_from=True)
+    info = ExceptionInfo("RuntimeError", "x", text="RuntimeError: x", cause=cause)
+    notes: list[str] = ["by us"]
+    for _ in range(2):
+        error: Any = RuntimeError("x")
+        annotate(error, info, notes)
+        notes = error._render_traceback_.notes
+    shell = Mock()
+    shell.InteractiveTB.structured_traceback.return_value = ["the traceback"]
+    monkeypatch.setattr(diagnosis.exceptions, "ipython_shell", lambda: shell)
+    expected = ["the traceback", "ValueError was raised from KeyError: 'lr'", "by us"]
+    assert error._render_traceback_() == expected
 
 
 def test_a_class_that_takes_no_attributes_gets_its_notes() -> None:

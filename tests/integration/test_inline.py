@@ -70,6 +70,23 @@ for _ in range(2):
     assert (is_worker, is_joined, status, is_stable) == (False, False, "failed", True)
 
 
+def test_an_exit_code_is_a_failure_of_the_function(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import sys
+from nblaunch import notebook_launcher
+def train():
+    sys.exit(3)
+try:
+    notebook_launcher(train, engine="inline")
+except SystemExit as error:
+    print("code", error.code)
+"""
+    )
+    assert "code 3" in cell.stdout, cell.describe()
+    assert re.search(r"^ +0 +failed", cell.displays[-1].data["text/plain"], re.MULTILINE), cell.describe()
+
+
 def test_an_interrupt_reaches_the_function_where_it_is(shared: Kernel) -> None:
     cell = shared.submit(
         """

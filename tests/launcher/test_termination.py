@@ -90,7 +90,8 @@ def test_only_a_process_with_a_handler_gets_the_signal(requests: JobRequests) ->
 def test_a_rank_that_begins_later_gets_the_signal_once(requests: JobRequests) -> None:
     counting = handler(
         "got = []\n"
-        "signal.signal(signal.SIGUSR1, lambda *args: exit(len(got)))\n"
+        # Pending signals are handled in the order of their numbers: this one after all SIGTERMs.
+        "signal.signal(signal.SIGWINCH, lambda *args: exit(len(got)))\n"
         "signal.signal(signal.SIGTERM, lambda *args: (got.append(1), print('got', flush=True)))"
     )
     try:
@@ -101,11 +102,19 @@ def test_a_rank_that_begins_later_gets_the_signal_once(requests: JobRequests) ->
         assert counting.stdout is not None
         assert counting.stdout.readline() == "got\n"
         assert termination.poll(LISTEN_S + 1, late) == "", "it has the whole grace"
-        counting.send_signal(signal.SIGUSR1)
+        counting.send_signal(signal.SIGWINCH)
         assert counting.wait(timeout=30) == 1
     finally:
         counting.kill()
         counting.communicate()
+
+
+def test_ranks_that_are_interrupted_already_are_left_to_their_grace(requests: JobRequests) -> None:
+    termination = Termination(requests, 100.0, 20.0, RUNNING, {0: private_slot()})
+    requests.interrupt()
+    assert termination.poll(100.0 + LISTEN_S, RUNNING) == ""
+    assert termination.poll(121.0, RUNNING) == ""
+    assert requests.interrupts == 1, "a second one would kill them"
 
 
 def test_the_second_request_interrupts_at_once(requests: JobRequests) -> None:

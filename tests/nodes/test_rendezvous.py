@@ -184,7 +184,8 @@ def test_the_last_heartbeat_of_a_slow_node_is_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(heartbeats, "_GATHER_S", 0.0)
     shared = HashStore()
     own, other = (HeartbeatStore(shared, "job", id) for id in ("a", "b"))
-    exchange = HeartbeatExchange(AgentConfig(config(0), 1, 0, "", "", ""), "a", lambda event: None)
+    emitted: list[Any] = []
+    exchange = HeartbeatExchange(AgentConfig(config(0), 1, 0, "", "", ""), "a", emitted.append)
     exchange.enter_world((Node("b", 1, "host", "", 1, 1),))
 
     def publish(count: int, state: str) -> None:
@@ -195,7 +196,7 @@ def test_the_last_heartbeat_of_a_slow_node_is_waited_for(monkeypatch: pytest.Mon
     late = threading.Timer(0.1, publish, (2, messages.DONE))
     late.start()
     exchange.wait_for_final()
-    assert [heartbeat.state for heartbeat in exchange._others] == [messages.DONE]
+    assert [heartbeat.state for heartbeat in emitted[-1].heartbeats] == [messages.DONE]
     late.join()
 
 

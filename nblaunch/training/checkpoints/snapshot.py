@@ -86,7 +86,7 @@ class CheckpointedObjects:
         return self.preparer.precision.scaler
 
     def models_for_hooks(self) -> list[Any]:
-        """Return a new list of the models as they were given to ``prepare``: hooks call ``save_pretrained`` on them."""
+        """Return a new list of the user's own modules: hooks call ``save_pretrained`` and the like on them."""
         return [bare_module(model) for model in self.preparer.models]
 
     def register(self, objects: Sequence[Any]) -> None:

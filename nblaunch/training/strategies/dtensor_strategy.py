@@ -242,7 +242,9 @@ def in_own_order(state: dict[str, Any], own: Sequence[Sequence[set[str]]]) -> di
         {**group, "params": [min(names.intersection(group["params"]), default="") for names in of_group]}
         for group, of_group in zip(saved, own, strict=False)
     ]
-    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in saved]:
+    if len(saved) != len(own) or [set(group["params"]) for group in groups] != [
+        set(group["params"]) for group in saved
+    ]:
         raise ValueError("the optimizer's groups have other parameters")
     return {**state, "param_groups": groups}
 
