@@ -89,6 +89,8 @@ def own_bytes() -> int:
 
 
 def main() -> None:
+    # A collection would write to the pages that ranks share with this process, which would then be theirs alone.
+    gc.disable()
     measured = []
     for num_processes, precision, strategy, optimizer_name in CASES:
         spec = LaunchSpec(
