@@ -70,6 +70,13 @@ os.kill(pid, signal.SIGCHLD)
     kernel.run("session.close()")
 
 
+def test_its_handler_does_not_raise_while_the_value_of_a_session_is_sent(kernel: Kernel) -> None:
+    kernel.run(SETUP)
+    kernel.run("session = Session(num_processes=1)")
+    assert kernel.run("session.run(succeed).x").value == 5
+    kernel.run("session.close()")
+
+
 @pytest.fixture
 def default_handler() -> Iterator[None]:
     """The system's own handling of SIGCHLD, where torch may have set a handler."""
