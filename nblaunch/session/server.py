@@ -114,8 +114,7 @@ class _Server:
         try:
             try:
                 self._is_interruptible = True
-                with self._child_handler:
-                    done = self._do(command, files, outbox_fd)
+                done = self._do(command, files, outbox_fd)
                 if is_code:
                     context.current().flush_losses()
             finally:
@@ -160,7 +159,8 @@ class _Server:
         return self._call(command, files[0], outbox_fd)
 
     def _execute(self, command: Execute, outbox_fd: int) -> Reply:
-        result, _ = _call_until_exit(_run_cell, command)
+        with self._child_handler:
+            result, _ = _call_until_exit(_run_cell, command)
         is_value, value = result or (False, None)
         output.show_pending_figures()
         if command.shows_value:
@@ -171,7 +171,8 @@ class _Server:
         function, args = payload.load_mapped(call_fd)
         returns_value = command.returns_all or self._topology.rank == 0
         delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
-        value, has_exited = _call_until_exit(function, *args)
+        with self._child_handler:
+            value, has_exited = _call_until_exit(function, *args)
         output.show_pending_figures()
         returned = delivery.put_value(value, left_by_exit=has_exited)
         sent_states = {sent.path: sent for sent in delivery.put_states(returned.sends)}

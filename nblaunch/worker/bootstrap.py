@@ -95,6 +95,7 @@ class _Worker:
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
         self.locks = WorkerLocks(assignment.board_fd, assignment.rank)
         self.interrupts = process_control.Interrupts(self.slot)
+        self.child_handler = process_control.ChildHandler()
         self.sender = EventSender(assignment.event_fd)
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
@@ -107,7 +108,7 @@ class _Worker:
         try:
             self._prepare()
             process_control.unblock_signals()
-            with self.interrupts:
+            with self.interrupts, self.child_handler:
                 function, args = load_call()
             _value, exit_code = self._run_function(function, args, originals)
         except BaseException as error:
@@ -131,7 +132,7 @@ class _Worker:
         )
         if own.post_mortem:
             process_group.extend_collective_timeout()
-        with self.interrupts:
+        with self.interrupts, self.child_handler:
             value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)

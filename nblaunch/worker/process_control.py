@@ -31,8 +31,7 @@ class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt`` in ``with interrupts:``, a block of the user's code, and only there.
 
     One that comes before the block is raised when that begins, and one that comes after it is only counted: it never
-    interrupts what the worker does by itself. Made in the main thread, it handles SIGINT from then on. A handler of
-    SIGCHLD that the code sets is in place in the block alone, too.
+    interrupts what the worker does by itself. Made in the main thread, it handles SIGINT from then on.
 
     No ``contextmanager``, which sets an attribute of the exceptions that pass: the user's may refuse that.
     """
@@ -41,7 +40,6 @@ class Interrupts:
         self._slot = slot
         self._are_raised = False
         self._is_pending = False
-        self._child_handler = ChildHandler()
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
@@ -63,14 +61,12 @@ class Interrupts:
             if self._is_pending:
                 self._is_pending = False
                 raise KeyboardInterrupt
-            self._child_handler.__enter__()
         except KeyboardInterrupt:
             self._are_raised = False
             raise
 
     def __exit__(self, *error: object) -> None:
         self._are_raised = False
-        self._child_handler.__exit__()
 
 
 class ChildHandler:
@@ -84,10 +80,21 @@ class ChildHandler:
         self._handler: Any = signal.SIG_DFL
 
     def __enter__(self) -> None:
-        signal.signal(signal.SIGCHLD, self._handler)
+        if self._handler:
+            signal.signal(signal.SIGCHLD, self._handler)
+            self._handler = signal.SIG_DFL
 
     def __exit__(self, *error: object) -> None:
-        self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
+        try:
+            self._take_out()
+        except BaseException:  # raised by a handler: Python may call it here, before the change
+            self._take_out()
+            raise
+
+    def _take_out(self) -> None:
+        """Keep the handler that is in place, if one is: what broke this off before may have kept it already."""
+        self._handler = signal.getsignal(signal.SIGCHLD) or self._handler
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager

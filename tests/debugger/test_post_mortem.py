@@ -142,6 +142,23 @@ def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel)
         failed.submit("nblaunch.debug(7)", is_typed_into=True).wait_for_input()
 
 
+def test_a_handler_of_sigchld_does_not_end_a_rank_that_waits(shared: Kernel) -> None:
+    shared.run(
+        """
+import os, signal
+def on_child(signum, frame): raise RuntimeError("raised by the handler")
+def set_and_fail():
+    signal.signal(signal.SIGCHLD, on_child)
+    raise ValueError("boom")
+"""
+    )
+    shared.run("notebook_launcher(set_and_fail, num_processes=2, post_mortem=True)", raises="ValueError")
+    shared.run("nblaunch.last_job().inspect('os.kill(os.getpid(), signal.SIGCHLD)')")
+    assert shared.run("nblaunch.last_job().inspect('1 + 1')").result == "[0-1] 2"
+    shared.run("nblaunch.last_job().release()")
+    shared.wait_for_no_processes()
+
+
 def test_release_gives_up_the_arguments(shared: Kernel) -> None:
     shared.run(
         """

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
 
 from nblaunch.events import Failed
+from nblaunch.worker import failure
 from nblaunch.worker.failure import describe_failure
 from tests.kernels import Kernel
 
@@ -68,6 +70,21 @@ os.kill(pid, signal.SIGCHLD)
     kernel.run("session.close()")
 
 
+def test_its_handler_does_not_raise_while_the_value_of_a_session_is_sent(kernel: Kernel) -> None:
+    kernel.run(SETUP)
+    kernel.run("session = Session(num_processes=1)")
+    assert kernel.run("session.run(succeed).x").value == 5
+    kernel.run("session.close()")
+
+
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    """The system's own handling of SIGCHLD, where torch may have set a handler."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
 def _try_get_data(error: BaseException) -> Failed:
     """Describe ``error`` as raised by torch's method of this name, which reads from a process of a loader."""
     try:
@@ -79,7 +96,11 @@ def _try_get_data(error: BaseException) -> Failed:
 @pytest.mark.parametrize(
     "error", [ConnectionResetError(104, "reset"), FileNotFoundError(2, "gone"), EOFError()]
 )
-def test_the_death_is_named_where_its_connection_ended_first(error: Exception) -> None:
+@pytest.mark.usefixtures("default_handler")
+def test_the_death_is_named_where_its_connection_ended_first(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "_DEATH_TIMEOUT_S", 30.0)
     process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     _set_worker_pids(id(process), (process.pid,))
     try:
@@ -94,5 +115,6 @@ def test_the_death_is_named_where_its_connection_ended_first(error: Exception) -
     assert failed.info.frames[-1].name == "_try_get_data"
 
 
-def test_an_error_of_a_connection_stays_where_no_process_died() -> None:
+def test_an_error_of_a_connection_stays_where_no_process_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_DEATH_TIMEOUT_S", 0.02)
     assert _try_get_data(ConnectionResetError(104, "reset")).info.type_name == "ConnectionResetError"

@@ -1,15 +1,16 @@
-"""SIGINT in a worker: an exception of the user's code, and of nothing else."""
+"""Signals in a worker: SIGINT, and SIGCHLD where a handler is set, are raised in the user's code and nowhere else."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from nblaunch.wire.board import Slot, private_slot
-from nblaunch.worker.process_control import Interrupts
+from nblaunch.worker.process_control import ChildHandler, Interrupts
 
 
 @pytest.fixture
@@ -49,3 +50,58 @@ def test_an_interrupt_after_the_function_is_only_counted(interrupts: Interrupts,
 def test_an_interrupt_of_the_function_is_raised_where_it_is(interrupts: Interrupts) -> None:
     with interrupts, pytest.raises(KeyboardInterrupt):
         interrupt()
+
+
+class Death(Exception):
+    """Raised by the handler of SIGCHLD."""
+
+
+def on_child(signum: int, frame: object) -> None:
+    raise Death
+
+
+def end_child() -> None:
+    os.kill(os.getpid(), signal.SIGCHLD)
+
+
+@pytest.fixture
+def child_handler() -> Iterator[ChildHandler]:
+    """One that a function has set a handler in."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    handler = ChildHandler()
+    with handler:
+        signal.signal(signal.SIGCHLD, on_child)
+    yield handler
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_the_handler_of_the_function_is_in_place_in_its_block_alone(child_handler: ChildHandler) -> None:
+    end_child()
+    for _ in range(2):
+        with child_handler, pytest.raises(Death):
+            end_child()
+        end_child()
+
+
+def test_the_function_may_take_its_handler_out(child_handler: ChildHandler) -> None:
+    with child_handler:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with child_handler:
+        end_child()
+
+
+def test_a_death_at_the_end_of_the_function_is_raised_once_and_the_handler_kept(
+    child_handler: ChildHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = signal.signal
+
+    def late(number: int, handler: Any) -> Any:
+        monkeypatch.undo()
+        end_child()  # signal.signal, too, begins with the handler of a signal that came before
+        return original(number, handler)
+
+    with pytest.raises(Death), child_handler:
+        monkeypatch.setattr(signal, "signal", late)
+    end_child()
+    with child_handler, pytest.raises(Death):
+        end_child()
