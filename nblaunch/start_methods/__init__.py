@@ -1,7 +1,7 @@
 """How workers start; ``fork.py``, ``forkserver.py``, ``spawn.py`` have a ``start`` that :data:`STARTERS` lists.
 
 The argument ``engine`` of ``notebook_launcher`` chooses between worker processes (``"local"``, or ``"elastic"`` with
-other machines) and ``"inline"``, which starts none. ``launcher/plan.py`` chooses the start method.
+other machines) and ``"inline"``, which starts none. ``nblaunch.launcher.plan`` chooses the start method.
 
 fork.py           forks of this process
 forkserver.py     forks of a clean interpreter, and the code that this interpreter runs
