@@ -26,6 +26,7 @@ The :class:`Accelerator`, and what it is built of:
     gradients.py     backward, the block of a micro-step, uneven inputs; gradients in their true size, for clipping
     collectives/     values of all ranks; random states
     checkpoints/     saved states and models
+    trusted_types.py which classes files of checkpoints may name
     tracking/        metrics and trackers
     board_reports.py reports on the board: loops, loss, device memory, busy time
     utilities/       what scripts import beside the Accelerator

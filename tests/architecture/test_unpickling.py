@@ -18,6 +18,7 @@ READERS = {
     "nblaunch.wire.worker_commands": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
     "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; or see nblaunch.detached.folder",
+    "nblaunch.training.strategies.shard_files": "metadata of shards, of which no other classes are made than they need",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
 }
 """Modules that read pickles, each with the reason why no other process can have written them."""

@@ -39,6 +39,7 @@ from nblaunch.training.checkpoints import files, model_files, safe_save, save_ro
 from nblaunch.training.checkpoints.snapshot import CpuCopies, Snapshot
 from nblaunch.training.options import GradScalerKwargs
 from nblaunch.training.precision import Fp16Precision
+from nblaunch.training.trusted_types import trusted_types
 from tests.training import ranks
 
 ROWS = 44
@@ -609,9 +610,9 @@ def test_a_kind_of_dict_that_is_not_loaded_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_a_registered_object_of_a_library_makes_none_of_its_classes_trusted() -> None:
-    trusted = files.trusted_types(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1))
+    trusted = trusted_types(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1))
     assert torch.optim.lr_scheduler.LambdaLR not in trusted
-    assert Settings in files.trusted_types(Registered({}))
+    assert Settings in trusted_types(Registered({}))
 
 
 def test_classes_are_looked_for_while_another_thread_defines_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,7 +630,7 @@ def test_classes_are_looked_for_while_another_thread_defines_names(monkeypatch: 
     thread.start()
     try:
         for _ in range(20):
-            assert Settings in files.trusted_types(Registered({}))
+            assert Settings in trusted_types(Registered({}))
     finally:
         is_over.set()
         thread.join()

@@ -18,17 +18,10 @@ library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
 
 from __future__ import annotations
 
-import datetime
-import decimal
-import fractions
-import importlib
 import json
-import pathlib
 import pickle
 import re
-import sys
 import threading
-import types
 import zlib
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -38,9 +31,10 @@ from typing import Any
 
 import torch
 
-from nblaunch import formatting, user_code
+from nblaunch import formatting
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import safe_save
+from nblaunch.training.trusted_types import trusted_types, trusting
 
 # Names that scripts written for Hugging Face Accelerate look for. ``{suffix}`` stands for a part of a model, or a rank.
 MODEL_NAME = "pytorch_model"
@@ -68,18 +62,6 @@ SCHEDULER = f"{SCHEDULER_NAME}.bin"
 
 _VERSION = 2
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-# Which classes a file may name beside torch's own types, when it has the state of a registered object.
-_PLAIN = [
-    datetime.date,
-    datetime.datetime,
-    datetime.timedelta,
-    datetime.timezone,
-    decimal.Decimal,
-    fractions.Fraction,
-    pathlib.PosixPath,
-    pathlib.PurePosixPath,
-    types.SimpleNamespace,
-]
 _MAX_NAMED = 8  # files in one message
 _BLOCK_BYTES = 2**22  # read at once: fits the caches, and lets other threads run meanwhile
 _NUM_READERS = 8  # threads that read files at the same time
@@ -298,14 +280,11 @@ def read_object(
         path: the file.
         map_location: where tensors go.
         weights_only: False: do what the file says, which can execute any code.
-        owner: a registered object, where the state is one's; see :func:`trusted_types`.
+        owner: a registered object, where the state is one's; see ``trusted_types.py``.
         **options: others of ``torch.load``.
     """
-    known = torch.serialization.get_safe_globals()
-    # Without those that the user has registered: at the end, torch forgets all that it is given here.
-    trusted = [kind for kind in trusted_types(owner) if kind not in known] if weights_only else []
     try:
-        with torch.serialization.safe_globals(trusted):
+        with trusting(trusted_types(owner) if weights_only else []):
             return torch.load(path, map_location=map_location, weights_only=weights_only, **options)
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
@@ -323,32 +302,3 @@ def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointErro
             f"{path} is damaged, or holds objects of classes that are not trusted ({reason}){advice}"
         )
     return CheckpointError(f"{path} can't be read; is it damaged? ({type(error).__name__}: {reason})")
-
-
-def trusted_types(owner: Any = None) -> list[Any]:
-    """Return the classes that a file may name beside torch's own types: no library's code is called to make them.
-
-    Args:
-        owner: the registered object whose state is read. Classes of the notebook or script are trusted, and those of
-            the owner's module, unless it is a library's. What these modules have merely imported is not.
-    """
-    if owner is None:
-        return _numpy_types()
-    modules = {"__main__"}
-    file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
-    if file and user_code.is_user_file(file):
-        modules.add(type(owner).__module__)
-    # Copied at once: other threads may define names meanwhile.
-    values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]
-    own = [value for name, value in values if issubclass(type(value), type) and value.__module__ == name]
-    return [*_numpy_types(), *_PLAIN, *own]
-
-
-def _numpy_types() -> list[Any]:
-    """Return what a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
-    import numpy
-
-    # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.
-    multiarray: Any = importlib.import_module("numpy._core.multiarray")
-    dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
-    return [multiarray._reconstruct, multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]

@@ -17,8 +17,9 @@ from torch import nn
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints.files import OPTIMIZER_NAME, numbered
 from nblaunch.training.checkpoints.model_files import save_sharded
+from nblaunch.training.joining import waiting
 from nblaunch.training.models import bare_module
-from nblaunch.training.strategies import dtensor_strategy
+from nblaunch.training.strategies import dtensor_strategy, shard_files
 from nblaunch.training.strategies.dtensor_strategy import inner_optimizer
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
@@ -72,7 +73,7 @@ def load_fsdp_model(
     if not _is_full(fsdp_plugin):
         return dtensor_strategy.load_model(module, path, accelerator.num_processes == 1, adapter_only)
     weights, options = _read(path), _options(fsdp_plugin, adapter_only, strict=not adapter_only)
-    with dtensor_strategy.loading(path):
+    with shard_files.loading(path):
         return set_model_state_dict(module, weights, options=options)
 
 
@@ -110,7 +111,7 @@ def load_fsdp_optimizer(
         dtensor_strategy.load_optimizer(module, inner, path, accelerator.num_processes == 1)
         return
     state = _read(path)
-    with dtensor_strategy.loading(path):
+    with shard_files.loading(path):
         dtensor_strategy.load_by_names(module, inner, state)
 
 
@@ -141,14 +142,14 @@ def merge_fsdp_weights(
         inside = [path.parent.name for path in sorted(folder.glob("*/.metadata"))]
         hint = f"; do you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""
         raise CheckpointError(f"{folder} holds no shards of a model: it has no file .metadata{hint}")
-    with dtensor_strategy.loading(folder / ".metadata", _UNREADABLE):
-        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    with shard_files.loading(folder / ".metadata", _UNREADABLE):
+        entries = shard_files.read_metadata(folder).state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
         if isinstance(entry, dcp.metadata.TensorStorageMetadata)
     }
-    dtensor_strategy.read(state, folder, is_alone=True, problem=_UNREADABLE)
+    shard_files.read(state, folder, is_alone=True, problem=_UNREADABLE)
     weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     save_sharded(weights, Path(output_path), "10GB", safe_serialization)
     if remove_checkpoint_dir:
@@ -182,7 +183,8 @@ def _save(
             torch.save(full, output_dir / numbered(f"{name}.bin", index))
         accelerator.wait_for_everyone()
     else:
-        dtensor_strategy.write(state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1)
+        with waiting():
+            shard_files.write(state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1)
 
 
 def _place(plugin: Any, input_dir: Path, name: str, index: int) -> Path:
@@ -197,5 +199,5 @@ def _read(path: Path) -> Any:
     """Read a file of full tensors."""
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
-    with dtensor_strategy.loading(path):
+    with shard_files.loading(path):
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,18 +1,11 @@
 """What strategies have in common whose ranks hold shards of weights, as DTensors of any mesh.
 
-The norm of all shards, full states from them and back, and their files, which each rank writes and reads through
-torch.distributed.checkpoint:
-
-    pytorch_model_fsdp_0/    .metadata and a file of each rank: the weights of the first model
-    optimizer_0/             the same of the first optimizer
-
-Names and contents are those of Hugging Face Accelerate, so that checkpoints can be taken over. They can be loaded on
-any number of ranks, of which each reads what it needs. When they take their place in the folder is decided elsewhere.
+The norm of all shards, full states from them and back, and saved states, whose files are in ``shard_files.py``. When
+they take their place in the folder is decided elsewhere.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,14 +21,12 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.strategies import shard_files
 from nblaunch.training.strategies.base import ShardWriter, Strategy
 from nblaunch.wire.weights import is_sharded, quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
-_UNFIT = "does not fit what is prepared, or is damaged"
-_NOT_SAVED = "shards of the state were not saved; nothing was changed."
-_DISABLED = "torch.distributed is disabled, unavailable or uninit"
 _NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training waits for it without one
 
 
@@ -96,7 +87,8 @@ class DTensorStrategy(Strategy):
     def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         if self.saves_shards:
             for name, state in _states(models, optimizers):
-                write(state, folder / name, is_alone=not self.holds_shards)
+                with waiting():
+                    shard_files.write(state, folder / name, is_alone=not self.holds_shards)
         return self.saves_shards
 
     def shard_writer(
@@ -146,7 +138,7 @@ class CopiedShards(ShardWriter):
     def write(self, folder: Path) -> None:
         self._raise_on_all_ranks(None)
         for name, state in self._states.items():
-            _save(state, folder / name, is_alone=self._group is None, group=self._group)
+            shard_files.write(state, folder / name, is_alone=self._group is None, group=self._group)
 
     def cancel(self, problem: str) -> None:
         with suppress(CheckpointError):
@@ -159,7 +151,7 @@ class CopiedShards(ShardWriter):
             dist.all_gather_object(problems, problem, self._group)
         for rank, one in enumerate(problems):
             if one is not None:
-                raise CheckpointError(f"{_NOT_SAVED} Rank {rank}: {one}")
+                raise CheckpointError(f"{shard_files.NOT_SAVED} Rank {rank}: {one}")
 
 
 def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -182,9 +174,9 @@ def load_model(module: nn.Module, folder: Path, is_alone: bool, adapter_only: bo
     frozen = quantised_entries(module, state["model"])
     for name in frozen:  # their modules can't load them, and training has not changed them
         del state["model"][name]
-    read(state, folder, is_alone)
+    shard_files.read(state, folder, is_alone)
     options.strict = not (frozen or adapter_only)
-    with loading(folder):
+    with shard_files.loading(folder):
         return states.set_model_state_dict(module, state["model"], options=options)
 
 
@@ -200,9 +192,8 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
     """Load this rank's shards of an optimizer's state from ``folder``."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    reader = _reader(folder)
-    with loading(folder):
-        paths = reader.read_metadata().planner_data.values()
+    with shard_files.loading(folder):
+        paths = shard_files.read_metadata(folder).planner_data.values()
     saved = {path[2] for path in paths if len(path) > 2 and path[1] == "state"}
     before = dict(inner.state)
     try:
@@ -213,8 +204,8 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
                 state = get_optimizer_state_dict(owner, inner)  # of every parameter
         of_each = {name: values for name, values in state["state"].items() if name in saved}
         whole = {"optimizer": {**state, "state": of_each}}
-        read(whole, folder, is_alone)
-        with loading(folder):
+        shard_files.read(whole, folder, is_alone)
+        with shard_files.loading(folder):
             load_by_names(owner, inner, whole["optimizer"])
     except BaseException:
         inner.state.clear()
@@ -299,76 +290,6 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
             "its states are not known; prepare it together with its model"
         )
     return owners[0] if len(owners) == 1 else nn.ModuleList(owners)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
-    """Write this rank's shards of one nested state into ``folder``."""
-    with waiting():
-        _save(state, folder, is_alone)
-
-
-def _save(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None) -> None:
-    # Imported where it is used: most training never needs it.
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    _expect_no_group()
-    try:
-        writer = dcp.FileSystemWriter(folder)
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=is_alone)
-    except CheckpointException as error:
-        raise CheckpointError(f"{_NOT_SAVED} {_errors_of_ranks(error)}") from error
-
-
-def read(state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UNFIT) -> None:
-    """Read this rank's shards of a nested state from ``folder`` into its tensors; ``problem`` as of :func:`loading`."""
-    from torch.distributed import checkpoint as dcp
-
-    reader = _reader(folder)
-    _expect_no_group()
-    with loading(folder, problem), waiting():
-        dcp.load(state, storage_reader=reader, no_dist=is_alone)
-
-
-def _reader(folder: Path) -> Any:
-    from torch.distributed import checkpoint as dcp
-
-    if not (folder / ".metadata").is_file():
-        raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
-    return dcp.FileSystemReader(folder)
-
-
-@contextmanager
-def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
-    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint.
-
-    Args:
-        problem: what may be wrong with it, as the end of a sentence.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except (CheckpointException, Exception) as error:  # the former is no Exception
-        raise CheckpointError(f"{path} {problem}. {_errors_of_ranks(error)}") from error
-
-
-def _expect_no_group() -> None:
-    """Silence torch's warning that a lone process has no process group; for good, since threads share the filters."""
-    warnings.filterwarnings("ignore", message=_DISABLED)
-
-
-def _errors_of_ranks(error: BaseException) -> str:
-    """Return what went wrong on which rank, as one line."""
-    failures = getattr(error, "failures", None) or {None: (error, None)}
-    lines = [
-        (f"Rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {cause}"
-        for rank, (cause, _) in failures.items()
-    ]
-    return "; ".join(dict.fromkeys(" ".join(line.split()) for line in lines))
 
 
 @torch.no_grad()

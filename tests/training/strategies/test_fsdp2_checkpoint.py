@@ -30,7 +30,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import files
 from nblaunch.training.checkpoints.snapshot import Snapshot
 from nblaunch.training.collectives import dtensor
-from nblaunch.training.strategies import dtensor_strategy
+from nblaunch.training.strategies import shard_files
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, Tied, data, epoch, network
 
@@ -166,7 +166,7 @@ def _keep_what_a_failed_load_has_left(folder: str) -> None:
         training.step(name == "all")
         training.save(f"{folder}/{name}")
     before = training.load(f"{folder}/part")
-    refused = mock.patch.object(dtensor_strategy, "read", side_effect=CheckpointError("damaged"))
+    refused = mock.patch.object(shard_files, "read", side_effect=CheckpointError("damaged"))
     with refused, pytest.raises(CheckpointError, match="damaged"):
         training.load(f"{folder}/all")
     assert training.states() == before

@@ -26,7 +26,7 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
-from nblaunch.training.strategies.dtensor_strategy import loading
+from nblaunch.training.strategies.shard_files import loading
 from nblaunch.wire.weights import versions_of, with_versions
 
 _NAME = "pytorch_model"

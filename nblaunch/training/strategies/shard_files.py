@@ -1,0 +1,160 @@
+"""Files of shards, which each rank writes and reads through torch.distributed.checkpoint.
+
+    pytorch_model_fsdp_0/    .metadata and a file of each rank: the weights of the first model
+    optimizer_0/             the same of the first optimizer
+
+Names and contents are those of Hugging Face Accelerate, so that checkpoints can be taken over. They can be loaded on
+any number of ranks, of which each reads what it needs.
+
+torch unpickles ``.metadata`` and what is no tensor, as settings of an optimizer, whatever they hold. Here only the
+classes that such files need are made, so that reading them runs no code of their writer.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nblaunch.errors import CheckpointError
+from nblaunch.training.joining import waiting
+from nblaunch.training.trusted_types import trusted_types, trusting
+
+NOT_SAVED = "shards of the state were not saved; nothing was changed."
+_UNFIT = "does not fit what is prepared, or is damaged"
+_DISABLED = "torch.distributed is disabled, unavailable or uninit"
+
+_SHARDED = ("TensorProperties", "MEM_FORMAT_ENCODING", "ShardMetadata", "ShardedTensorMetadata")
+_METADATA = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "MetadataIndex",
+        "StorageMeta",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    # Of torch before 2.3.
+    "torch.distributed._shard.sharded_tensor.metadata": _SHARDED,
+    "torch.distributed._shard.metadata": _SHARDED,
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+}
+"""What ``.metadata`` may name, by modules; and types of numbers, as ``torch.float32``."""
+
+
+def write(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None) -> None:
+    """Write this rank's shards of one nested state into ``folder``.
+
+    Args:
+        group: of all ranks; default: the process group.
+    """
+    # Imported where it is used: most training never needs it.
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    _expect_no_group()
+    try:
+        writer = dcp.FileSystemWriter(folder)
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=is_alone)
+    except CheckpointException as error:
+        raise CheckpointError(f"{NOT_SAVED} {_errors_of_ranks(error)}") from error
+
+
+def read(state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UNFIT) -> None:
+    """Read this rank's shards of a nested state from ``folder`` into its tensors; ``problem`` as of :func:`loading`."""
+    from torch.distributed import checkpoint as dcp
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            metadata = read_metadata(folder)
+            if getattr(metadata, "storage_meta", None) is None:
+                metadata.storage_meta = dcp.metadata.StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            super().load_bytes(read_item, _only_data(value))
+
+    _expect_no_group()
+    with loading(folder, problem), waiting():
+        dcp.load(state, storage_reader=Reader(folder), planner=Planner(), no_dist=is_alone)
+
+
+def read_metadata(folder: Path) -> Any:
+    """Return what lies in the files of ``folder``, and where.
+
+    Raises:
+        CheckpointError: there is no ``.metadata``.
+        UnpicklingError: it is damaged, or names other classes than such a file needs.
+    """
+    path = folder / ".metadata"
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
+    with path.open("rb") as file:
+        return _MetadataUnpickler(file).load()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_dtype or global_name in _METADATA.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(
+            f"it names {module_name}.{global_name}, which no metadata of shards needs"
+        )
+
+
+def _only_data(value: io.BytesIO) -> io.BytesIO:
+    """Return the object in ``value``, saved anew, after it was read without running code of its writer."""
+    with trusting(trusted_types()):
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
+    anew = io.BytesIO()
+    torch.save(loaded, anew)
+    anew.seek(0)
+    return anew
+
+
+@contextmanager
+def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
+    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint.
+
+    Args:
+        problem: what may be wrong with it, as the end of a sentence.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (CheckpointException, Exception) as error:  # the former is no Exception
+        raise CheckpointError(f"{path} {problem}. {_errors_of_ranks(error)}") from error
+
+
+def _expect_no_group() -> None:
+    """Silence torch's warning that a lone process has no process group; for good, since threads share the filters."""
+    warnings.filterwarnings("ignore", message=_DISABLED)
+
+
+def _errors_of_ranks(error: BaseException) -> str:
+    """Return what went wrong on which rank, as one line."""
+    failures = getattr(error, "failures", None) or {None: (error, None)}
+    lines = [
+        (f"Rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {cause}"
+        for rank, (cause, _) in failures.items()
+    ]
+    return "; ".join(dict.fromkeys(" ".join(line.split()) for line in lines))

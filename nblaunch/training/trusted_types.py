@@ -1,0 +1,69 @@
+"""Which classes a file of a checkpoint may name when it is read: those of data, so that no code of its writer runs."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import importlib
+import pathlib
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nblaunch import user_code
+
+# Which classes a file may name beside torch's own types, when it has the state of a registered object.
+_PLAIN = [
+    datetime.date,
+    datetime.datetime,
+    datetime.timedelta,
+    datetime.timezone,
+    decimal.Decimal,
+    fractions.Fraction,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+    types.SimpleNamespace,
+]
+
+
+@contextmanager
+def trusting(kinds: Sequence[Any]) -> Iterator[None]:
+    """Let ``torch.load`` with ``weights_only=True`` make these, too, in the block."""
+    known = torch.serialization.get_safe_globals()
+    # Without those that the user has registered: at the end, torch forgets all that it is given here.
+    with torch.serialization.safe_globals([kind for kind in kinds if kind not in known]):
+        yield
+
+
+def trusted_types(owner: Any = None) -> list[Any]:
+    """Return the classes that a file may name beside torch's own types: no library's code is called to make them.
+
+    Args:
+        owner: the registered object whose state is read. Classes of the notebook or script are trusted, and those of
+            the owner's module, unless it is a library's. What these modules have merely imported is not.
+    """
+    if owner is None:
+        return _numpy_types()
+    modules = {"__main__"}
+    file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
+    if file and user_code.is_user_file(file):
+        modules.add(type(owner).__module__)
+    # Copied at once: other threads may define names meanwhile.
+    values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]
+    own = [value for name, value in values if issubclass(type(value), type) and value.__module__ == name]
+    return [*_numpy_types(), *_PLAIN, *own]
+
+
+def _numpy_types() -> list[Any]:
+    """Return what a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
+    import numpy
+
+    # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.
+    multiarray: Any = importlib.import_module("numpy._core.multiarray")
+    dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
+    return [multiarray._reconstruct, multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]
