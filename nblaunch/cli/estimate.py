@@ -153,11 +153,14 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
         )
     config = transformers.AutoConfig.from_pretrained(name, **arguments)
     trusts = bool(arguments["trust_remote_code"])
-    own_code = (getattr(config, "auto_map", None) or {}) if trusts else {}
+    named = (getattr(config, "auto_map", None) or {}) if trusts else {}
+    own_models = sorted(
+        (kind for kind in named if kind.startswith("AutoModel")), reverse=True
+    )  # with a head first
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is not None and not own_code:
+    if architecture is not None and not own_models:
         return architecture(config)  # includes the head
-    kind = next((kind for kind in own_code if kind.startswith("AutoModelFor")), "AutoModel")
+    kind = own_models[0] if own_models else "AutoModel"
     return getattr(transformers, kind).from_config(config, trust_remote_code=trusts)
 
 

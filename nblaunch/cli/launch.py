@@ -1,9 +1,10 @@
 """``nblaunch launch script.py``: run a script on every device, supervised as a launch from a notebook.
 
     options ──┐
-    file    ──┼──> settings ──> LaunchSpec ──> JobRunner ──> exit code
+    file    ──┼──> settings ──> LaunchSpec ──> JobRunner, of several machines NodeRunner ──> exit code
     defaults ─┘
 
+Workers start by ``spawn``, unless ``--start_method`` says otherwise.
 Options are made from the table of settings. ``nblaunch.config`` merges them with the file and the defaults, and
 ``script_job.py`` runs the job.
 """

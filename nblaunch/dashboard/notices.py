@@ -1,8 +1,9 @@
 """Notices about slow and stalled ranks and losses that are not finite; a rank that has stopped gets the rate 0.
 
 A stalled rank is one that trains, evaluates or waits without any change, output included, for 20 s, or the time of 20
-of its steps where that is more. Hangs are another matter: the launcher finds them by other rules
-(``diagnosis/hang.py``), and reports them with stacks in a ``Note`` event of kind ``"hang"``.
+of its steps where that is more; and one of which the launcher says so by a ``Stalled`` event, from half of the time
+after which it reports a hang (``launcher/hang_watch.py``). Its report, with stacks, is a ``Note`` of kind ``"hang"``,
+and shown as a notice of kind ``"stalled"``.
 
 Nothing but the view is read. That has what was measured last; what is true now follows from the time since:
 :func:`as_of_now` returns the view with the rates of the moment, and :func:`stall_text` what a rank does that makes no

@@ -3,8 +3,10 @@
     <log folder>/detached/          mode 0700, of this user; nothing in it is read otherwise
       train-3f9a2c/                 a job's log folder, with what other jobs have (``launcher/joblog.py``), and
         record                      what was launched
-        events                      what has happened, appended as it happens: the packets of ``wire/channel.py``
-        snapshot                    the last readings of the board, replaced several times a second
+        events                      what has happened, appended as it happens: the packets of ``wire/channel.py``; but
+                                    lines, which a follower reads from the logs of the ranks, and samples
+        snapshot                    the last readings of the board, and the last samples of memory and use of devices;
+                                    replaced several times a second
         result, weights             what the ranks returned, and trained weights
         end                         how the job ended
         socket                      for requests, while the job process runs

@@ -6,7 +6,8 @@
 A launch in another thread starts its workers where it finishes: the system kills them when the thread that has started
 them ends (``PR_SET_PDEATHSIG``).
 
-It is the :class:`nblaunch.launcher.job.Job` that the caller holds meanwhile.
+It is the :class:`nblaunch.launcher.job.Job` that the caller holds meanwhile. On several machines (``NodeRunner`` in
+``nodes/link.py``) start only prepares; attempts start in finish, once all nodes have met.
 """
 
 from __future__ import annotations
@@ -352,6 +353,8 @@ class JobRunner(Job):
         except LaunchError:
             raise
         except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                return JobOutcome("done", values={0: None})  # as in a worker
             return replace(JobOutcome.of_error(error), failed_rank=0)
         finally:
             store.close()

@@ -1,7 +1,7 @@
 """Launches on several machines (nodes): a launcher and an agent on each. A launch on one machine imports none of it.
 
     node 0                                                   node 1
-    launcher ── fork ──> workers 0, 1  <── gloo / nccl ──>  workers 2, 3 <── fork ── launcher
+    launcher ── start ─> workers 0, 1  <── gloo / nccl ──>  workers 2, 3 <─ start ── launcher
        ^                                                                                ^
        └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, heartbeats ──>  agent 1 ──┘
 

@@ -1,7 +1,7 @@
 """The agent of one node: it meets those of the other nodes, in a process of its own; its launcher starts the workers.
 
-    launcher (kernel) <── pipes ──> agent (fresh interpreter): main thread    from one rendezvous to the next
-        │ fork                                                 launcher       receives the launcher's messages
+    launcher          <── pipes ──> agent (fresh interpreter): main thread    from one rendezvous to the next
+        │ start                                                launcher       receives the launcher's messages
         └──> workers                                           heartbeats     of all nodes, twice a second
 
     rendezvous ──> workers run ──> returned on all nodes: done

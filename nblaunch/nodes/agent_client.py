@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 from nblaunch import env
 from nblaunch.errors import LaunchError
@@ -32,6 +33,7 @@ from nblaunch.start_methods.worker_group import kill_and_reap
 from nblaunch.wire.channel import EventReceiver, EventSender
 
 _EXIT_S = LINGER_S + 2.0
+_EXIT_POLL_S = 0.05
 
 
 class AgentClient:
@@ -144,9 +146,12 @@ class AgentClient:
         process, self._process = self._process, None
         if process is None:  # it was ended by a restart, which could not start another
             return
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
+        deadline = time.monotonic() + patience_s
+        while process.poll() is None and time.monotonic() < deadline:
+            self._receiver.receive()  # or it could wait at a full pipe
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_EXIT_POLL_S)
+        if process.poll() is None:
             kill_and_reap([process.pid])
             process.poll()  # or it would be taken for one that still runs
         descriptors.close(self._writing, self._reading)

@@ -9,7 +9,8 @@ server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        what ranks print while a command runs, shown in the cell
 
-The ranks join one process group before a command to all of them, as soon as torch is used; commands to some of them run
-without one. An interrupt of a command goes from the client to the ranks directly (SIGINT), whose server raises it in
-the command alone: the workers stay. The way by the supervisor ends workers.
+The ranks join one process group before a command to all of them, as soon as torch is used; commands to some of them
+form none: these ranks stay in the one that they have joined before, if any. An interrupt of a command goes from the
+client to the ranks directly (SIGINT), whose server raises it in the command alone: the workers stay. The way by the
+supervisor ends workers.
 """

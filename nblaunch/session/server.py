@@ -119,6 +119,7 @@ class _Server:
                     context.current().flush_losses()
             finally:
                 self._is_interruptible = False
+                self._child_handler.take_out()  # that a ``__repr__``, say, has set
             if not isinstance(command, LeaveGroup):
                 self._debugger.end_command(None)
             if is_code:

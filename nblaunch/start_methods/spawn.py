@@ -1,4 +1,7 @@
-"""Workers that are fresh interpreters, one each: the last resort, since every one loads everything by itself."""
+"""Workers that are fresh interpreters, one each: the default of ``nblaunch launch``, where each loads the script.
+
+For a function of a notebook it is the last resort, since every worker loads everything by itself.
+"""
 
 from __future__ import annotations
 

@@ -621,9 +621,10 @@ class Accelerator(AcceleratorProperties):
     ) -> None:
         """Load what :meth:`save_state` saved: call it on all ranks, after ``prepare`` of the same objects.
 
-        Whether the checkpoint is whole and fits is looked at before anything is changed. After one that was taken in
-        the middle of an epoch, continue with ``accelerator.skip_first_batches(loader)``, on any number of ranks;
-        loaders that know their position (``use_stateful_dataloader``) do so by themselves.
+        Whether the checkpoint is whole and fits is looked at before anything is changed; whether shards fit, and
+        weights where there are hooks, only as they are loaded. After one that was taken in the middle of an epoch,
+        continue with ``accelerator.skip_first_batches(loader)``, on any number of ranks; loaders that know their
+        position (``use_stateful_dataloader``) do so by themselves.
 
         Args:
             input_dir: the folder, as for :meth:`save_state`. None: with automatic naming, the highest number.

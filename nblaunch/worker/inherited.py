@@ -1,5 +1,5 @@
 """Undoes in a worker what belongs to the kernel alone: exit handlers, interactive mode, ``input()``, messages to the
-front end, open figures, child processes, its process group.
+front end, open figures, child processes, torch's process group.
 
 A fork has copied all of these, but neither threads nor the other ends of sockets; a fresh interpreter has some, once
 the call is loaded. A library is looked at only if it has been imported, and is left as if the worker had been started

@@ -86,15 +86,16 @@ class ChildHandler:
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._take_out()
+            self.take_out()
         except BaseException:  # raised by a handler: Python may call it here, before the change
-            self._take_out()
+            self.take_out()
             raise
 
-    def _take_out(self) -> None:
-        """Keep the handler that is in place, if one is: what broke this off before may have kept it already."""
-        self._handler = signal.getsignal(signal.SIGCHLD) or self._handler
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    def take_out(self) -> None:
+        """Keep the handler that is in place for the next block. One that C code has set stays where it is."""
+        if handler := signal.getsignal(signal.SIGCHLD):
+            self._handler = handler
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager

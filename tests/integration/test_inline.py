@@ -87,6 +87,20 @@ except SystemExit as error:
     assert re.search(r"^ +0 +failed", cell.displays[-1].data["text/plain"], re.MULTILINE), cell.describe()
 
 
+def test_an_exit_without_a_code_is_a_return(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import sys
+from nblaunch import notebook_launcher
+def train():
+    sys.exit()
+value = notebook_launcher(train, engine="inline")
+value, nblaunch.last_job().status
+"""
+    )
+    assert cell.value == (None, "done")
+
+
 def test_an_interrupt_reaches_the_function_where_it_is(shared: Kernel) -> None:
     cell = shared.submit(
         """

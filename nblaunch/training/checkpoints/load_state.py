@@ -1,10 +1,11 @@
 """The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
 
 is it whole? ── read all but weights ── does it fit?
-    ── only then: shards, or hooks ─ weights ─ optimizers ─ ... ─ random states
+    ── only then: shards (then hooks), or hooks (then weights) ─ optimizers ─ ... ─ random states
 
-Of weights, names and shapes are looked at beforehand, not values. On another number of ranks, random states stay as
-they are, and loaders go on behind the samples that were seen.
+Whether shards fit, and weights that are loaded after hooks, is known only as they are loaded. Of other weights, names
+and shapes are looked at beforehand, not values. On another number of ranks, random states stay as they are, and loaders
+go on behind the samples that were seen.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     Snapshot             their states, live or copied, so that training can go on meanwhile
     folder               their files; each rank writes its own
 
-States are kept as plain numbers and tensors, so that reading a checkpoint executes nothing that it contains.
+States are kept as plain numbers and tensors, so that reading a checkpoint executes nothing that it contains. Only the
+files that DeepSpeed itself reads are unpickled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Strategies for models that every rank has whole: the default, where nothing else is chosen.
 
 A plugin, a ``parallelism_config``, an earlier Accelerator of the process or the settings of the launch choose another
-(``plugin_if_none_given`` in ``arguments.py``).
+(``Accelerator._choose_strategy``).
 
     DdpStrategy            torch's wrapper averages gradients during backward
     ReduceAtStepStrategy   gradients are averaged where the optimizer steps, without a wrapper
@@ -104,7 +104,8 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 class DdpStrategy(Strategy):
     """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
-    Its constructor writes rank 0's trainable weights to every rank's: from then on a worker shares them with no other.
+    That writes rank 0's weights and buffers to every rank's, but for frozen ones that are equal: from then on a forked
+    worker shares them with no other process.
 
     Args:
         handlers: of the Accelerator, by type; what the user assigns there counts for models prepared later.
