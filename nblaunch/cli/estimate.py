@@ -154,10 +154,11 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.from_pretrained(name, **arguments)
     trusts = bool(arguments["trust_remote_code"])
     named = (getattr(config, "auto_map", None) or {}) if trusts else {}
-    own_models = sorted(
-        (kind for kind in named if kind.startswith("AutoModel")), reverse=True
-    )  # with a head first
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    wanted = (config.architectures or [""])[0]
+    own_models = [kind for kind in named if kind.startswith("AutoModel")]
+    # The class that the configuration names, else the first with a head.
+    own_models.sort(key=lambda kind: (str(named[kind]).rpartition(".")[2] != wanted, kind == "AutoModel"))
+    architecture = getattr(transformers, wanted, None)
     if architecture is not None and not own_models:
         return architecture(config)  # includes the head
     kind = own_models[0] if own_models else "AutoModel"

@@ -6,11 +6,13 @@ import datetime
 import decimal
 import fractions
 import importlib
+import io
 import pathlib
 import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _PLAIN = [
     datetime.timezone,
     decimal.Decimal,
     fractions.Fraction,
+    io.BytesIO,  # extra states of TransformerEngine
     pathlib.PosixPath,
     pathlib.PurePosixPath,
     types.SimpleNamespace,
@@ -44,8 +47,9 @@ def trusted_types(owner: Any = None) -> list[Any]:
     """Return the classes that a file may name beside torch's own types: no library's code is called to make them.
 
     Args:
-        owner: the registered object whose state is read. Classes of the notebook or script are trusted, and those of
-            the owner's module, unless it is a library's. What these modules have merely imported is not.
+        owner: the registered object, model or optimizer whose state is read. Classes of the notebook or script are
+            trusted, and those of the owner's module, unless it is a library's. What these modules have merely imported
+            is not.
     """
     if owner is None:
         return _numpy_types()
@@ -66,4 +70,21 @@ def _numpy_types() -> list[Any]:
     # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.
     multiarray: Any = importlib.import_module("numpy._core.multiarray")
     dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
-    return [multiarray._reconstruct, multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]
+    made_by = [multiarray._reconstruct, multiarray.scalar]
+    # A file has the names of the NumPy that wrote it, which is 1 or 2.
+    others = [_renamed(one, name) for one in made_by for name in _MULTIARRAY if name != one.__module__]
+    return [*made_by, *others, numpy.ndarray, numpy.dtype, *dtypes]
+
+
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
+
+
+@cache  # torch keeps what it is given by name and forgets it by identity
+def _renamed(function: Any, module_name: str) -> Any:
+    """Return ``function`` as torch finds it in a file that names its module so."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__module__, call.__qualname__ = module_name, function.__name__
+    return call

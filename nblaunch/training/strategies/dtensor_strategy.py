@@ -174,7 +174,7 @@ def load_model(module: nn.Module, folder: Path, is_alone: bool, adapter_only: bo
     frozen = quantised_entries(module, state["model"])
     for name in frozen:  # their modules can't load them, and training has not changed them
         del state["model"][name]
-    shard_files.read(state, folder, is_alone)
+    shard_files.read(state, folder, is_alone, owner=module)
     options.strict = not (frozen or adapter_only)
     with shard_files.loading(folder):
         return states.set_model_state_dict(module, state["model"], options=options)
@@ -204,7 +204,7 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
                 state = get_optimizer_state_dict(owner, inner)  # of every parameter
         of_each = {name: values for name, values in state["state"].items() if name in saved}
         whole = {"optimizer": {**state, "state": of_each}}
-        shard_files.read(whole, folder, is_alone)
+        shard_files.read(whole, folder, is_alone, owner=inner)
         with shard_files.loading(folder):
             load_by_names(owner, inner, whole["optimizer"])
     except BaseException:

@@ -17,8 +17,10 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import EnumMeta
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 
@@ -73,12 +75,22 @@ def write(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
         raise CheckpointError(f"{NOT_SAVED} {_errors_of_ranks(error)}") from error
 
 
-def read(state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UNFIT) -> None:
-    """Read this rank's shards of a nested state from ``folder`` into its tensors; ``problem`` as of :func:`loading`."""
+def read(
+    state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UNFIT, owner: object = None
+) -> None:
+    """Read this rank's shards of a nested state from ``folder`` into its tensors.
+
+    Args:
+        problem: what may be wrong with the files, as of :func:`loading`.
+        owner: the object whose state it is, as of :func:`trusted_types`.
+    """
     from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint._nested_dict import set_element
 
     class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        def read_metadata(
+            self,
+        ) -> Any:  # without ``kwargs``, by which torch would look for other files after an error
             metadata = read_metadata(folder)
             if getattr(metadata, "storage_meta", None) is None:
                 metadata.storage_meta = dcp.metadata.StorageMeta()
@@ -87,8 +99,10 @@ def read(state: dict[str, Any], folder: Path, is_alone: bool, problem: str = _UN
 
     class Planner(dcp.DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            super().load_bytes(read_item, _only_data(value))
+            name = read_item.dest_index.fqn
+            set_element(self.original_state_dict, self.mappings[name], _data(value, name, owner))
 
+    _check_metadata(folder)
     _expect_no_group()
     with loading(folder, problem), waiting():
         dcp.load(state, storage_reader=Reader(folder), planner=Planner(), no_dist=is_alone)
@@ -101,15 +115,25 @@ def read_metadata(folder: Path) -> Any:
         CheckpointError: there is no ``.metadata``.
         UnpicklingError: it is damaged, or names other classes than such a file needs.
     """
-    path = folder / ".metadata"
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
-    with path.open("rb") as file:
+    _check_metadata(folder)
+    with (folder / ".metadata").open("rb") as file:
         return _MetadataUnpickler(file).load()
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+def _check_metadata(folder: Path) -> None:
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]  # not the one in C, to look at BUILD
+
+
+class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
+    dispatch: ClassVar = dict(_PythonUnpickler.dispatch)
+
     def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member  # Python 3.11.2 pickles a member of an enum so
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or global_name in _METADATA.get(module_name, ()):
             return super().find_class(module_name, global_name)
@@ -117,15 +141,30 @@ class _MetadataUnpickler(pickle.Unpickler):
             f"it names {module_name}.{global_name}, which no metadata of shards needs"
         )
 
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], (type, FunctionType)):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__}")
+        super().load_build()
 
-def _only_data(value: io.BytesIO) -> io.BytesIO:
-    """Return the object in ``value``, saved anew, after it was read without running code of its writer."""
-    with trusting(trusted_types()):
-        loaded = torch.load(value, map_location="cpu", weights_only=True)
-    anew = io.BytesIO()
-    torch.save(loaded, anew)
-    anew.seek(0)
-    return anew
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _member(kind: object, name: str) -> Any:
+    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it asks for an attribute of {kind!r}")
+    return kind.__members__[name]
+
+
+def _data(value: io.BytesIO, name: str, owner: object) -> Any:
+    """Return the object in ``value``, read without running code of its writer."""
+    try:
+        with trusting(trusted_types(owner)):
+            return torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{name} is of a class that is not trusted. If you trust where the checkpoint comes from, pass the class "
+            "to torch.serialization.add_safe_globals before"
+        ) from error
 
 
 @contextmanager
