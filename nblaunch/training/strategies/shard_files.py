@@ -125,10 +125,10 @@ def _check_metadata(folder: Path) -> None:
         raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
 
 
-_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]  # not the one in C, to look at BUILD
+_PythonUnpickler: Any = pickle._Unpickler  # not the one in C, to look at BUILD
 
 
-class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
+class _MetadataUnpickler(_PythonUnpickler):
     dispatch: ClassVar = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module_name: str, global_name: str) -> Any:
