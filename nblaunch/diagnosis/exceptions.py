@@ -322,15 +322,12 @@ def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
 
 
 def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the entries without nblaunch's and those of libraries that it called; the user's code below it stays.
-
-    So does all that ``raise_error`` of an outcome has raised, which begins at the user's function, wherever that is.
-    """
+    """Return the entries without nblaunch's and those of libraries that it called; the user's code below it stays."""
     kept = []
     is_inside = False
     for entry in _entries(tb):
         if _is_own(entry):
-            is_inside = entry.tb_frame.f_code.co_name != "raise_error"
+            is_inside = True
         elif not is_inside or is_user_file(entry.tb_frame.f_code.co_filename):
             is_inside = False
             kept.append(entry)
