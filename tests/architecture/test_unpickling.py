@@ -24,7 +24,7 @@ READERS = {
 """Modules that read pickles, each with the reason why no other process can have written them."""
 
 _PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-_READING = {"load", "loads", "Unpickler", "open"}
+_READING = {"load", "loads", "Unpickler", "_Unpickler", "open"}
 
 
 def test_pickles_are_read_in_few_places() -> None:
