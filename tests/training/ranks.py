@@ -130,6 +130,7 @@ def run(
         ]
         if stuck:
             print(f"ranks {stuck} did not end by themselves and were killed")
+        del store  # the traceback of a failure keeps this frame, and would keep its sockets
 
 
 def _end(process: Any, receiver: multiprocessing.connection.Connection, patience_s: float) -> bool:

@@ -341,6 +341,31 @@ def test_a_rank_that_ends_in_the_middle_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def _fail_while_another_writes(folder: str) -> list[str]:
+    accelerator, *_ = _prepare()
+    accelerator.save_state(folder)
+    if accelerator.process_index == 0:
+        coordinator = accelerator._shared.save_round
+        wait_until_known = coordinator.wait_until_known
+
+        def wait() -> None:
+            late = Path(folder, ".partial", "random_states_1.pkl")
+            late.parent.mkdir(exist_ok=True)
+            late.touch()
+            wait_until_known()
+
+        coordinator.wait_until_known = wait
+        accelerator.register_save_state_pre_hook(_disk_full)
+    with pytest.raises((CheckpointError, OSError)):
+        accelerator.save_state(folder)
+    return os.listdir(folder)
+
+
+def test_what_a_rank_writes_while_a_failed_save_is_removed_goes_as_well(tmp_path: Path) -> None:
+    names, _ = ranks.run(_fail_while_another_writes, 2, str(tmp_path / "state"))
+    assert ".partial" not in names
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_of_another_rank_leaves_the_old_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     reason = f"checkpoint {tmp_path / 'state'} was not saved; nothing was changed. Rank 1: OSError: [Errno 28] No space"

@@ -309,6 +309,8 @@ def _give_up(
             staging.discard()
     if coordinator is not None and isinstance(error, Exception):
         coordinator.wait_until_known()
+        if staging is not None:
+            staging.discard()  # again: until then another rank may have written into it
 
 
 def _not_saved(target: Path, rank: int, error: BaseException) -> str:
