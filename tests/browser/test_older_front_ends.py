@@ -151,6 +151,9 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     page.save()
     page.reload()
     page.wait_until(lambda: len(bars(page, RELOADED)) == 2, "two bars after the reload")
+    # What the notebook was saved with is shown before it is connected with the kernel, and a click would go nowhere.
+    shown = page.text(RELOADED)
+    page.wait_until(lambda: page.text(RELOADED) != shown, "the widgets to be live")
     button(page, RELOADED, "Stop").click()
     # This page does not know the output as the job's own: it is the widgets that turn into the table.
     page.wait_for_text(RELOADED, "stopped early on request after")
