@@ -197,13 +197,13 @@ class Page:
         about these waits here, since a single look may come between two of them.
 
         Raises:
-            AssertionError: it was not in time; the screenshot ``failed.png`` shows what was there instead.
+            AssertionError: it was not in time; the screenshot ``unmet.png`` shows what was there instead.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                self.screenshot("failed.png")
-                raise AssertionError(f"waited {timeout_s:g} s for {what}; see {ARTIFACTS / 'failed.png'}")
+                self.screenshot("unmet.png")
+                raise AssertionError(f"waited {timeout_s:g} s for {what}; see {ARTIFACTS / 'unmet.png'}")
             self.page.wait_for_timeout(100)
 
     def save(self) -> Any:
