@@ -491,13 +491,15 @@ class Kernel:
         return sorted(mine, key=lambda process: process.create_time())
 
     def wait_for_no_processes(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait until all that the kernel started has ended, while the kernel lives on.
+        """Wait until all that the kernel started has ended, also what it starts meanwhile.
 
         Raises:
             LeftBehind: something is still there; names it. It is killed by ``close``.
         """
-        psutil.wait_procs(self.processes(), timeout_s)
-        if left := self.processes():
+        deadline = time.monotonic() + timeout_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            psutil.wait_procs(left, deadline - time.monotonic())
+        if left:
             raise LeftBehind("still running:\n" + "\n".join(_indent(_describe(p)) for p in left))
 
     def __enter__(self) -> Kernel:
