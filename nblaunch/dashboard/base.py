@@ -183,9 +183,8 @@ class ViewingDashboard(Dashboard):
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._view = JobView()
-        self._events: list[
-            Event
-        ] = []  # not folded yet: together they take far less time where there are many ranks
+        # Not folded yet: one by one they take far longer where there are many ranks.
+        self._events: list[Event] = []
         self._is_closed = False
 
     def on_event(self, event: Event) -> None:

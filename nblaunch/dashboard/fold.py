@@ -191,23 +191,23 @@ _NUM_CURVES = 12  # logged metrics with charts
 _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGINT, SIGKILL, SIGTERM
 
 
-def fold(view: JobView, *of_job: Event) -> JobView:
-    """Return the view after events of a job, in their order. Those of unknown types or ranks change nothing."""
-    for are_of_ranks, together in groupby(of_job, lambda event: type(event) in _RANK_FOLDS):
-        view = (_fold_ranks if are_of_ranks else _fold_others)(view, together)
+def fold(view: JobView, *arrived: Event) -> JobView:
+    """Return the view after the events that have arrived, in their order. Those of unknown types or ranks change nothing."""
+    for are_of_ranks, group in groupby(arrived, lambda event: type(event) in _RANK_FOLDS):
+        view = (_fold_ranks if are_of_ranks else _fold_others)(view, group)
     return view
 
 
-def _fold_others(view: JobView, together: Iterable[Event]) -> JobView:
-    for event in together:
+def _fold_others(view: JobView, group: Iterable[Event]) -> JobView:
+    for event in group:
         if (on_job := _JOB_FOLDS.get(type(event))) is not None:
             view = on_job(view, event)
     return view
 
 
-def _fold_ranks(view: JobView, together: Iterable[Event]) -> JobView:
+def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
     ranks = list(view.ranks)  # once: to copy hundreds of ranks takes as long as all else of an event
-    for event in together:
+    for event in group:
         if 0 <= event.rank < len(ranks):
             ranks[event.rank] = _RANK_FOLDS[type(event)](ranks, ranks[event.rank], event)
     return replace(view, ranks=ranks)

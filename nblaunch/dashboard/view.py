@@ -1,7 +1,7 @@
 """The state of a job as dashboards show it: immutable data, of which ``fold.py`` makes the next one.
 
     view = JobView()
-    view = fold(view, *events)                      # for events, in their order
+    view = fold(view, *events)                      # for those that have arrived, in their order
     view = fold_readings(view, readings, now_s)     # for every reading of the board
 
 Holds states, rates, remaining times, histories, and the progress bars that workers draw themselves (tqdm's default

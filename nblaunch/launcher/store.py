@@ -3,7 +3,7 @@ another, the rendezvous store (``nodes/rendezvous.py``).
 
 On one machine the launcher hosts it on ``master_addr``, 127.0.0.1 by default, and starts it on demand:
 
-    launcher ── listening socket, port chosen by the system      made before workers start
+    launcher ── listening socket, port chosen by the system                made before workers start
     worker   ── init_process_group("env://"): connects as a client ──>     now the store is started behind the socket
 
 A function that needs no process group costs no store. Clients that connect before the store runs wait in the

@@ -359,6 +359,12 @@ class Supervisor:
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
         self._note(f"SIGTERM received: ranks have {grace_s:g} s to save and return by themselves")
 
+    def _poll_termination(self) -> None:
+        if self._termination is None:
+            return
+        if text := self._termination.poll(time.monotonic(), self._active_pids()):
+            self._note(text)
+
     def _note(self, text: str, kind: str = "note") -> None:
         self._emit(Note.of_job(text, kind))
 
@@ -463,10 +469,7 @@ class Supervisor:
             self._emit(event)
         for use in self._running.devices.sample():
             self._emit(use)
-        if self._termination is not None and (
-            text := self._termination.poll(time.monotonic(), self._active_pids())
-        ):
-            self._note(text)
+        self._poll_termination()
         self._inspect(readings)
         self._check_lingering()
 
