@@ -192,7 +192,7 @@ _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGIN
 
 
 def fold(view: JobView, *arrived: Event) -> JobView:
-    """Return the view after the events that have arrived, in their order. Those of unknown types or ranks change nothing."""
+    """Return the view after events, in the order of their arrival. Those of unknown types or ranks change nothing."""
     for are_of_ranks, group in groupby(arrived, lambda event: type(event) in _RANK_FOLDS):
         view = (_fold_ranks if are_of_ranks else _fold_others)(view, group)
     return view
