@@ -133,6 +133,16 @@ def test_ranks_that_have_returned_are_not_waited_for() -> None:
 # --- a leader that finishes --------------------------------------------------------------------------------------
 
 
+def propose(leader: Node, *others: Node) -> int:
+    """Have the leader propose a check, and the others receive that; return its number."""
+    exchange(leader, *others)
+    leader.stop.poll(leader.running, 0.0)
+    leader.send_to(*others)
+    for node in others:
+        node.stop.poll(node.running, 0.1)
+    return leader.own.proposal
+
+
 def test_the_next_node_leads_when_the_ranks_of_the_first_have_returned() -> None:
     nodes = Node(0, 3), Node(1, 3), Node(2, 3)
     nodes[0].finish()
@@ -148,12 +158,8 @@ def test_a_proposal_that_a_finished_leader_left_is_replaced_by_a_later_one(is_wi
     nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
     for slot in first.slots.values():
         slot.num_checks = 5
-    exchange(*nodes)
-    first.stop.poll(first.running, 0.0)
-    proposal = first.own.proposal
-    first.send_to(second, third)
+    proposal = propose(*nodes)
     for node in (second, third):
-        node.stop.poll(node.running, 0.1)
         assert node.look(proposal - 1) == {False}
     if is_withdrawn:
         first.own.decision = -proposal
@@ -170,12 +176,7 @@ def test_a_proposal_that_a_finished_leader_left_is_replaced_by_a_later_one(is_wi
 def test_what_a_finished_leader_has_decided_holds() -> None:
     """The last heartbeat of the leader has the decision, so that the next one proposes nothing."""
     nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
-    exchange(*nodes)
-    first.stop.poll(first.running, 0.0)
-    proposal = first.own.proposal
-    first.send_to(second, third)
-    for node in (second, third):
-        node.stop.poll(node.running, 0.1)
+    proposal = propose(*nodes)
     for node in nodes:
         node.look(proposal)
     exchange(*nodes)
