@@ -108,6 +108,15 @@ def test_the_map_shows_every_folder_and_module() -> None:
     assert all((ROOT / name).is_dir() for name in others), others
 
 
+def test_the_list_of_test_folders_is_complete() -> None:
+    (shown,) = [text for _, text in blocks(ROOT / "CONTRIBUTING.md") if text.startswith("architecture/ ")]
+    listed = re.findall(r"^([a-z_]+)/ ", shown, flags=re.MULTILINE)
+    # A folder that has nothing but Python's cache was removed.
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("[!_]*"))}
+    package = {path.parent.name for path in (ROOT / "nblaunch").glob("*/__init__.py")}
+    assert sorted(listed) == sorted(folders - package - {"__pycache__"})
+
+
 def test_the_files_that_it_names_exist() -> None:
     page = (ROOT / "docs" / "how-a-launch-works.md").read_text(encoding="utf-8")
     named = re.findall(r"`([a-z_/]+/(?:[a-zA-Z_]+\.(?:py|md|toml))?)`", CONTRIBUTING + page)
