@@ -27,16 +27,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, TextIO
 
-from nblaunch import env
 from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
-from nblaunch.dashboard.notebook import NotebookDashboard, running_request
+from nblaunch.dashboard.notebook import NotebookDashboard, is_on_colab, running_request
 from nblaunch.dashboard.terminal import LiveTable, TextDashboard, moves_cursor
 from nblaunch.events import JobEnded
-from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
 from nblaunch.user_code import ipython_shell
 
@@ -165,12 +162,7 @@ def is_interactive() -> bool:
     never do. Colab has its own protocol for input.
     """
     content = running_request().get("content", {})
-    return bool(content.get("allow_stdin")) or _is_on_colab()
-
-
-@cache  # a process stays where it is, and a look at its environment and files takes a while
-def _is_on_colab() -> bool:
-    return notebook_service.detect(env.snapshot()).name == "colab"
+    return bool(content.get("allow_stdin")) or is_on_colab()
 
 
 def kernel_shell() -> Any | None:

@@ -11,14 +11,17 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
+from nblaunch import env
 from nblaunch.dashboard.base import Bundle, Controls, Pace, ViewingDashboard, uptime
 from nblaunch.dashboard.html import mimebundle
 from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import Event, Note
+from nblaunch.host import notebook_service
 from nblaunch.user_code import ipython_shell
 
 if TYPE_CHECKING:
@@ -108,6 +111,12 @@ def running_request() -> Mapping[str, Any]:
     return getattr(ipython_shell(), "parent_header", None) or {}
 
 
+@cache  # a process stays where it is, and a look at its environment and files takes a while
+def is_on_colab() -> bool:
+    """Return whether this process runs on Colab."""
+    return notebook_service.detect(env.snapshot()).name == "colab"
+
+
 @final
 class NotebookDashboard(ViewingDashboard):
     """A job in the output of a cell: live widgets that a table replaces at the end, or a table from the beginning.
@@ -177,7 +186,8 @@ class NotebookDashboard(ViewingDashboard):
             self._output.show(table, is_final=True)
         # After the output was replaced, so that no empty output is visible.
         if self._panel is not None:
-            self._panel.close(table["text/html"])
+            # Colab keeps outputs itself, and saves widgets in a form that GitHub does not show.
+            self._panel.close(None if is_on_colab() else table["text/html"])
 
     def _show_panel(self) -> None:
         if self._panel is None:

@@ -15,6 +15,7 @@ shows it at its next update.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from html import escape
@@ -23,7 +24,6 @@ from time import monotonic
 from typing import Any
 
 import ipywidgets as widgets
-from IPython import get_ipython
 
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Bundle, Controls
@@ -188,23 +188,10 @@ _PRE = (
 )
 _MARKUP = html.Markup(is_inline=False)
 _TITLE_S = 0.8
-KEPT_S = 5.0
-"""Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
+KEPT_JOBS = 20
+"""The number of ended jobs whose outermost widget stays in the kernel, as many as logs are kept of."""
 
-
-class Root(widgets.VBox):
-    """The outermost box, which counts requests for its whole state.
-
-    A front end requests the state when a page is reloaded while the kernel runs. Such a page does not know the display
-    id of the output with the panel, so that the output can't be replaced there.
-    """
-
-    num_state_requests = 0
-
-    def get_state(self, key: Any = None, drop_defaults: bool = False) -> Any:
-        if key is None:
-            self.num_state_requests += 1
-        return super().get_state(key, drop_defaults)
+_kept: deque[Any] = deque()  # outermost widgets, the oldest first
 
 
 class Panel:
@@ -230,8 +217,9 @@ class Panel:
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
         self._below = [self._epochs, self._footer]
-        self.root = Root([*self._above, *self._below], layout=widgets.Layout(width="100%", overflow="hidden"))
-        self._num_state_requests = self.root.num_state_requests
+        self.root = widgets.VBox(
+            [*self._above, *self._below], layout=widgets.Layout(width="100%", overflow="hidden")
+        )
 
     def bundle(self, view: JobView) -> Bundle:
         """Return the output that shows the panel in a cell, with text for front ends without widgets."""
@@ -267,28 +255,30 @@ class Panel:
         if parts != self.root.children:
             self.root.children = parts
 
-    def close(self, lasting: str) -> None:
-        """Close all widgets, so that nothing of them stays in the kernel or the notebook.
+    def close(self, lasting: str | None) -> None:
+        """Close the widgets, of which the kernel keeps at most the outermost.
 
-        If a page was reloaded meanwhile, its output can't be replaced; there the root widget shows ``lasting`` (HTML).
-        While a cell runs, the kernel does not learn of such a page, so the root widget stays for some seconds after
-        the cell has ended, and for good if a page requests its state.
+        A page that is reloaded while the job runs, or closed and opened again after its end, has the panel in the
+        cell's output and can't replace it: it does not know the display id. The outermost widget shows ``lasting``
+        there, for the last :data:`KEPT_JOBS` jobs.
+
+        Args:
+            lasting: HTML. None: no widget stays.
         """
         self._buttons.close()
         parts = list(dict.fromkeys(self._all()))
-        # A widget that is as old as the panel: a page that was reloaded can't create a new one, whose layout it would
-        # have to know already, and would then show none at all (ipywidgets 7).
-        self._title.value = lasting
-        self.root.children = [self._title]
-        kept = list(_with_parts(self.root))
-        parts = [part for part in parts if part not in kept]
+        if lasting is not None:
+            # A widget that is as old as the panel: a page that was reloaded can't create a new one, whose layout it
+            # would have to know already, and would then show none at all (ipywidgets 7).
+            self._title.value = lasting
+            self.root.children = [self._title]
+            kept = list(_with_parts(self.root))
+            parts = [part for part in parts if part not in kept]
+            _kept.append(self.root)
         for part in parts:
             part.close()
-        _when_idle_for(KEPT_S, self._close_root)
-
-    def _close_root(self) -> None:
-        if self.root.num_state_requests == self._num_state_requests:
-            for part in dict.fromkeys(_with_parts(self.root)):
+        while len(_kept) > KEPT_JOBS:
+            for part in list(_with_parts(_kept.popleft())):
                 part.close()
 
     def _show_rows(self, table: Table) -> None:
@@ -321,15 +311,6 @@ class Panel:
 def in_style(content: str) -> str:
     """Return HTML in the style of the panel."""
     return f'<div style="font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums">{content}</div>'
-
-
-def _when_idle_for(seconds: float, call: Callable[[], None]) -> None:
-    """Call in the kernel's event loop, which runs while no cell does; at once where there is none. From any thread."""
-    loop = getattr(getattr(get_ipython(), "kernel", None), "io_loop", None)
-    if loop is None:
-        call()
-    else:
-        loop.add_callback(loop.call_later, seconds, call)
 
 
 def _with_parts(widget: Any) -> Iterator[Any]:

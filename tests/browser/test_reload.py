@@ -1,4 +1,4 @@
-"""The page of a notebook is loaded again while a job runs, in JupyterLab as it comes."""
+"""The page of a notebook is loaded again while a job runs, or after its end, in JupyterLab as it comes."""
 
 from __future__ import annotations
 
@@ -49,4 +49,31 @@ def test_the_finished_table_is_there_after_a_reload(
     page.wait_for_text(BLOCKING, "done in")
     page.wait_for_matches(BLOCKING, "✓ done", 3)
     page.screenshot(f"reopened_{background}.png")
+    page.shut_down()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
+def test_the_table_is_there_where_no_page_was_open_at_the_end(
+    lab: DefaultLab, browser: Browser, background: bool
+) -> None:
+    name, ended = f"away_{background}.ipynb", lab.folder / f"ended_{background}"
+    call = f"job = notebook_launcher(train, (100_000,), 2, background={background})"
+    after = f"{'job.result(); ' if background else ''}open({ended.name!r}, 'w').close()"
+    write_notebook(lab.folder / name, (SETUP, call, after))
+    (lab.folder / "enough").unlink(missing_ok=True)
+    page = lab.open(browser, name)
+    page.run(0)
+    page.wait_until_idle(0)
+    page.run(BLOCKING)
+    page.wait_until(lambda: len(bars(page, BLOCKING)) == 2, "two bars")
+    page.run(OTHER)
+    page.save()
+    url = page.page.url
+    page.page.goto("about:blank")
+    (lab.folder / "enough").touch()
+    page.wait_until(ended.exists, "the end of the job")
+    page.goto(url)
+    page.wait_for_text(BLOCKING, "done in")
+    page.wait_for_matches(BLOCKING, "✓ done", 3)
+    page.screenshot(f"away_{background}.png")
     page.shut_down()

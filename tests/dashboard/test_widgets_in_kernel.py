@@ -49,6 +49,9 @@ class Controls:
         return answer
 """
 
+NUM_KEPT = 5
+"""Widgets that stay of a job: a box with its layout, and a text with its layout and style."""
+
 ALLOWANCE_BYTES = 2 * BURST_BYTES
 """What is saved up at the beginning, and what the last message and an urgent one may overdraw."""
 
@@ -59,7 +62,6 @@ pytestmark = pytest.mark.timeout(90)
 def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with Kernel.start(python=python_of(request.param)) as kernel:
         kernel.run(FEED + TRAIN)
-        kernel.run("from nblaunch.dashboard import widget_panel; widget_panel.KEPT_S = 0.3")
         yield kernel
 
 
@@ -88,7 +90,6 @@ class Watched:
 
 
 def test_widgets_live_while_the_cell_runs_and_are_replaced_at_its_end(shared: Kernel) -> None:
-    watched = Watched(shared)
     cell = shared.submit(
         "_ = run(dashboard.choose(), 4, 40, text='<script>alert(1)</script>')", allow_stdin=True
     )
@@ -109,8 +110,7 @@ def test_widgets_live_while_the_cell_runs_and_are_replaced_at_its_end(shared: Ke
     cell.wait()
     after = FrontEnd(cell.messages)
     assert max(after.bars.values()) > 0
-    assert len(after.open_ids) <= 5  # for a page that was reloaded meanwhile
-    watched.wait_for(lambda front_end: front_end.open_ids == set(), "the last widget to go")
+    assert len(after.open_ids) == NUM_KEPT
     (table,) = cell.displays
     assert (set(table.data), table.num_updates) == ({"text/html", "text/plain"}, 1)
     assert "train: done in" in table.data["text/plain"]
@@ -243,7 +243,7 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
         shared.send_comm(button, {"method": "custom", "content": {"event": "click"}})
     wait_for(">killed<")
     run(shared, "stop.set(); thread.join()")
-    watched.wait_for(lambda front_end: front_end.open_ids == set(), "the last widget to go")
+    assert len(watched.front_end.open_ids) == NUM_KEPT
     table = replace(launching, messages=watched.messages).displays[0]
     assert "train: done in" in table.data["text/plain"]
 
@@ -275,12 +275,10 @@ def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shar
     assert "train: done in" in after.displays[0].data["text/plain"]
 
 
-def test_a_page_that_was_opened_anew_keeps_the_summary_in_the_widgets(shared: Kernel) -> None:
+def test_a_page_that_is_opened_after_the_end_gets_the_table_in_the_widgets(shared: Kernel) -> None:
     watched = Watched(shared)
     launching = run(shared, BACKGROUND)
     root, first = launching.displays[0].data[VIEW]["model_id"], watched.front_end
-    shared.send_comm(root, {"method": "request_state"})
-    # The kernel is idle, so the request was delivered before the next cell is run.
     run(shared, "stop.set(); thread.join()")
     end = watched.front_end
     assert root in end.open_ids
@@ -288,27 +286,30 @@ def test_a_page_that_was_opened_anew_keeps_the_summary_in_the_widgets(shared: Ke
     last = end.models[end.models[root]["children"][0].removeprefix("IPY_MODEL_")]
     assert last["_model_name"] == "HTMLModel"
     assert "done in" in last["value"]
-    assert len(end.open_ids) <= 5  # the box, its layout, the text, its layout, its style
+    assert len(end.open_ids) == NUM_KEPT
     # A page that is opened anew can't create widgets: it does not know their layouts (ipywidgets 7).
     assert end.models[root]["children"][0].removeprefix("IPY_MODEL_") in first.models
-    run(shared, "import ipywidgets; ipywidgets.Widget.close_all()")
 
 
-def test_a_page_that_was_opened_anew_while_a_cell_ran_gets_the_summary_after_it(shared: Kernel) -> None:
+def test_widgets_of_the_last_jobs_alone_stay(shared: Kernel) -> None:
+    run(shared, "import sys; widget_panel = sys.modules['nblaunch.dashboard.widget_panel']")
+    run(shared, "kept_jobs = widget_panel.KEPT_JOBS")
+    run(shared, "widget_panel.KEPT_JOBS = 0; _ = run(dashboard.choose(), 2, 10); widget_panel.KEPT_JOBS = 2")
     watched = Watched(shared)
-    # The request is received when the cell has ended, within this time also on a busy machine.
-    run(shared, "kept_s, widget_panel.KEPT_S = widget_panel.KEPT_S, 2.0")
-    cell = shared.submit("run(dashboard.choose(), 2, 20)", allow_stdin=True)
-    cell.wait_for(lambda cell: bool(cell.displays), what="a panel")
-    root = cell.displays[0].data[VIEW]["model_id"]
-    shared.send_comm(root, {"method": "request_state"})
-    cell.wait()
-    run(shared, "threading.Event().wait(1.5 * widget_panel.KEPT_S); widget_panel.KEPT_S = kept_s")
-    end = watched.front_end
-    assert root in end.open_ids
-    last = end.models[end.models[root]["children"][0].removeprefix("IPY_MODEL_")]
-    assert "done in" in last["value"]
-    run(shared, "import ipywidgets; ipywidgets.Widget.close_all()")
+    models = [
+        set(FrontEnd(run(shared, "_ = run(dashboard.choose(), 2, 10)").messages).models) for _ in range(3)
+    ]
+    run(shared, "widget_panel.KEPT_JOBS = kept_jobs")
+    assert [len(watched.front_end.open_ids & job) for job in models] == [0, NUM_KEPT, NUM_KEPT]
+
+
+def test_on_colab_which_would_save_them_no_widget_stays(shared: Kernel) -> None:
+    watched = Watched(shared)
+    run(shared, "import os; from nblaunch.dashboard import notebook; os.environ['COLAB_RELEASE_TAG'] = 'v1'")
+    run(shared, "notebook.is_on_colab.cache_clear(); _ = run(dashboard.choose(), 2, 10)")
+    run(shared, "del os.environ['COLAB_RELEASE_TAG']; notebook.is_on_colab.cache_clear()")
+    assert watched.front_end.models
+    assert watched.front_end.open_ids == set()
 
 
 def test_a_silent_job_has_no_pane_for_output(shared: Kernel) -> None:
