@@ -1,10 +1,10 @@
 """Events of a job, as plain data.
 
 Workers send the first group to the launcher through a channel (``wire/channel.py``). The launcher adds the second group
-and passes all events to its listeners: dashboards, the recorder of a detached job, those of commands. Steps are
-not events: each rank writes them to its slot of the shared board (``wire/board.py``), which the launcher samples. A
-step is a batch taken from a prepared loader, or an item of ``accelerator.progress``; steps of optimizers are counted
-beside them.
+and passes all events to its listeners: dashboards, the recorder of a detached job, the output of a session, those of
+``nblaunch launch``. Steps are not events: each rank writes them to its slot of the shared board (``wire/board.py``),
+which the launcher samples. A step is a batch taken from a prepared loader, or an item of ``accelerator.progress``;
+steps of optimizers are counted beside them.
 
 ``time_s`` is the wall clock (``time.time()``) of the process that has made the event: of a worker for the first group,
 of the launcher for the second. Both make notes.

@@ -1,7 +1,9 @@
 """torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
 
-The latter is for devices whose runtime has no collectives across processes. When the process of an Accelerator joins is
-decided in ``training/joining.py``, when the ranks of a session do in ``session/server.py``.
+The latter is for devices whose runtime has no collectives across processes. A process joins at its first Accelerator or
+PartialState (``training/shared_state.py``) or collective (``training/collectives/operations.py``), by
+``training/joining.py``. For the ranks of a session, ``session/client.py`` decides with each command whether it needs a
+group, and ``session/server.py`` joins it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     file    ──┼──> settings ──> LaunchSpec ──> JobRunner, of several machines NodeRunner ──> exit code
     defaults ─┘
 
-Workers start by ``spawn``, unless ``--start_method`` says otherwise.
+Workers start by ``spawn``, unless ``--start_method`` or the configuration file says otherwise.
 Options are made from the table of settings. ``nblaunch.config`` merges them with the file and the defaults, and
 ``script_job.py`` runs the job.
 """

@@ -4,8 +4,8 @@ Traceback objects can't be pickled, so a worker sends file, line and function of
 compiles functions that raise at these lines. Then pdb, ``traceback`` and IPython show the worker's frames with the
 source of the cell.
 
-IPython shows the user's frames, without those of nblaunch: of a worker's exception its own frames and the notes about
-it, of the launcher's own the line of the cell that called it.
+IPython shows the user's frames and the innermost one of a library, three at most, and none of nblaunch: of a worker's
+exception its own frames and the notes about it, of the launcher's own the line of the cell that called it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""LaunchPlan: what will be launched, how, and why it can't be; decided before any process is started.
+"""LaunchPlan: what will be launched, how, and why it can't be; decided before any worker is started.
 
-It reads the machine and makes no device context: with one in the kernel, workers could not be forked. Where the devices
-are refused, workers that are kept for the debugger and may have them are ended first.
+It reads the machine and makes no device context: with one in the kernel, workers could not be forked. A backend may try
+a fork that it throws away (``backends/first_use.py``). Where the devices are refused, workers that are kept for the
+debugger and may have them are ended first.
 """
 
 from __future__ import annotations

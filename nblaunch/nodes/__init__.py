@@ -8,14 +8,14 @@
 A job here waits until all nodes have joined, lets the supervisor run this node's workers, reports their end, and waits
 again for a restart. The agent takes part in torch's elastic rendezvous and exchanges heartbeats with the other nodes.
 
-It stands in for the agent of torchrun, which starts workers as its own children. Forked workers could then inherit
-neither the function nor the model of the notebook, and events, logs, diagnosis, results, trained weights and escalation
-would need a second implementation. So the agent runs in a fresh process, where its threads do not affect the kernel,
-and sends messages to the launcher, which starts and supervises workers as on one machine.
+It takes the place of torchrun's agent, which starts the workers as its own children. Here the launcher starts and
+supervises them, as on one machine: children of an agent could inherit neither the function nor the model of the
+notebook, and events, logs, diagnosis, results, trained weights and escalation would need a second implementation. The
+agent runs in a fresh process, where its threads do not affect the kernel, and sends messages to the launcher.
 
-There are three differences from torchrun. Workers do not share the store of the agents: each start has a new store in
-the agent of node 0, so that no value of an earlier start is read by mistake. No store listens on all interfaces. And a
-node whose ranks have returned starts them again where others do.
+There are three more differences from torchrun. Workers do not share the store of the agents: each start has a new
+store in the agent of node 0, so that no value of an earlier start is read by mistake. No store listens on all
+interfaces. And a node whose ranks have returned starts them again where others do.
 
 In the launcher:
 

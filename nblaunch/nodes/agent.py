@@ -6,7 +6,7 @@
 
     rendezvous ──> workers run ──> returned on all nodes: done
         ^               ├──> failed, with restarts left
-        └───────────────┴──> other nodes wait, because they failed, came or came back: these stop, too
+        └───────────────┴──> other nodes wait (they failed, joined or came back): workers here stop, too
 
 torch's handler of the rendezvous decides which nodes belong together, and their order. The agent of node 0 hosts the
 store through which the workers of all nodes form their process group. :func:`main` is called with the descriptor of an

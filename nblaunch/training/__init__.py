@@ -3,7 +3,7 @@
 It meets the launcher only in ``nblaunch.context``, so that the same function runs in a notebook, under ``torchrun``
 and in plain ``python``. One process, from the outside in:
 
-    context.ProcessContext       what the launcher gave the process: ranks, backend, board; there without training, too
+    context.ProcessContext       what the launcher gave the process: ranks, backend, progress board
       .training: SharedState     shared_state.py    what Accelerators, loaders and optimizers of the process share
         .process: JoinedProcess  joining.py          its rank and device, once it has joined the process group;
                                                      barriers and waiting for other ranks
@@ -28,7 +28,7 @@ The :class:`Accelerator`, and what it is built of:
     checkpoints/     saved states and models
     trusted_types.py which classes files of checkpoints may name
     tracking/        metrics and trackers
-    board_reports.py reports on the board: loops, loss, device memory, busy time
+    board_reports.py what the launcher reads on the progress board: loops, loss, device memory, busy time
     utilities/       what scripts import beside the Accelerator
 
 The way of objects through ``prepare``:

@@ -4,8 +4,8 @@
 
 A session and a debugger have a connection each, which is made before the worker starts and has no address: only kernel
 and worker, and processes that a worker forks, have an end of it. So messages are pickled, as events are
-(``channel.py``); objects of the user's classes go by memory files. A :class:`Reply` follows each command of a session,
-and those to the debugger that have a number.
+(``channel.py``); objects of the user's classes go by memory files. A :class:`Reply` follows each command of a session
+but :class:`Close`, and those to the debugger that have a number.
 """
 
 from __future__ import annotations

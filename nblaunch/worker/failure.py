@@ -1,4 +1,8 @@
-"""An exception of the user's function, made ready to travel: as itself if it can be pickled, as text in any case."""
+"""The event ``Failed`` of an exception of the user's function.
+
+It has the exception's text and frames, whether it looks like the loss of another rank (``is_consequence``, which
+``diagnosis/root_cause.py`` uses), and the exception itself where ``wire/exceptions.py`` can pickle it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The work behind ``save_state``: ranks meet, the main process writes a folder aside, and gives it its name.
 
     all ranks     meet; the main process makes the folder
-    main process  collects weights, optimizers, hooks, other states ─┐ Snapshot ── written aside, committed by a rename
-    others        collect shards of weights, hooks, random states   ─┘          ── written to the same folder
+    all ranks     call the save hooks, and collect what is their own: random states, positions of stateful loaders,
+                  shards of weights and optimizers where the strategy has them ─┐ Snapshot ── written aside, committed
+    main process  collects full weights and optimizers, and all other states ───┘             by a rename
 
 How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_round``.
 """
