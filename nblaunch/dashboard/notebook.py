@@ -186,7 +186,8 @@ class NotebookDashboard(ViewingDashboard):
             self._output.show(table, is_final=True)
         # After the output was replaced, so that no empty output is visible.
         if self._panel is not None:
-            # Colab keeps outputs itself, and saves widgets in a form that GitHub does not show.
+            # Colab saves all widgets in a form that GitHub refuses to show. It is assumed to keep the output of a cell
+            # up to date without a page.
             self._panel.close(None if is_on_colab() else table["text/html"])
 
     def _show_panel(self) -> None:

@@ -82,7 +82,7 @@ class Buttons:
         self._controls = controls
 
     def close(self) -> None:
-        """Give up the job: the panel stays for some seconds, and its result need not."""
+        """Give up the job: the dashboard keeps the panel, and the job's result need not stay with it."""
         self._controls = None
 
     def show(self, *, is_running: bool) -> None:
@@ -188,8 +188,8 @@ _PRE = (
 )
 _MARKUP = html.Markup(is_inline=False)
 _TITLE_S = 0.8
-KEPT_JOBS = 20
-"""The number of ended jobs whose outermost widget stays in the kernel, as many as logs are kept of."""
+MAX_KEPT = 100
+"""Closed panels whose outermost widget stays in the kernel, at most. Each has some kB, and the size of its table."""
 
 _kept: deque[Any] = deque()  # outermost widgets, the oldest first
 
@@ -260,7 +260,7 @@ class Panel:
 
         A page that is reloaded while the job runs, or closed and opened again after its end, has the panel in the
         cell's output and can't replace it: it does not know the display id. The outermost widget shows ``lasting``
-        there, for the last :data:`KEPT_JOBS` jobs.
+        there, until :data:`MAX_KEPT` other panels are closed.
 
         Args:
             lasting: HTML. None: no widget stays.
@@ -277,7 +277,7 @@ class Panel:
             _kept.append(self.root)
         for part in parts:
             part.close()
-        while len(_kept) > KEPT_JOBS:
+        while len(_kept) > MAX_KEPT:
             for part in list(_with_parts(_kept.popleft())):
                 part.close()
 

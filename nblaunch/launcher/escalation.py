@@ -1,8 +1,8 @@
 """How a job is stopped: signal after signal, or first by an agreed step.
 
 Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, a grace for ``finally`` blocks, SIGTERM, SIGKILL.
-After a failure SIGINT comes a moment later, so that other ranks can report theirs, and ranks that are blocked in C
-code, as in a collective, get less than a second. Arithmetic; sends nothing.
+Without an interrupt SIGINT comes a moment later, so that other ranks can report failures of their own, and ranks that
+are blocked in C code, as in a collective, get less than a second. Arithmetic; sends nothing.
 
 SIGTERM to the launcher (:class:`Termination`): a batch system takes the machine away soon, so let training end well:
 

@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none", "recordTiming": False},
-    # Widget state is kept in saved notebooks wherever there is some: the harshest setting for our promise of none.
+    # Widget state is kept in saved notebooks wherever there is some, so that tests see how much there is.
     "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
 }
 

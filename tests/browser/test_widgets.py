@@ -89,7 +89,8 @@ def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, br
         assert re.search(rf"^all\s+✓ done\s+{EPOCHS}(/{EPOCHS})?\s", page.text(launch), re.MULTILINE)
         page.wait_until_idle(len(quickstart.cells) - 1)
         metadata, outputs = saved_outputs(page, launch)
-        assert num_saved_widgets(metadata) <= 5  # one text, for a page that is opened after the end
+        # A text, for a page that is opened after the end.
+        assert num_saved_widgets(metadata) <= 5
         assert {"text/html", "text/plain"} in [set(output) for output in outputs]
         assert not any("widget-view" in name for output in outputs for name in output)
     finally:

@@ -292,24 +292,43 @@ def test_a_page_that_is_opened_after_the_end_gets_the_table_in_the_widgets(share
 
 
 def test_widgets_of_the_last_jobs_alone_stay(shared: Kernel) -> None:
-    run(shared, "import sys; widget_panel = sys.modules['nblaunch.dashboard.widget_panel']")
-    run(shared, "kept_jobs = widget_panel.KEPT_JOBS")
-    run(shared, "widget_panel.KEPT_JOBS = 0; _ = run(dashboard.choose(), 2, 10); widget_panel.KEPT_JOBS = 2")
-    watched = Watched(shared)
-    models = [
-        set(FrontEnd(run(shared, "_ = run(dashboard.choose(), 2, 10)").messages).models) for _ in range(3)
-    ]
-    run(shared, "widget_panel.KEPT_JOBS = kept_jobs")
-    assert [len(watched.front_end.open_ids & job) for job in models] == [0, NUM_KEPT, NUM_KEPT]
+    cell = run(
+        shared,
+        """
+import importlib
+widget_panel = importlib.import_module("nblaunch.dashboard.widget_panel")
+max_kept, widget_panel.MAX_KEPT = widget_panel.MAX_KEPT, 2
+try:
+    for _ in range(5):
+        run(dashboard.choose(), 2, 10)
+finally:
+    widget_panel.MAX_KEPT = max_kept
+""",
+    )
+    end = FrontEnd(cell.messages)
+    roots = [shown["data"][VIEW]["model_id"] for shown in cell.contents("display_data")]
+    assert len(end.open_ids) == 2 * NUM_KEPT
+    assert [root in end.open_ids for root in roots] == [False] * 3 + [True] * 2
 
 
 def test_on_colab_which_would_save_them_no_widget_stays(shared: Kernel) -> None:
-    watched = Watched(shared)
-    run(shared, "import os; from nblaunch.dashboard import notebook; os.environ['COLAB_RELEASE_TAG'] = 'v1'")
-    run(shared, "notebook.is_on_colab.cache_clear(); _ = run(dashboard.choose(), 2, 10)")
-    run(shared, "del os.environ['COLAB_RELEASE_TAG']; notebook.is_on_colab.cache_clear()")
-    assert watched.front_end.models
-    assert watched.front_end.open_ids == set()
+    cell = run(
+        shared,
+        """
+import os
+from nblaunch.dashboard import notebook
+os.environ["COLAB_RELEASE_TAG"] = "v1"
+notebook.is_on_colab.cache_clear()
+try:
+    run(dashboard.choose(), 2, 10)
+finally:
+    del os.environ["COLAB_RELEASE_TAG"]
+    notebook.is_on_colab.cache_clear()
+""",
+    )
+    end = FrontEnd(cell.messages)
+    assert end.models
+    assert end.open_ids == set()
 
 
 def test_a_silent_job_has_no_pane_for_output(shared: Kernel) -> None:

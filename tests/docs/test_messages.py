@@ -22,7 +22,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
-NO_MESSAGES = {"Save & Run All", "Not yet run"}  # of Kaggle's menu; a word that a page explains
+# Of other programs: in Kaggle's menu, a word that a page explains, and what JupyterLab shows.
+NO_MESSAGES = {"Save & Run All", "Not yet run", "Error displaying widget"}
 _LEFT_OUT = "\0"
 
 
