@@ -1,4 +1,4 @@
-"""Module names of Hugging Face Accelerate.
+"""Public names, imported at their first use: nblaunch's own, and those of Hugging Face Accelerate's modules.
 
 names.py    the tables: which module of nblaunch defines a name, which names an installed Accelerate serves, and what to
             use instead of those that nblaunch does not have
