@@ -397,7 +397,9 @@ class Accelerator(AcceleratorProperties):
     ) -> AbstractContextManager[None]:
         """Let ranks have unequal numbers of batches in the block: those at their end take part in the others' steps.
 
-        Gradients are averaged over the ranks that still have data. Other collectives in the loop (``gather``) are not
+        Gradients are divided by the number of all ranks, as in Accelerate: those at their end count as zeros. With
+        gradient accumulation the end of a loader closes no window there, so that all ranks synchronise at the same
+        steps; what is left accumulated counts in the next window. Other collectives in the loop (``gather``) are not
         answered for.
 
         Args:

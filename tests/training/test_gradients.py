@@ -194,6 +194,49 @@ def test_ranks_with_unequal_data_join() -> None:
     assert zero[2] == one[2] == 0, "weights are equal on all ranks"
 
 
+def _join_accumulating() -> tuple[int, float, bool]:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(13), batch_size=2))
+    num_steps = 0
+    for _ in range(2):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for inputs, _targets in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(inputs).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    num_steps += accelerator.sync_gradients
+    difference = accelerator.gather(model.module.weight.sum()).diff().item()
+    return num_steps, difference, accelerator.gradient_state.sync_with_dataloader
+
+
+def test_ranks_that_accumulate_join_where_their_data_ends_in_the_middle_of_a_window() -> None:
+    """Four and three batches, an epoch: windows close at the second and at the fourth."""
+    assert ranks.run(_join_accumulating, 2) == [(4, 0, True), (2, 0, True)]
+
+
+def _join_number() -> float:
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ones = TensorDataset(torch.ones(3, 1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ones))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return float(model.module.weight)
+
+
+def test_gradients_of_ranks_that_have_joined_count_as_zeros() -> None:
+    """As in Accelerate. Each batch has the gradient 1; the second step has only that of rank 0."""
+    assert ranks.run(_join_number, 2) == [-1.5, -1.5]
+
+
 def test_joining_leaves_even_batches_alone_unless_asked() -> None:
     assert [answer[:2] for answer in ranks.run(_join, 2, 6, None)] == [(2, [True, True])] * 2
 
