@@ -79,7 +79,7 @@ def load_back(
         if misfit:
             warnings.append(
                 f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not "
-                f"loaded ({misfit}); they are in job.weights()[{path!r}]"
+                f"loaded ({misfit}); weights()[{path!r}] of the job or session has them"
             )
         else:
             (back if _is_sent(state) else unchanged).append(path)

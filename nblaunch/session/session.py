@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
@@ -30,7 +30,7 @@ from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.saved_call import save_call
-from nblaunch.wire.argument_paths import modules_in
+from nblaunch.wire.argument_paths import ArgPath, modules_in
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand, SetVariables
 
@@ -165,6 +165,7 @@ class Session(RankCommands):
         }
         self._failed: FailedCommand | None = None
         self._late_value: tuple[Any, ...] = ()
+        self._unloaded_weights: Mapping[ArgPath, dict[str, Any]] = {}
         with HiddenLauncherFrames():
             self._start()
 
@@ -221,8 +222,8 @@ class Session(RankCommands):
         """Run ``function(*args)`` on every rank, as ``notebook_launcher`` does, on workers that run already.
 
         Args:
-            function: as for :func:`nblaunch.notebook_launcher`. It travels to the ranks by cloudpickle, with what it
-                names; ranks that were forked have the variables of the notebook as they were then.
+            function: as for :func:`nblaunch.notebook_launcher`. It travels to the ranks by cloudpickle, with the
+                variables of the notebook that it names: on the ranks they replace those of the same names.
             args: its positional arguments; the weights of modules among them come back.
             return_all: return the list of all ranks' values.
             sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
@@ -258,6 +259,16 @@ class Session(RankCommands):
             )
         return self._late_value[0]
 
+    def weights(self) -> dict[ArgPath, dict[str, Any]]:
+        """Return the trained weights of the last :meth:`run` that did not fit the kernel's modules, usually none.
+
+        They are kept until the next command.
+
+        Returns:
+            position in ``args`` -> state dict, as :meth:`nblaunch.Job.weights` has it.
+        """
+        return dict(self._unloaded_weights)
+
     def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
@@ -268,6 +279,7 @@ class Session(RankCommands):
             results = {rank: received.result for rank, received in replies.items()}
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
             emit(shown, [*notes, *end_events(replies, outcome)])
+        self._unloaded_weights = outcome.unloaded_weights
         return outcome
 
     # --- the debugger ------------------------------------------------------------------------------------------------
@@ -417,6 +429,7 @@ class Session(RankCommands):
         """Send ranks a command as :meth:`SessionClient.request` does; keep the frames where it fails until the next."""
         __tracebackhide__ = True
         failed, self._failed, self._late_value = self._failed, None, ()
+        self._unloaded_weights = {}
         if failed is not None:
             failed.release()
         replies = self._client.request(ranks, command, files)

@@ -409,7 +409,7 @@ is_untouched, is_whole = torch.equal(before, model.body.weight), torch.equal(wei
     (line,) = [line for line in cell.stdout.splitlines() if "weights" in line]
     assert "args[0] (Net)" in line
     assert "head.weight" in line
-    assert "job.weights()" in line
+    assert "weights()[0] of the job" in line
 
 
 def test_state_that_cannot_be_pickled_does_not_cost_the_result(shared: Kernel) -> None:

@@ -37,6 +37,19 @@ def test_ranks_have_the_variables_of_the_notebook_and_keep_their_own(shared: Ker
     assert cell.value == ({0: 40, 1: 41, 2: 42, 3: 43}, {1: 42, 3: 44})
 
 
+def test_trained_weights_that_do_not_fit_are_kept_until_the_next_command(shared: Kernel) -> None:
+    cell = shared.run("""
+net = nn.Linear(2, 1)
+def grow(net): net.weight = nn.Parameter(torch.ones(1, 3))
+session.run(grow, (net,))
+kept = {name: tuple(tensor.shape) for name, tensor in session.weights()[0].items()}
+_ = session.execute("1")
+kept, tuple(net.weight.shape), session.weights()
+""")
+    assert cell.value == ({"weight": (1, 3), "bias": (1,)}, (1, 2), {})
+    assert "weights()[0] of the job or session" in cell.stdout
+
+
 def test_equal_values_are_shown_once(shared: Kernel) -> None:
     assert shared.run("session.execute('1 + 1')").result == "[0-3] 2"
     assert shared.run('session.execute(\'1 + int(os.environ["RANK"] == "2")\')').result == "[0-1, 3] 1\n[2] 2"
