@@ -44,6 +44,9 @@ from nblaunch.worker.failure import describe_failure
 _SKIPPED = ("nblaunch", "nblaunch.*")
 """Modules into which stepping does not go."""
 
+_CALLING = ("nblaunch.worker.bootstrap", "nblaunch.session.server")
+"""Modules that call the user's code in a worker, and that it never calls."""
+
 
 class Debugger:
     """Answers what the kernel asks about the frames of this worker.
@@ -288,8 +291,11 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
     def get_stack(self, frame: FrameType | None, tb: TracebackType | None) -> tuple[list[Any], int]:
         """Leave out what has called the user's code: the kernel, and what prepares a worker."""
         stack, index = super().get_stack(frame, tb)
-        is_user = [is_user_file(one.f_code.co_filename) for one, _ in stack]
-        first = is_user.index(True) if True in is_user else 0
+        # A fork has the kernel's frames, too, and among them those of the cell that has launched it.
+        is_calling = [one.f_globals.get("__name__") in _CALLING for one, _ in stack]
+        first = len(stack) - is_calling[::-1].index(True) if True in is_calling else 0
+        is_user = [is_user_file(one.f_code.co_filename) for one, _ in stack[first:]]
+        first += is_user.index(True) if True in is_user else 0
         return stack[first:], max(0, index - first)
 
     def _select(self, frame: FrameType) -> None:

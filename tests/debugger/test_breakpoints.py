@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Iterator
 
@@ -100,6 +101,36 @@ def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
         cell.type(line)
     cell.wait()
     assert "for step in range(3):" in cell.stdout, cell.describe()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_pdb_shows_the_frames_of_the_function_and_of_what_it_calls_alone(shared: Kernel, method: str) -> None:
+    shared.run("""
+class Stops(torch.optim.SGD):
+    def step(self, closure=None):
+        breakpoint()
+        return super().step(closure)
+
+def trains():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, Stops(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+""")
+    launch = f"notebook_launcher(trains, num_processes=1, start_method='{method}', dashboard='text')"
+    cell = shared.submit(launch, is_typed_into=True)
+    for line in ("w", "u 100", "c"):
+        cell.type(line)
+    assert cell.wait().status == "ok", cell.describe()
+    places = re.findall(r"^[> ] (\S+)\(\d+\)(\S+)\(\)", cell.stdout, re.MULTILINE)
+    walked = places[1:-1]  # pdb also says where it is when it opens, and after "u"
+    assert walked[0][1] == "trains", cell.describe()
+    assert walked[-1][1] == "step"
+    assert any("optimizer.py" in file for file, _ in walked), (
+        "what the function calls stays, nblaunch's part too"
+    )
+    assert places[-1] == walked[0], "up ends at the function"
 
 
 class Terminal(io.StringIO):

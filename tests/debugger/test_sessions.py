@@ -120,6 +120,19 @@ def test_a_breakpoint_in_a_cell_asks_once_for_all_ranks_and_goes_on(shared: Kern
         assert sorted(re.findall(r"^\[[-0-2, ]+\] (\d+)$", cell.stdout, re.MULTILINE)) == ["2", "41"]
 
 
+@pytest.mark.parametrize("command", ["session.run(stops)", "session.execute('stops()')"])
+def test_pdb_shows_the_frames_of_the_command_alone(shared: Kernel, command: str) -> None:
+    shared.run("def stops():\n    breakpoint()\n    return 1")
+    shared.run("session.put(stops=stops)")
+    cell = shared.submit(command, is_typed_into=True)
+    for line in ("w", "c"):
+        cell.type(line)
+    assert cell.wait().status == "ok", cell.describe()
+    functions = re.findall(r"^[> ] .+\(\d+\)(\S+)\(\)", cell.stdout, re.MULTILINE)
+    # pdb says where it is when it opens, too
+    assert functions[1:] == (["stops"] if "run" in command else ["<module>", "stops"]), cell.describe()
+
+
 def test_an_interrupt_at_the_prompt_ends_the_command(shared: Kernel) -> None:
     shared.run("session.execute('kept = 5')")
     cell = shared.submit("session.execute('breakpoint()\\nkept = 6')", is_typed_into=True)
