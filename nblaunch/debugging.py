@@ -27,7 +27,7 @@ from nblaunch.launcher.debug_client import DebugClient, latest_kept_failure
 from nblaunch.launcher.job import last_job
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.user_code import cell_name
-from nblaunch.wire.worker_commands import Prompted
+from nblaunch.wire.worker_commands import CONSOLE_PROMPT, Prompted
 
 if TYPE_CHECKING:
     from nblaunch.launcher.runner import JobRunner
@@ -128,7 +128,7 @@ def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
 
 
 def _ask(rank: int, prompt: Prompted) -> str:
-    """Show what pdb has printed, and return the user's line; the end of the input leaves pdb."""
+    """Show what pdb has printed, and return the user's line; the end of the input leaves pdb, or its ``interact``."""
     with live_hidden():
         if prompt.stop is not None:
             filename, line = prompt.place
@@ -137,7 +137,7 @@ def _ask(rank: int, prompt: Prompted) -> str:
         try:
             return input(f"[{rank}] {prompt.prompt}")
         except EOFError:
-            return "q"
+            return "exit()" if prompt.prompt.endswith(CONSOLE_PROMPT) else "q"
 
 
 def _print(text: str) -> None:

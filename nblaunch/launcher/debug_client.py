@@ -23,6 +23,7 @@ from nblaunch import formatting
 from nblaunch.diagnosis.exceptions import rebuild
 from nblaunch.user_code import cell_name
 from nblaunch.wire.worker_commands import (
+    PDB_PROMPT,
     CommandConnection,
     Debug,
     DebugCommand,
@@ -138,10 +139,12 @@ class DebugClient:
 
         Nothing where it waits no more: it has ended meanwhile, or another thread's line has let it go on.
         """
-        if self.prompts.pop(rank, None) is None:
+        prompt = self.prompts.pop(rank, None)
+        if prompt is None:
             return
         self._sent_s = time.monotonic()
-        if text.split()[:1] and text.split()[0] in _RESUMING:
+        resumes = bool(text.split()) and text.split()[0] in _RESUMING
+        if resumes and prompt.prompt.endswith(PDB_PROMPT):
             # Before the line: another thread may receive at once that the rank has gone on, and forget where it was.
             self._continue_others(self._stops.pop(rank, None))
         self._send(rank, Line(text=text))

@@ -133,6 +133,62 @@ def trains():
     assert places[-1] == walked[0], "up ends at the function"
 
 
+def test_interact_runs_statements_with_copies_of_the_variables_and_returns_to_pdb(shared: Kernel) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
+    lines = (
+        "for n in range(2):",
+        "    print('n is', n)",
+        "",
+        "n + step + 40",
+        "total = 'changed'; total",
+        "nope",
+    )
+    for line in ("total = 100", "interact", *lines, "", "exit()", "p total", "c"):
+        cell.type(line)
+    cell.wait()
+    assert cell.result == "102", cell.describe()
+    for text in ("n is 0\nn is 1\n", "\n42\n", "'changed'", "NameError", "\n100\n"):
+        assert text in cell.stdout, cell.describe()
+
+
+@pytest.mark.parametrize("leaving", ["exit()", "quit", "raise SystemExit(3)"])
+def test_leaving_interact_ends_neither_pdb_nor_the_job(shared: Kernel, leaving: str) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
+    for line in ("interact", leaving, "p 'in', 'pdb'", "c"):
+        cell.type(line)
+    assert cell.wait().result == "3", cell.describe()
+    assert "('in', 'pdb')" in cell.stdout
+
+
+def test_a_line_of_interact_that_reads_as_a_command_of_pdb_lets_no_other_rank_go_on(shared: Kernel) -> None:
+    launch = (
+        "job = notebook_launcher(loop, num_processes=2, background=True, post_mortem=True, dashboard='text')"
+    )
+    cell = shared.run(launch, is_typed_into=True)
+    shared.run("while len(job.debugger.prompts) < 2: pass")
+    cell = shared.submit("nblaunch.debug(0, job=job)", is_typed_into=True)
+    for line in ("interact", "c = 7", "n = c"):
+        cell.type(line)
+    cell.wait_for_input()
+    shared.interrupt()
+    cell.wait()
+    assert shared.run("sorted(job.debugger.prompts)").value == [0, 1]
+    cell = shared.submit("nblaunch.debug(0, job=job)", is_typed_into=True)
+    for line in ("n", "exit()", "c"):
+        cell.type(line)
+    assert cell.wait().stdout.startswith("7\n"), cell.describe()
+    assert shared.run("job.result()").value == 3
+
+
+def test_an_interrupt_in_interact_ends_the_job(shared: Kernel) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", is_typed_into=True)
+    cell.type("interact")
+    cell.wait_for_input()
+    shared.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
+    shared.wait_for_no_processes()
+
+
 class Terminal(io.StringIO):
     """A stream at which a user is."""
 
