@@ -60,6 +60,7 @@ class DebugClient:
         printed: rank -> what pdb has printed when it was left, until it is taken.
         gone: ranks whose process has ended; all of them, once the client was closed.
         announced_stops: breakpoints that were reported to the user.
+        stopped_s: when a rank last came to a ``breakpoint()``, by ``monotonic()``.
     """
 
     def __init__(self, connections: Mapping[int, CommandConnection]) -> None:
@@ -69,6 +70,7 @@ class DebugClient:
         self.printed: dict[int, str] = {}
         self.gone: set[int] = set()
         self.announced_stops: set[tuple[str, int, int]] = set()
+        self.stopped_s = 0.0
         self._replies: dict[tuple[int, int], ReceivedReply] = {}
         self._continued: set[tuple[str, int, int]] = set()
         self._stops: dict[int, tuple[str, int, int]] = {}
@@ -234,6 +236,8 @@ class DebugClient:
         if message.stop in self._continued:
             self._send(rank, Line(text="continue"))
             return
+        if message.stop is not None:
+            self.stopped_s = time.monotonic()
         self.printed.pop(rank, None)
         self.prompts[rank] = message
 
@@ -266,10 +270,15 @@ class KeptFailure(ABC):
     Args:
         debugger: client of the debugger in the workers.
         failed_rank: with the root cause.
+
+    Attributes:
+        failed_rank: as given.
+        since_s: when it was kept, by ``monotonic()``.
     """
 
     def __init__(self, debugger: DebugClient, failed_rank: int) -> None:
         self.failed_rank = failed_rank
+        self.since_s = time.monotonic()
         self._debugger = debugger
         self._lock = threading.Lock()
         self._released = threading.Event()

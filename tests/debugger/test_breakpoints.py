@@ -94,6 +94,50 @@ def test_a_background_job_waits_for_debug_in_another_cell(shared: Kernel) -> Non
     assert shared.run("job.result()").value == 3
 
 
+def _start_waiting(kernel: Kernel, name: str) -> None:
+    """Start a job in the background, of which both ranks wait at the breakpoint."""
+    start = f"{name} = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"
+    kernel.run(start, is_typed_into=True)
+    kernel.run(f"while len({name}.debugger.prompts) < 2: pass")
+
+
+def _debug_and_go_on(kernel: Kernel) -> None:
+    cell = kernel.submit("nblaunch.debug()", is_typed_into=True)
+    cell.type("c")
+    assert cell.wait().status == "ok", cell.describe()
+
+
+def test_debug_finds_the_job_that_waits_behind_others(shared: Kernel) -> None:
+    _start_waiting(shared, "first")
+    _start_waiting(shared, "second")
+    shared.run("notebook_launcher(lambda: None, num_processes=1, dashboard='text')")
+    _debug_and_go_on(shared)
+    assert shared.run("second.result(), first.is_running").value == (3, True)
+    _debug_and_go_on(shared)
+    assert shared.run("first.result()").value == 3
+    with pytest.raises(AssertionError, match="without asking"):
+        shared.submit("nblaunch.debug()", is_typed_into=True).wait_for_input()
+
+
+def test_debug_takes_what_came_last_of_a_job_at_a_breakpoint_and_a_failed_command(shared: Kernel) -> None:
+    shared.run("def twice():\n    breakpoint()\n    breakpoint()\n    return 3")
+    shared.run("session = nblaunch.Session(1)")
+    start = "job = notebook_launcher(twice, num_processes=1, background=True, dashboard='text')"
+    shared.run(start, is_typed_into=True)
+    shared.run("while not job.debugger.prompts: pass")
+    shared.run("session.execute('1 / 0')", raises="ZeroDivisionError")
+    cell = shared.submit("nblaunch.debug()", is_typed_into=True)
+    cell.type("q")
+    assert "<session command" in cell.wait().stdout, cell.describe()
+    cell = shared.submit("nblaunch.debug(job=job)", is_typed_into=True)
+    cell.type("c")
+    assert cell.wait().status == "ok", cell.describe()
+    shared.run("while not job.debugger.prompts: pass")
+    _debug_and_go_on(shared)
+    assert shared.run("job.result()").value == 3
+    shared.run("session.close()")
+
+
 def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
     start = "notebook_launcher(loop, num_processes=1, start_method='spawn', dashboard='text')"
     cell = shared.submit(start, is_typed_into=True)
