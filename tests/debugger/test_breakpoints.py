@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import re
 import sys
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from nblaunch.debugging import takes_breakpoints
+from nblaunch.debugging import answer_prompt, takes_breakpoints
+from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.wire.worker_commands import Prompted
 from tests.kernels import Kernel
 from tests.profiles import PROFILES, python_of
 
@@ -231,6 +234,22 @@ def test_an_interrupt_in_interact_ends_the_job(shared: Kernel) -> None:
     shared.interrupt()
     assert cell.wait().raised.name == "KeyboardInterrupt"
     shared.wait_for_no_processes()
+
+
+@pytest.mark.parametrize(("prompt", "line"), [("(Pdb) ", "q"), (">>> ", "exit()")])
+def test_the_end_of_the_input_leaves_pdb_or_the_interpreter_in_it(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, line: str
+) -> None:
+    def ended(prompt: str) -> str:
+        raise EOFError
+
+    client = DebugClient({})
+    client.prompts[0] = Prompted("", prompt=prompt)
+    sent: list[tuple[int, str]] = []
+    monkeypatch.setattr(builtins, "input", ended)
+    monkeypatch.setattr(client, "send_line", lambda *line: sent.append(line))
+    answer_prompt(client, interrupt=lambda: None)
+    assert sent == [(0, line)]
 
 
 class Terminal(io.StringIO):
