@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
@@ -24,10 +25,10 @@ from nblaunch.dashboard.terminal import is_terminal, live_hidden
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
 from nblaunch.launcher.debug_client import DebugClient, latest_kept_failure
-from nblaunch.launcher.job import last_job
+from nblaunch.launcher.job import jobs_at_breakpoints, last_job
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.user_code import cell_name
-from nblaunch.wire.worker_commands import Prompted
+from nblaunch.wire.worker_commands import CONSOLE_PROMPT, Prompted
 
 if TYPE_CHECKING:
     from nblaunch.launcher.runner import JobRunner
@@ -50,7 +51,8 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
 
     Args:
         rank: which; None = the one that failed, or the first that waits at a ``breakpoint()``.
-        job: or session; None = what failed last, else the last job.
+        job: or session; None = the one that last failed or came to a ``breakpoint()`` and is kept or waits there; else
+            the last job.
 
     Raises:
         RuntimeError: no worker can be asked, or no user can type here.
@@ -58,7 +60,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        job = job or latest_kept_failure() or last_job()
+        job = job or _latest_waiting() or last_job()
         if job is None:
             raise RuntimeError(
                 "no job was launched and no command of a session has failed: nblaunch.debug() opens pdb in a worker"
@@ -73,6 +75,15 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
         while (prompt := debugger.wait_for_prompt(rank)) is not None:
             debugger.send_line(rank, _ask(rank, prompt))
         _print(debugger.take_printed(rank))
+
+
+def _latest_waiting() -> Debugged | None:
+    """Return the kept failure or the job at a ``breakpoint()`` that came last; None without any."""
+    waiting: list[tuple[float, Debugged]] = [*jobs_at_breakpoints()]
+    kept = latest_kept_failure()
+    if kept is not None:
+        waiting.append((kept.since_s, kept))
+    return max(waiting, key=itemgetter(0))[1] if waiting else None
 
 
 def on_prompts(runner: JobRunner) -> None:
@@ -128,7 +139,7 @@ def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
 
 
 def _ask(rank: int, prompt: Prompted) -> str:
-    """Show what pdb has printed, and return the user's line; the end of the input leaves pdb."""
+    """Show what pdb has printed, and return the user's line; the end of the input leaves pdb, or its ``interact``."""
     with live_hidden():
         if prompt.stop is not None:
             filename, line = prompt.place
@@ -137,7 +148,7 @@ def _ask(rank: int, prompt: Prompted) -> str:
         try:
             return input(f"[{rank}] {prompt.prompt}")
         except EOFError:
-            return "q"
+            return "exit()" if prompt.prompt.endswith(CONSOLE_PROMPT) else "q"
 
 
 def _print(text: str) -> None:

@@ -23,6 +23,7 @@ from nblaunch import formatting
 from nblaunch.diagnosis.exceptions import rebuild
 from nblaunch.user_code import cell_name
 from nblaunch.wire.worker_commands import (
+    PDB_PROMPT,
     CommandConnection,
     Debug,
     DebugCommand,
@@ -59,6 +60,7 @@ class DebugClient:
         printed: rank -> what pdb has printed when it was left, until it is taken.
         gone: ranks whose process has ended; all of them, once the client was closed.
         announced_stops: breakpoints that were reported to the user.
+        stopped_s: when a rank last came to a ``breakpoint()``, by ``monotonic()``.
     """
 
     def __init__(self, connections: Mapping[int, CommandConnection]) -> None:
@@ -68,6 +70,7 @@ class DebugClient:
         self.printed: dict[int, str] = {}
         self.gone: set[int] = set()
         self.announced_stops: set[tuple[str, int, int]] = set()
+        self.stopped_s = 0.0
         self._replies: dict[tuple[int, int], ReceivedReply] = {}
         self._continued: set[tuple[str, int, int]] = set()
         self._stops: dict[int, tuple[str, int, int]] = {}
@@ -138,10 +141,12 @@ class DebugClient:
 
         Nothing where it waits no more: it has ended meanwhile, or another thread's line has let it go on.
         """
-        if self.prompts.pop(rank, None) is None:
+        prompt = self.prompts.pop(rank, None)
+        if prompt is None:
             return
         self._sent_s = time.monotonic()
-        if text.split()[:1] and text.split()[0] in _RESUMING:
+        resumes = bool(text.split()) and text.split()[0] in _RESUMING
+        if resumes and prompt.prompt.endswith(PDB_PROMPT):
             # Before the line: another thread may receive at once that the rank has gone on, and forget where it was.
             self._continue_others(self._stops.pop(rank, None))
         self._send(rank, Line(text=text))
@@ -231,6 +236,8 @@ class DebugClient:
         if message.stop in self._continued:
             self._send(rank, Line(text="continue"))
             return
+        if message.stop is not None:
+            self.stopped_s = time.monotonic()
         self.printed.pop(rank, None)
         self.prompts[rank] = message
 
@@ -263,10 +270,15 @@ class KeptFailure(ABC):
     Args:
         debugger: client of the debugger in the workers.
         failed_rank: with the root cause.
+
+    Attributes:
+        failed_rank: as given.
+        since_s: when it was kept, by ``monotonic()``.
     """
 
     def __init__(self, debugger: DebugClient, failed_rank: int) -> None:
         self.failed_rank = failed_rank
+        self.since_s = time.monotonic()
         self._debugger = debugger
         self._lock = threading.Lock()
         self._released = threading.Event()

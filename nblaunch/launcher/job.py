@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -406,7 +407,8 @@ class Job:
         if debugger is None or not self.is_running or not (self.spec.post_mortem or debugger.prompts):
             raise RuntimeError(
                 f"no worker of {self!r} waits for a debugger: launch with post_mortem=True, and its workers stay when "
-                "one of them raises, until the next launch, release(), or for 30 minutes; or call breakpoint() in it"
+                "one of them raises, until the next launch, release(), or for 30 minutes; or call breakpoint() in it. "
+                "nblaunch.debug(job=...) opens pdb in another job or session"
             )
         return debugger, debugger.checked_rank(rank, min(debugger.prompts, default=self.ranks[0]))
 
@@ -447,6 +449,9 @@ class Job:
 
 _last_job: Job | None = None
 
+_jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+"""Those of this process, while anything refers to them."""
+
 
 def last_job() -> Job | None:
     """Return the last job that this process started, whatever its outcome; None before the first."""
@@ -454,9 +459,19 @@ def last_job() -> Job | None:
 
 
 def remember(job: Job) -> None:
-    """Make ``job`` the one that :func:`last_job` returns."""
+    """Make ``job`` the one that :func:`last_job` returns, and let :func:`jobs_at_breakpoints` find it."""
     global _last_job
     _last_job = job
+    _jobs.add(job)
+
+
+def jobs_at_breakpoints() -> list[tuple[float, Job]]:
+    """Return the jobs of which a rank waits at a ``breakpoint()``, each with when the last came, by ``monotonic()``.
+
+    Those in the background: a cell that waits for its job asks by itself.
+    """
+    found = [(job, job.debugger) for job in list(_jobs) if job.is_running]
+    return [(debugger.stopped_s, job) for job, debugger in found if debugger is not None and debugger.prompts]
 
 
 def _row_of(metric: Metric, attempt: int) -> dict[str, Any]:

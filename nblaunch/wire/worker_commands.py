@@ -253,6 +253,13 @@ class Release(DebugCommand):
 # --- from the debugger -----------------------------------------------------------------------------------------------
 
 
+PDB_PROMPT = "(Pdb) "
+"""Not that of the rest of a statement, of pdb's ``interact``, or of its ``debug``: there, ``c`` lets nothing go on."""
+
+CONSOLE_PROMPT = ">>> "
+"""Of pdb's ``interact``."""
+
+
 @dataclass(frozen=True)
 class Prompted:
     """Pdb waits for a line.
@@ -262,13 +269,14 @@ class Prompted:
         stop: identifies a ``breakpoint()`` that was reached, by file, line and how often; None after that, and in pdb
             of a failure. It is the same on every rank that runs the same code.
         place: where that is, for messages.
-        prompt: what pdb asks with: another one for the rest of a statement, or for the commands of a breakpoint.
+        prompt: what pdb asks with: another one for the rest of a statement, for the commands of a breakpoint, or in
+            its ``interact``.
     """
 
     text: str
     stop: tuple[str, int, int] | None = None
     place: tuple[str, int] = ("", 0)
-    prompt: str = "(Pdb) "
+    prompt: str = PDB_PROMPT
 
 
 @dataclass(frozen=True)

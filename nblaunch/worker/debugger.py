@@ -10,6 +10,7 @@ A rank in a collective answers, too: the collective does not hold the interprete
 
 from __future__ import annotations
 
+import code
 import os
 import pdb  # noqa: T100 the debugger is what this module is about
 import queue
@@ -18,15 +19,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
-from traceback import walk_tb
-from types import FrameType, TracebackType
+from traceback import format_exception, format_exception_only, walk_tb
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from nblaunch.user_code import from_first_user_frame, is_user_file
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
+    CONSOLE_PROMPT,
     CommandConnection,
     Debug,
     Inspect,
@@ -43,6 +45,9 @@ from nblaunch.worker.failure import describe_failure
 
 _SKIPPED = ("nblaunch", "nblaunch.*")
 """Modules into which stepping does not go."""
+
+_CALLING = ("nblaunch.worker.bootstrap", "nblaunch.session.server")
+"""Modules that call the user's code in a worker, and that it never calls."""
 
 
 class Debugger:
@@ -127,7 +132,10 @@ class Debugger:
                 self._reply(command)
 
     def _debug(self, terminal: _Terminal) -> None:
-        """Run pdb at the failure, or where the function is. Stepping is not possible: neither frame goes on."""
+        """Run pdb at the failure, or where the function is. Stepping is not possible: neither frame goes on.
+
+        What one of its commands raises ends it, and is shown where it was typed.
+        """
         try:
             traceback = self._traceback
             frame = None if traceback is not None else frames.innermost_user_frame(self._stack())
@@ -138,6 +146,8 @@ class Debugger:
             post_mortem.reset()
             with suppress(_Closed):
                 post_mortem.interaction(frame, traceback)
+        except BaseException as error:
+            terminal.write("".join(format_exception(error)))
         finally:
             terminal.end()
 
@@ -274,6 +284,15 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
         if self._is_stepping:
             self._terminal.end()
 
+    def do_interact(self, arg: str) -> None:
+        """interact
+
+        Start an interpreter with a copy of the global and local names of the frame. exit() or quit() comes back.
+        """
+        # The frame's own mapping would lose, before Python 3.13, what was assigned to its variables in pdb.
+        own = self.curframe_locals if sys.version_info < (3, 14) else self.curframe.f_locals
+        _Console(self._terminal, {**self.curframe.f_globals, **own}, self.displayhook).run()
+
     def _cmdloop(self) -> None:
         """Let an interrupt end the command that stands here, where pdb would go on with its next line."""
         self.cmdloop()
@@ -288,8 +307,11 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
     def get_stack(self, frame: FrameType | None, tb: TracebackType | None) -> tuple[list[Any], int]:
         """Leave out what has called the user's code: the kernel, and what prepares a worker."""
         stack, index = super().get_stack(frame, tb)
-        is_user = [is_user_file(one.f_code.co_filename) for one, _ in stack]
-        first = is_user.index(True) if True in is_user else 0
+        # A fork has the kernel's frames, too, and among them those of the cell that has launched it.
+        is_calling = [one.f_globals.get("__name__") in _CALLING for one, _ in stack]
+        first = len(stack) - is_calling[::-1].index(True) if True in is_calling else 0
+        is_user = [is_user_file(one.f_code.co_filename) for one, _ in stack[first:]]
+        first += is_user.index(True) if True in is_user else 0
         return stack[first:], max(0, index - first)
 
     def _select(self, frame: FrameType) -> None:
@@ -300,3 +322,67 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
                 if sys.version_info < (3, 14):  # read from the frame itself since, and a warning to set
                     self.curframe_locals = one.f_locals
                 self.lineno = None
+
+
+_LEAVING = ("exit()", "quit()", "exit", "quit")
+"""Lines that leave the console: in a fork, the functions of these names are the kernel's, to end the kernel."""
+
+
+class _Console(code.InteractiveConsole):
+    """The interpreter of pdb's ``interact``, typed into the terminal of pdb.
+
+    Args:
+        terminal: of pdb.
+        names: its variables.
+        show: prints the value of an expression.
+    """
+
+    def __init__(self, terminal: _Terminal, names: dict[str, Any], show: Callable[[Any], None]) -> None:
+        super().__init__(names)
+        self._terminal = terminal
+        self._show = show
+
+    def run(self) -> None:
+        """Run statements until the user leaves.
+
+        Raises:
+            KeyboardInterrupt: the command that stands here is ended, and Python's own loop would go on.
+        """
+        self.write("*interactive*: with copies of the variables; exit() or quit() returns to pdb\n")
+        prompt = CONSOLE_PROMPT
+        with suppress(SystemExit):
+            while (line := self._ask(prompt)).strip() not in _LEAVING or prompt != CONSOLE_PROMPT:
+                prompt = "... " if self.push(line) else CONSOLE_PROMPT
+
+    def runcode(self, code: CodeType) -> None:
+        """Run a statement, and print into the terminal what it prints."""
+        shown = sys.displayhook
+        try:
+            sys.displayhook = self._show
+            with redirect_stdout(self._terminal):
+                exec(code, self.locals)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            # Not by the base's method, which keeps the frames, and asks sys.excepthook.
+            self.write(_without_first_frame(error))
+        finally:
+            sys.displayhook = shown
+
+    def showsyntaxerror(self, *args: Any, **options: Any) -> None:
+        """Show the error that is being handled: what was typed is no Python."""
+        self.write("".join(format_exception_only(*sys.exc_info()[:2])))
+
+    def write(self, data: str) -> None:
+        """Print into the terminal."""
+        self._terminal.write(data)
+
+    def _ask(self, prompt: str) -> str:
+        self.write(prompt)
+        return self._terminal.readline().removesuffix("\n")
+
+
+def _without_first_frame(error: BaseException) -> str:
+    """Return the traceback of an error as text. A variable of the frame left out, it would keep all of the frames."""
+    following = error.__traceback__ and error.__traceback__.tb_next
+    return "".join(format_exception(type(error), error, following))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import io
+import re
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from nblaunch.debugging import takes_breakpoints
+from nblaunch.debugging import answer_prompt, takes_breakpoints
+from nblaunch.launcher.debug_client import DebugClient
+from nblaunch.wire.worker_commands import Prompted
 from tests.kernels import Kernel
 from tests.profiles import PROFILES, python_of
 
@@ -93,6 +97,50 @@ def test_a_background_job_waits_for_debug_in_another_cell(shared: Kernel) -> Non
     assert shared.run("job.result()").value == 3
 
 
+def _start_waiting(kernel: Kernel, name: str) -> None:
+    """Start a job in the background, of which both ranks wait at the breakpoint."""
+    start = f"{name} = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"
+    kernel.run(start, is_typed_into=True)
+    kernel.run(f"while len({name}.debugger.prompts) < 2: pass")
+
+
+def _debug_and_go_on(kernel: Kernel) -> None:
+    cell = kernel.submit("nblaunch.debug()", is_typed_into=True)
+    cell.type("c")
+    assert cell.wait().status == "ok", cell.describe()
+
+
+def test_debug_finds_the_job_that_waits_behind_others(shared: Kernel) -> None:
+    _start_waiting(shared, "first")
+    _start_waiting(shared, "second")
+    shared.run("notebook_launcher(lambda: None, num_processes=1, dashboard='text')")
+    _debug_and_go_on(shared)
+    assert shared.run("second.result(), first.is_running").value == (3, True)
+    _debug_and_go_on(shared)
+    assert shared.run("first.result()").value == 3
+    with pytest.raises(AssertionError, match="without asking"):
+        shared.submit("nblaunch.debug()", is_typed_into=True).wait_for_input()
+
+
+def test_debug_takes_what_came_last_of_a_job_at_a_breakpoint_and_a_failed_command(shared: Kernel) -> None:
+    shared.run("def twice():\n    breakpoint()\n    breakpoint()\n    return 3")
+    shared.run("session = nblaunch.Session(1)")
+    start = "job = notebook_launcher(twice, num_processes=1, background=True, dashboard='text')"
+    shared.run(start, is_typed_into=True)
+    shared.run("while not job.debugger.prompts: pass")
+    shared.run("session.execute('1 / 0')", raises="ZeroDivisionError")
+    cell = shared.submit("nblaunch.debug()", is_typed_into=True)
+    cell.type("q")
+    assert "<session command" in cell.wait().stdout, cell.describe()
+    cell = shared.submit("nblaunch.debug(job=job)", is_typed_into=True)
+    cell.type("c")
+    assert cell.wait().status == "ok", cell.describe()
+    shared.run("while not job.debugger.prompts: pass")
+    _debug_and_go_on(shared)
+    assert shared.run("job.result()").value == 3
+    shared.run("session.close()")
+
+
 def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
     start = "notebook_launcher(loop, num_processes=1, start_method='spawn', dashboard='text')"
     cell = shared.submit(start, is_typed_into=True)
@@ -100,6 +148,108 @@ def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
         cell.type(line)
     cell.wait()
     assert "for step in range(3):" in cell.stdout, cell.describe()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_pdb_shows_the_frames_of_the_function_and_of_what_it_calls_alone(shared: Kernel, method: str) -> None:
+    shared.run("""
+class Stops(torch.optim.SGD):
+    def step(self, closure=None):
+        breakpoint()
+        return super().step(closure)
+
+def trains():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, Stops(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+""")
+    launch = f"notebook_launcher(trains, num_processes=1, start_method='{method}', dashboard='text')"
+    cell = shared.submit(launch, is_typed_into=True)
+    for line in ("w", "u 100", "c"):
+        cell.type(line)
+    assert cell.wait().status == "ok", cell.describe()
+    places = re.findall(r"^[> ] (\S+)\(\d+\)(\S+)\(\)", cell.stdout, re.MULTILINE)
+    walked = places[1:-1]  # pdb also says where it is when it opens, and after "u"
+    assert walked[0][1] == "trains", cell.describe()
+    assert walked[-1][1] == "step"
+    assert any("optimizer.py" in file for file, _ in walked), (
+        "what the function calls stays, nblaunch's part too"
+    )
+    assert places[-1] == walked[0], "up ends at the function"
+
+
+def test_interact_runs_statements_with_copies_of_the_variables_and_returns_to_pdb(shared: Kernel) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
+    lines = (
+        "for n in range(2):",
+        "    print('n is', n)",
+        "",
+        "n + step + 40",
+        "total = 'changed'; total",
+        "nope",
+    )
+    for line in ("total = 100", "interact", *lines, "", "exit()", "p total", "c"):
+        cell.type(line)
+    cell.wait()
+    assert cell.result == "102", cell.describe()
+    for text in ("n is 0\nn is 1\n", "\n42\n", "'changed'", "NameError", "\n100\n"):
+        assert text in cell.stdout, cell.describe()
+
+
+@pytest.mark.parametrize("leaving", ["exit()", "quit", "raise SystemExit(3)"])
+def test_leaving_interact_ends_neither_pdb_nor_the_job(shared: Kernel, leaving: str) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
+    for line in ("interact", leaving, "p 'in', 'pdb'", "c"):
+        cell.type(line)
+    assert cell.wait().result == "3", cell.describe()
+    assert "('in', 'pdb')" in cell.stdout
+
+
+def test_a_line_of_interact_that_reads_as_a_command_of_pdb_lets_no_other_rank_go_on(shared: Kernel) -> None:
+    launch = (
+        "job = notebook_launcher(loop, num_processes=2, background=True, post_mortem=True, dashboard='text')"
+    )
+    cell = shared.run(launch, is_typed_into=True)
+    shared.run("while len(job.debugger.prompts) < 2: pass")
+    cell = shared.submit("nblaunch.debug(0, job=job)", is_typed_into=True)
+    for line in ("interact", "c = 7", "n = c"):
+        cell.type(line)
+    cell.wait_for_input()
+    shared.interrupt()
+    cell.wait()
+    assert shared.run("sorted(job.debugger.prompts)").value == [0, 1]
+    cell = shared.submit("nblaunch.debug(0, job=job)", is_typed_into=True)
+    for line in ("n", "exit()", "c"):
+        cell.type(line)
+    assert cell.wait().stdout.startswith("7\n"), cell.describe()
+    assert shared.run("job.result()").value == 3
+
+
+def test_an_interrupt_in_interact_ends_the_job(shared: Kernel) -> None:
+    cell = shared.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", is_typed_into=True)
+    cell.type("interact")
+    cell.wait_for_input()
+    shared.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
+    shared.wait_for_no_processes()
+
+
+@pytest.mark.parametrize(("prompt", "line"), [("(Pdb) ", "q"), (">>> ", "exit()")])
+def test_the_end_of_the_input_leaves_pdb_or_the_interpreter_in_it(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, line: str
+) -> None:
+    def ended(prompt: str) -> str:
+        raise EOFError
+
+    client = DebugClient({})
+    client.prompts[0] = Prompted("", prompt=prompt)
+    sent: list[tuple[int, str]] = []
+    monkeypatch.setattr(builtins, "input", ended)
+    monkeypatch.setattr(client, "send_line", lambda *line: sent.append(line))
+    answer_prompt(client, interrupt=lambda: None)
+    assert sent == [(0, line)]
 
 
 class Terminal(io.StringIO):

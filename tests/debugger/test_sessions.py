@@ -97,6 +97,36 @@ def test_pdb_that_was_left_open_does_not_outlive_the_next_command(failed: Kernel
     failed.run(f"while set({threads}.values()) != {{0}}: pass")
 
 
+def test_interact_opens_where_a_cell_has_failed_and_keeps_nothing_of_it(failed: Kernel) -> None:
+    cell = failed.submit("nblaunch.debug()", is_typed_into=True)
+    for line in (
+        "interact",
+        "import weakref, os",
+        "os.seen = weakref.ref(batch)",
+        "tuple(batch.shape)",
+        "batch",
+        "1 / 0",
+        "1 +* 0",
+    ):
+        cell.type(line)
+    for line in ("quit()", "p number", "q"):
+        cell.type(line)
+    assert cell.wait().status == "ok", cell.describe()
+    for text in ("\n(7, 16)\n", "ZeroDivisionError", "SyntaxError", "\n2\n"):
+        assert text in cell.stdout, cell.describe()
+    assert failed.run("session.ranks(1).execute('os.seen() is None')[1]").value is True
+
+
+def test_pdb_says_which_error_of_a_command_of_its_own_has_ended_it(shared: Kernel) -> None:
+    shared.run("session.execute('import pdb\\ndef fails(self, arg): raise LookupError(arg)')")
+    shared.run("session.execute('for cls in pdb.Pdb.__mro__[:-1]: cls.do_fails = fails')")
+    shared.run(FAILS, raises="ValueError")
+    cell = shared.submit("nblaunch.debug()", is_typed_into=True)
+    cell.type("fails with this")
+    assert cell.wait().status == "ok", cell.describe()
+    assert "LookupError: with this" in cell.stdout, cell.describe()
+
+
 def test_a_rank_that_ended_the_command_is_no_place_for_pdb(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug(0)", is_typed_into=True)
     cell.wait()
@@ -118,6 +148,19 @@ def test_a_breakpoint_in_a_cell_asks_once_for_all_ranks_and_goes_on(shared: Kern
         assert cell.status == "ok", cell.describe()
         assert cell.stdout.count("at breakpoint()") == 1, cell.describe()
         assert sorted(re.findall(r"^\[[-0-2, ]+\] (\d+)$", cell.stdout, re.MULTILINE)) == ["2", "41"]
+
+
+@pytest.mark.parametrize("command", ["session.run(stops)", "session.execute('stops()')"])
+def test_pdb_shows_the_frames_of_the_command_alone(shared: Kernel, command: str) -> None:
+    shared.run("def stops():\n    breakpoint()\n    return 1")
+    shared.run("session.put(stops=stops)")
+    cell = shared.submit(command, is_typed_into=True)
+    for line in ("w", "c"):
+        cell.type(line)
+    assert cell.wait().status == "ok", cell.describe()
+    functions = re.findall(r"^[> ] .+\(\d+\)(\S+)\(\)", cell.stdout, re.MULTILINE)
+    # pdb says where it is when it opens, too
+    assert functions[1:] == (["stops"] if "run" in command else ["<module>", "stops"]), cell.describe()
 
 
 def test_an_interrupt_at_the_prompt_ends_the_command(shared: Kernel) -> None:
