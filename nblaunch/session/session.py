@@ -189,6 +189,7 @@ class Session(RankCommands):
         """Execute code on ranks and show what they print meanwhile; return their replies, none of which has failed."""
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
+        self._client.raise_if_ended()  # before anything is shown
         in_notebook = dashboards.kernel_shell() is not None
         begun = replace(self._attempt(self._runner.spec).start_event(), function_name="commands")
         printer = dashboards.lines_printer(
@@ -506,6 +507,7 @@ def run_in_session(
                 "session="
             )
     spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
+    session._client.raise_if_ended()  # before anything is shown
     outcome = session._run_call(spec, dashboards.choose(dashboard))
     outcome.with_traceback().raise_error()
     values = [outcome.values.get(rank) for rank in session._ranks]

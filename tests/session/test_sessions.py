@@ -678,6 +678,47 @@ def test_the_death_of_a_rank_is_named_and_a_restart_begins_anew(kernel: Kernel) 
     assert kernel.processes() == []
 
 
+DIES = """
+import os, signal
+from nblaunch import Session
+from nblaunch.session import output
+output._LONG_S = 0.0    # any command is shown with its rows
+def die():
+    if os.environ["RANK"] == "1":
+        {death}
+    signal.pause()
+session = Session(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "death", "state", "how"),
+    [
+        ("session.run(die)", "os._exit(4)", "failed", "exit code 4"),
+        ("session.execute('die()')", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
+    ],
+)
+def test_the_death_of_a_rank_is_in_the_table(
+    kernel: Kernel, call: str, death: str, state: str, how: str
+) -> None:
+    kernel.run(DIES.format(death=death))
+    [table] = kernel.run(call, raises="WorkerDied").displays
+    rows = {line.split()[0]: line for line in table.data["text/plain"].splitlines()}
+    assert "stopped" in rows["0"]
+    assert state in rows["1"]
+    assert how in rows["1"]
+    assert "failed in rank 1" in table.data["text/plain"]
+    kernel.run("session.close()")
+
+
+def test_a_call_on_a_session_that_has_ended_shows_no_table(kernel: Kernel) -> None:
+    kernel.run("from nblaunch import Session\nsession = Session(2)\nsession.close()")
+    assert kernel.run("session.run(print)", raises="LaunchError").displays == []
+    kernel.run("import os\nsession.restart()\n_ = session.execute('1')")
+    kernel.run("os.kill(session.pids[1], 9)\nsession._runner.wait()")
+    assert kernel.run("session.run(print)", raises="WorkerDied").displays == []
+
+
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_fresh_workers_have_what_they_are_sent(kernel: Kernel, start_method: str) -> None:
     kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
