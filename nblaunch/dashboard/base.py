@@ -52,8 +52,8 @@ class Dashboard(abc.ABC):
     """A listener that shows a job.
 
     The launcher calls it from one thread at a time: ``on_event(AttemptStarted)``, then events of workers as they arrive
-    and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. Where a session's command is
-    interrupted, ``close`` comes without ``JobEnded``.
+    and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. Where an error of this process
+    ends a session's command, ``close`` comes without ``JobEnded``.
 
     Methods with an empty body are for what only some dashboards do. ``control`` and ``show_again`` are for those that
     have buttons, or an output that can be shown in several cells; they are called from the thread of a cell.

@@ -84,10 +84,7 @@ class SessionClient:
             RuntimeError: another thread's command runs.
             WorkerDied: a rank has ended.
         """
-        if not self._runner.is_running and self._connections:
-            self.raise_end()
-        if not self._runner.is_running:
-            raise LaunchError(_ENDED)
+        self.raise_if_ended()
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self.num_interrupts = 0  # before they are counted
@@ -122,10 +119,25 @@ class SessionClient:
         self._connections = {}
         self.debugger.close()  # or its descriptors would stay open until Python collects garbage
 
+    def raise_if_ended(self) -> None:
+        """Raise why the workers have ended, if they have.
+
+        Raises:
+            LaunchError: the session was closed, or the reason was raised before.
+            WorkerDied: a rank has ended.
+        """
+        __tracebackhide__ = True
+        if self._runner.is_running:
+            return
+        if self._connections:
+            self.raise_end()
+        raise LaunchError(_ENDED)
+
     def raise_end(self) -> None:
-        """Raise why the workers have ended."""
+        """Show how the workers have ended, and raise why."""
         __tracebackhide__ = True
         self._runner.wait()
+        self._output.show_end()
         self.busy = set()
         self.close()
         outcome = self._runner.outcome

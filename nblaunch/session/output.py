@@ -55,6 +55,8 @@ class SessionOutput:
         self._missed: list[Event] = []
         """Events of the command from before its rows are opened, which show them, too."""
         self._due_s = 0.0
+        self._ends: list[Event] = []
+        """Of the workers and the session's job."""
         self._shown = threading.Lock()
         self.ended: set[int] = set()
 
@@ -62,6 +64,8 @@ class SessionOutput:
         """Keep what ranks print and display, and notes; while a command runs, all that is not of the session's job."""
         if isinstance(event, Exited):
             self.ended.add(event.rank)
+        if isinstance(event, (Exited, JobEnded)):
+            self._ends.append(event)
         is_output = isinstance(event, (LogLines, Displayed, Note))
         is_of_job = isinstance(event, (AttemptStarted, Started, Exited, JobEnded))
         if isinstance(event, Note) and event.kind == "hang":
@@ -118,6 +122,11 @@ class SessionOutput:
                 self._missed.append(event)
         for dashboard in self._dashboards:
             dashboard.on_readings(self._readings)
+
+    def show_end(self) -> None:
+        """Show how the session's job has ended, which is the end of the command that runs."""
+        self.pump()
+        emit(self._dashboards, self._ends)
 
 
 def emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:

@@ -650,6 +650,50 @@ def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:
     kernel.wait_for_no_processes()
 
 
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Kernel]:
+    """A kernel without a session, in which no test leaves one."""
+    with Kernel.start() as kernel:
+        kernel.run(
+            "import nblaunch, weakref\nfrom nblaunch import Session, notebook_launcher\ndef fail(): 1/0"
+        )
+        kernel.run("%load_ext nblaunch")
+        yield kernel
+
+
+IS_KEPT = "import gc\ndel session\n_ = gc.collect()\nof_session() is not None"
+
+
+@pytest.mark.parametrize(
+    ("call", "raises"),
+    [
+        ("session.execute('1/0')", "ZeroDivisionError"),
+        ("session.ranks(1).execute('1/0')", "ZeroDivisionError"),
+        ("session.run(fail)", "ZeroDivisionError"),
+        ("notebook_launcher(fail, (), session=session)", "ZeroDivisionError"),
+        ("notebook_launcher(fail, (), session=session, num_processes=7)", "ValueError"),
+        (
+            "try:\n    session.execute('1/0')\nexcept Exception as error:\n    kept = error\n1/0",
+            "ZeroDivisionError",
+        ),
+        ("session['nope']", "NameError"),
+        ("session['no name']", "ValueError"),
+        ("session.put(x=(i for i in []))", "PayloadError"),
+        ("session.run(print, dashboard='none of them')", "ValueError"),
+        ("session.result()", "RuntimeError"),
+        ("nblaunch.debug(job=session)", "RuntimeError"),
+        ("session.inspect('1', timeout_s='soon')", "TypeError"),
+        ("%%ranks\n1/0", "ZeroDivisionError"),
+    ],
+)
+def test_an_error_that_ipython_keeps_keeps_no_session(empty: Kernel, call: str, raises: str) -> None:
+    empty.run("session = Session(2)\nof_session = weakref.ref(session)\n%ranks use session")
+    empty.run(call, raises=raises)
+    empty.run("type(get_ipython().find_line_magic('ranks').__self__).session = None")
+    assert empty.run(IS_KEPT).value is False
+    empty.wait_for_no_processes()
+
+
 def test_a_session_outlives_the_thread_that_started_it(kernel: Kernel) -> None:
     kernel.run(
         """
@@ -689,6 +733,47 @@ def test_the_death_of_a_rank_is_named_and_a_restart_begins_anew(kernel: Kernel) 
     assert kernel.run("session['base']").result == "[0-1] 50"
     kernel.run("session.close()")
     assert kernel.processes() == []
+
+
+DIES = """
+import os, signal
+from nblaunch import Session
+from nblaunch.session import output
+output._LONG_S = 0.0    # any command is shown with its rows
+def die():
+    if os.environ["RANK"] == "1":
+        {death}
+    signal.pause()
+session = Session(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "death", "state", "how"),
+    [
+        ("session.run(die)", "os._exit(4)", "failed", "exit code 4"),
+        ("session.execute('die()')", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
+    ],
+)
+def test_the_death_of_a_rank_is_in_the_table(
+    kernel: Kernel, call: str, death: str, state: str, how: str
+) -> None:
+    kernel.run(DIES.format(death=death))
+    [table] = kernel.run(call, raises="WorkerDied").displays
+    rows = {line.split()[0]: line for line in table.data["text/plain"].splitlines()}
+    assert "stopped" in rows["0"]
+    assert state in rows["1"]
+    assert how in rows["1"]
+    assert "failed in rank 1" in table.data["text/plain"]
+    kernel.run("session.close()")
+
+
+def test_a_call_on_a_session_that_has_ended_shows_no_table(kernel: Kernel) -> None:
+    kernel.run("from nblaunch import Session\nsession = Session(2)\nsession.close()")
+    assert kernel.run("session.run(print)", raises="LaunchError").displays == []
+    kernel.run("import os\nsession.restart()\n_ = session.execute('1')")
+    kernel.run("os.kill(session.pids[1], 9)\nsession._runner.wait()")
+    assert kernel.run("session.run(print)", raises="WorkerDied").displays == []
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
