@@ -182,7 +182,6 @@ class LaunchSpec:
         is_session: the workers are those of a session: this process sends them commands while they run.
         is_detached: the job outlives this process; trained weights are kept for those that attach to it.
         is_spmd: one process drives all devices (XLA).
-        is_script: the function runs a script: a rank that ends with exit code 0 has succeeded, however it ends.
         accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its own arguments.
 
@@ -222,7 +221,6 @@ class LaunchSpec:
     is_session: bool = False
     is_detached: bool = False
     is_spmd: bool = False
-    is_script: bool = False
     accelerator_arguments: Mapping[str, Any] = field(default_factory=dict)
     function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)

@@ -303,17 +303,9 @@ class Supervisor:
             self._report.exits[rank] = (status, now)
             self._read_pipes([rank])  # its last words, before anything is concluded from its end
             self._running.guardian.watch_only(self._group.process_groups())
-            if self._attempt.spec.is_script and status.code == 0 and rank not in self._report.failed:
-                self._count_as_returned(rank, now)
             self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self._report.returned:
                 self._begin_escalation()
-
-    def _count_as_returned(self, rank: int, time_s: float) -> None:
-        """Count a rank that has ended with exit code 0 but sent no end, as by ``os._exit(0)``."""
-        if rank not in self._report.returned:
-            self._report.returned[rank] = Returned(rank, time_s)
-            self._emit(self._report.returned[rank])
 
     def _handle_requests(self) -> None:
         requests = self._requests

@@ -61,8 +61,6 @@ def test_an_exception_is_shown_as_python_shows_it_with_the_scripts_own_lines() -
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
         ("sys.exit('words')", 1),
         ("sys.exit(0)", 0),
-        ("os._exit(0)", 0),
-        ("os._exit(9)", 9),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(leaving: str, code: int) -> None:
