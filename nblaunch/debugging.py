@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
 from nblaunch.dashboard.terminal import is_terminal, live_hidden
-from nblaunch.diagnosis.exceptions import without_launcher_frames
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Note
 from nblaunch.launcher.debug_client import DebugClient, latest_kept_failure
 from nblaunch.launcher.job import jobs_at_breakpoints, last_job
@@ -41,7 +41,6 @@ class Debugged(Protocol):
         """Return the client of the debugger, and the rank to be debugged; None = that with the root cause."""
 
 
-@without_launcher_frames
 def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
     """Open pdb in a worker, in this cell: at the failure of a job with ``post_mortem=True``, or at a ``breakpoint()``.
 
@@ -60,21 +59,22 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
         ValueError: there is no such rank, or it has not failed.
     """
     __tracebackhide__ = True
-    job = job or _latest_waiting() or last_job()
-    if job is None:
-        raise RuntimeError(
-            "no job was launched and no command of a session has failed: nblaunch.debug() opens pdb in a worker"
-        )
-    if not can_type():
-        raise RuntimeError(
-            "nblaunch.debug() needs a user who types: this front end, or program, allows no input(). "
-            "inspect('name') and compare() of the job or session show variables without"
-        )
-    debugger, rank = job.find_debugger(rank)
-    debugger.open_pdb(rank)
-    while (prompt := debugger.wait_for_prompt(rank)) is not None:
-        debugger.send_line(rank, _ask(rank, prompt))
-    _print(debugger.take_printed(rank))
+    with HiddenLauncherFrames():
+        job = job or _latest_waiting() or last_job()
+        if job is None:
+            raise RuntimeError(
+                "no job was launched and no command of a session has failed: nblaunch.debug() opens pdb in a worker"
+            )
+        if not can_type():
+            raise RuntimeError(
+                "nblaunch.debug() needs a user who types: this front end, or program, allows no input(). "
+                "inspect('name') and compare() of the job or session show variables without"
+            )
+        debugger, rank = job.find_debugger(rank)
+        debugger.open_pdb(rank)
+        while (prompt := debugger.wait_for_prompt(rank)) is not None:
+            debugger.send_line(rank, _ask(rank, prompt))
+        _print(debugger.take_printed(rank))
 
 
 def _latest_waiting() -> Debugged | None:

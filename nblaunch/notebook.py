@@ -178,16 +178,16 @@ def notebook_launcher(
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
             sync_optimizers=sync_optimizers,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
-            threads_per_process=threads_per_process, log_dir=log_dir, post_mortem=post_mortem,
+            threads_per_process=threads_per_process, log_dir=log_dir,
+            post_mortem=post_mortem,
             is_detached=_checked_detach(detach, background, session),
         )]  # fmt: skip
-        sessions = [] if session is None else [session]
-        # IPython keeps tracebacks and so this frame: it may not hold what pop() gives away.
-        del function, args, session
-        if sessions:
+        # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
+        del function, args
+        if session is not None:
             from nblaunch.session.session import run_in_session
 
-            return run_in_session(sessions.pop(), specs.pop(), background=background, dashboard=dashboard)
+            return run_in_session(session, specs.pop(), background=background, dashboard=dashboard)
         return run_spec(specs.pop(), background=background, dashboard=dashboard)
 
 

@@ -11,22 +11,17 @@ exception its own frames and the notes about it, of the launcher's own the line 
 from __future__ import annotations
 
 import ast
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, TracebackType
-from typing import Any, ParamSpec, TypeVar
+from types import CodeType, FunctionType, TracebackType
+from typing import Any
 
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import cell_name, ipython_shell, is_own_file, is_user_file, line_of
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 _SHOWN_CHARACTERS = 4000
 _EARLIER_CHARACTERS = 200
@@ -183,7 +178,7 @@ def _is_raised_here(error: BaseException) -> bool:
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
-    return tb is None or _is_own(tb.tb_frame)
+    return tb is None or _is_own(tb)
 
 
 class HiddenLauncherFrames:
@@ -205,55 +200,6 @@ class HiddenLauncherFrames:
         is_interrupt = isinstance(error, KeyboardInterrupt)  # which comes in whatever the launcher waits by
         hide = _outside_launcher if is_interrupt else _outside_package
         BaseException.with_traceback(error, _rebuilt(hide(error.__traceback__)))
-
-
-def without_launcher_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Hide frames of nblaunch from exceptions of ``function``, and empty them, so that nothing keeps its arguments."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        __tracebackhide__ = True
-        try:
-            with HiddenLauncherFrames():
-                return function(*args, **kwargs)
-        except BaseException as error:
-            del args, kwargs  # this frame can't be emptied while it runs
-            clear_variables(error)
-            raise
-
-    return call
-
-
-def clear_variables(error: BaseException) -> None:
-    """Empty the frames of nblaunch in which ``error`` and its causes arose, and those of what these called.
-
-    IPython keeps the last traceback, and so all that is in their variables.
-    """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        is_inside = False
-        for entry in _entries(one.__traceback__):
-            is_inside = is_inside or _is_own(entry.tb_frame)
-            if is_inside:
-                with suppress(RuntimeError):  # it runs
-                    entry.tb_frame.clear()
-            _clear_callers(entry.tb_frame)
-        pending += [one.__cause__, one.__context__, *exceptions.parts_of(one)]
-
-
-def _clear_callers(frame: FrameType) -> None:
-    """Empty the frames of nblaunch that called ``frame``, which it keeps, up to the first that still runs."""
-    caller = frame.f_back
-    with suppress(RuntimeError):
-        while caller is not None:
-            if _is_own(caller):
-                caller.clear()
-            caller = caller.f_back
 
 
 def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) -> None:
@@ -372,7 +318,7 @@ def _fitting(
 
 def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
     """Return the entries without nblaunch's."""
-    return [entry for entry in _entries(tb) if not _is_own(entry.tb_frame)]
+    return [entry for entry in _entries(tb) if not _is_own(entry)]
 
 
 def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
@@ -380,7 +326,7 @@ def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
     kept = []
     is_inside = False
     for entry in _entries(tb):
-        if _is_own(entry.tb_frame):
+        if _is_own(entry):
             is_inside = True
         elif not is_inside or is_user_file(entry.tb_frame.f_code.co_filename):
             is_inside = False
@@ -407,7 +353,7 @@ def _is_ipython(tb: TracebackType) -> bool:
     return "/IPython/" in filename or "/ipykernel/" in filename
 
 
-def _is_own(frame: FrameType) -> bool:
+def _is_own(tb: TracebackType) -> bool:
     # Generated code of dataclasses has no file.
-    module = str(frame.f_globals.get("__name__", ""))
-    return is_own_file(frame.f_code.co_filename) or module.startswith("nblaunch.")
+    module = str(tb.tb_frame.f_globals.get("__name__", ""))
+    return is_own_file(tb.tb_frame.f_code.co_filename) or module.startswith("nblaunch.")

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 
 from nblaunch import formatting
-from nblaunch.diagnosis.exceptions import clear_variables
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
@@ -233,7 +234,7 @@ class JobRunner(Job):
             self._saved.close()
             self._saved = None
         if not self._is_inline and self.outcome is not None and self.outcome.error is not None:
-            clear_variables(self.outcome.error)
+            _clear_variables(self.outcome.error)
         self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={}, optimizers={})
         self.requests.close()
         self.command_connections = {}
@@ -385,3 +386,25 @@ class _KeptWorkers(KeptFailure):
                 supervisor.end_kept()
         finally:
             self._debugger.close()
+
+
+def _clear_variables(error: BaseException) -> None:
+    """Empty the frames of the launcher in which ``error`` and its causes arose: they hold the function's arguments."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            _clear_frames(frame)
+        pending += [one.__cause__, one.__context__]
+
+
+def _clear_frames(frame: FrameType | None) -> None:
+    """Empty a frame and those that called it, which it keeps, up to the first that still runs."""
+    with suppress(RuntimeError):
+        while frame is not None:
+            frame.clear()
+            frame = frame.f_back

@@ -40,12 +40,13 @@ class RankMagics(Magics):
         __tracebackhide__ = True
         if cell is None:
             return self._control(line.split())
+        session = self._started_or_new()
         chosen = _parsed_ranks(line)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(self.shell.user_ns)
         restore_sources({filename: source})  # IPython has that of a call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
-        self._show(execute_and_display(self._started_or_new(), command, chosen))
+        self._show(execute_and_display(session, command, chosen))
         return None
 
     def _control(self, words: Sequence[str]) -> Any:

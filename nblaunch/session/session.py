@@ -15,7 +15,7 @@ from typing import Any
 from nblaunch import dashboard as dashboards
 from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
-from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, without_launcher_frames
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
@@ -46,7 +46,6 @@ class RankCommands(ABC):
     def _target(self) -> tuple[Session, Sequence[int]]:
         """Return the session and its ranks that commands are for."""
 
-    @without_launcher_frames
     def execute(self, code: str) -> RankValues:
         """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
 
@@ -67,12 +66,12 @@ class RankCommands(ABC):
         """
         __tracebackhide__ = True
         session, ranks = self._target()
-        filename = f"<session command {next(_numbers)}>"
-        restore_sources({filename: code})
-        replies = session._execute(Execute(code=code, filename=filename), ranks)
-        return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
+        with HiddenLauncherFrames():
+            filename = f"<session command {next(_numbers)}>"
+            restore_sources({filename: code})
+            replies = session._execute(Execute(code=code, filename=filename), ranks)
+            return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
 
-    @without_launcher_frames
     def put(self, **values: Any) -> None:
         """Set variables on the ranks: ``session.put(lr=0.1)``.
 
@@ -84,11 +83,11 @@ class RankCommands(ABC):
         """
         __tracebackhide__ = True
         session, ranks = self._target()
-        with saved_values(values) as fd:
-            replies = session._request(ranks, SetVariables(), [fd])
-        session._outcome(replies).with_traceback().raise_error()
+        with HiddenLauncherFrames():
+            with saved_values(values) as fd:
+                replies = session._request(ranks, SetVariables(), [fd])
+            session._outcome(replies).with_traceback().raise_error()
 
-    @without_launcher_frames
     def __getitem__(self, name: str) -> RankValues:
         """Return rank -> the value of a variable.
 
@@ -172,7 +171,6 @@ class Session(RankCommands):
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    @without_launcher_frames
     def ranks(self, *ranks: int) -> RankCommands:
         """Return some of the ranks, for commands to these alone: ``session.ranks(0, 2).execute("loss.item()")``.
 
@@ -182,7 +180,8 @@ class Session(RankCommands):
         Raises:
             ValueError: there are no such ranks.
         """
-        return _SomeRanks(self, self._checked_ranks(ranks or None))
+        with HiddenLauncherFrames():
+            return _SomeRanks(self, self._checked_ranks(ranks or None))
 
     def _target(self) -> tuple[Session, Sequence[int]]:
         return self, self._ranks
@@ -212,7 +211,6 @@ class Session(RankCommands):
         outcome.with_traceback().raise_error()
         return replies
 
-    @without_launcher_frames
     def run(
         self,
         function: Callable[..., Any],
@@ -241,10 +239,13 @@ class Session(RankCommands):
             BaseException: as :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
         """
         __tracebackhide__ = True
-        spec = LaunchSpec(function=function, args=args, return_all=return_all, sync_weights=sync_weights)
-        return run_in_session(self, spec, dashboard=dashboard)
+        with HiddenLauncherFrames():
+            specs = [
+                LaunchSpec(function=function, args=args, return_all=return_all, sync_weights=sync_weights)
+            ]
+            del function, args  # IPython keeps tracebacks and so this frame
+            return run_in_session(self, specs.pop(), dashboard=dashboard)
 
-    @without_launcher_frames
     def result(self) -> Any:
         """Return what the function of the last :meth:`run` returned, if that was interrupted all the same.
 
@@ -284,7 +285,6 @@ class Session(RankCommands):
 
     # --- the debugger ------------------------------------------------------------------------------------------------
 
-    @without_launcher_frames
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
 
@@ -304,9 +304,9 @@ class Session(RankCommands):
             LaunchError: the session has ended.
         """
         __tracebackhide__ = True
-        return self._client.debugger.inspect(expression, timeout_s)
+        with HiddenLauncherFrames():
+            return self._client.debugger.inspect(expression, timeout_s)
 
-    @without_launcher_frames
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function over all ranks, as :meth:`nblaunch.Job.compare` does.
 
@@ -319,10 +319,10 @@ class Session(RankCommands):
             LaunchError: the session has ended.
         """
         __tracebackhide__ = True
-        failed = self._failed
-        return self._client.debugger.compare(failed.failed_rank if failed else 0, timeout_s)
+        with HiddenLauncherFrames():
+            failed = self._failed
+            return self._client.debugger.compare(failed.failed_rank if failed else 0, timeout_s)
 
-    @without_launcher_frames
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return what :func:`nblaunch.debug` needs.
 
@@ -376,12 +376,12 @@ class Session(RankCommands):
         """
         self._client.interrupt()
 
-    @without_launcher_frames
     def restart(self) -> None:
         """End the workers, and start new ones from the kernel as it is now. What the ranks had is gone."""
         __tracebackhide__ = True
-        self.close()
-        self._start()
+        with HiddenLauncherFrames():
+            self.close()
+            self._start()
 
     def close(self) -> None:
         """End the workers. What runs on them is killed."""
@@ -488,7 +488,6 @@ class Session(RankCommands):
         )
 
 
-@without_launcher_frames
 def run_in_session(
     session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto"
 ) -> Any:
@@ -532,14 +531,16 @@ def run_in_session(
     return value
 
 
-@without_launcher_frames
 def execute_and_display(
     session: Session, command: Execute, ranks: Sequence[int] | None = None
 ) -> dict[int, dict[str, Any]]:
     """Execute a command as :meth:`Session.execute` does; return rank -> the display of a last value, by MIME type."""
     __tracebackhide__ = True
-    replies = session._execute(command, ranks)
-    return {rank: dict(received.reply.shown) for rank, received in replies.items() if received.reply.shown}
+    with HiddenLauncherFrames():
+        replies = session._execute(command, ranks)
+        return {
+            rank: dict(received.reply.shown) for rank, received in replies.items() if received.reply.shown
+        }
 
 
 _START_SETTINGS = (

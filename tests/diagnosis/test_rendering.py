@@ -10,12 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from nblaunch import diagnosis
-from nblaunch.diagnosis.exceptions import (
-    HiddenLauncherFrames,
-    annotate,
-    without_launcher_frames,
-    worth_showing,
-)
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames, annotate, worth_showing
 from nblaunch.events import ExceptionInfo, FrameInfo
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import exceptions
@@ -109,30 +104,3 @@ def test_the_users_code_below_the_launcher_stays() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, HiddenLauncherFrames():
         _called_by_launcher(function)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "function"
-
-
-def test_frames_of_the_launcher_are_emptied_and_those_of_the_user_are_not() -> None:
-    names: dict[str, Any] = {"__name__": "nblaunch.made"}
-    exec("def refuse(held):\n    raise ValueError(1)", names)
-    refuse = without_launcher_frames(names["refuse"])
-
-    def fails(kept: int) -> None:
-        raise KeyError(kept)
-
-    def calls(kept: int) -> None:
-        try:
-            fails(kept)
-        except KeyError:
-            refuse([kept])
-
-    with pytest.raises(ValueError, match="1") as caught:
-        calls(7)
-    variables = {
-        frame.f_code.co_name: frame.f_locals for frame, _ in traceback.walk_tb(caught.value.__traceback__)
-    }
-    assert variables["calls"]["kept"] == 7
-    assert "args" not in variables["call"]
-    assert variables["refuse"] == {}
-    context = caught.value.__context__
-    assert context is not None
-    assert [frame.f_locals.get("kept") for frame, _ in traceback.walk_tb(context.__traceback__)] == [7, 7]

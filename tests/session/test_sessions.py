@@ -650,50 +650,6 @@ def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:
     kernel.wait_for_no_processes()
 
 
-@pytest.fixture(scope="module")
-def empty() -> Iterator[Kernel]:
-    """A kernel without a session, in which no test leaves one."""
-    with Kernel.start() as kernel:
-        kernel.run(
-            "import nblaunch, weakref\nfrom nblaunch import Session, notebook_launcher\ndef fail(): 1/0"
-        )
-        kernel.run("%load_ext nblaunch")
-        yield kernel
-
-
-IS_KEPT = "import gc\ndel session\n_ = gc.collect()\nof_session() is not None"
-
-
-@pytest.mark.parametrize(
-    ("call", "raises"),
-    [
-        ("session.execute('1/0')", "ZeroDivisionError"),
-        ("session.ranks(1).execute('1/0')", "ZeroDivisionError"),
-        ("session.run(fail)", "ZeroDivisionError"),
-        ("notebook_launcher(fail, (), session=session)", "ZeroDivisionError"),
-        ("notebook_launcher(fail, (), session=session, num_processes=7)", "ValueError"),
-        (
-            "try:\n    session.execute('1/0')\nexcept Exception as error:\n    kept = error\n1/0",
-            "ZeroDivisionError",
-        ),
-        ("session['nope']", "NameError"),
-        ("session['no name']", "ValueError"),
-        ("session.put(x=(i for i in []))", "PayloadError"),
-        ("session.run(print, dashboard='none of them')", "ValueError"),
-        ("session.result()", "RuntimeError"),
-        ("nblaunch.debug(job=session)", "RuntimeError"),
-        ("session.inspect('1', timeout_s='soon')", "TypeError"),
-        ("%%ranks\n1/0", "ZeroDivisionError"),
-    ],
-)
-def test_an_error_that_ipython_keeps_keeps_no_session(empty: Kernel, call: str, raises: str) -> None:
-    empty.run("session = Session(2)\nof_session = weakref.ref(session)\n%ranks use session")
-    empty.run(call, raises=raises)
-    empty.run("type(get_ipython().find_line_magic('ranks').__self__).session = None")
-    assert empty.run(IS_KEPT).value is False
-    empty.wait_for_no_processes()
-
-
 def test_a_session_outlives_the_thread_that_started_it(kernel: Kernel) -> None:
     kernel.run(
         """
