@@ -124,11 +124,14 @@ class SessionClient:
 
         Raises:
             LaunchError: the session was closed, or the reason was raised before.
+            RuntimeError: another thread's command runs, which finds out as well.
             WorkerDied: a rank has ended.
         """
         __tracebackhide__ = True
         if self._runner.is_running:
             return
+        if self._lock.locked():
+            raise RuntimeError(BUSY)
         if self._connections:
             self.raise_end()
         raise LaunchError(_ENDED)

@@ -124,7 +124,9 @@ class SessionOutput:
             dashboard.on_readings(self._readings)
 
     def show_end(self) -> None:
-        """Show how the session's job has ended, which is the end of the command that runs."""
+        """Show how the session's job has ended, which is the end of the command that runs, if one does."""
+        if not self._dashboards:
+            return
         self.pump()
         emit(self._dashboards, self._ends)
 

@@ -398,9 +398,9 @@ class Accelerator(AcceleratorProperties):
         """Let ranks have unequal numbers of batches in the block: those at their end take part in the others' steps.
 
         Gradients are divided by the number of all ranks, as in Accelerate: those at their end count as zeros. With
-        gradient accumulation the end of a loader closes no window there, so that all ranks synchronise at the same
-        steps; what is left accumulated counts in the next window. Other collectives in the loop (``gather``) are not
-        answered for.
+        gradient accumulation the end of a loader of which they have unequal numbers closes no window, so that all
+        synchronise at the same steps; what is left accumulated counts in the next one. Other collectives in the loop
+        (``gather``) are not answered for.
 
         Args:
             joinables: the prepared models (and optimizers that communicate) of the loop.

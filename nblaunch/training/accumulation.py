@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nblaunch import context, user_code
@@ -86,6 +88,7 @@ class AccumulationState:
         self.step = 0
         self.sync_gradients = True
         self.are_gradients_reduced = False
+        self._is_joining = False
         self._stack = loaders or LoaderStack()
         self._stack.forget_earlier_commands()
 
@@ -104,12 +107,29 @@ class AccumulationState:
 
     def advance(self) -> None:
         """Begin one more micro-step: decide whether it ends in an optimizer step."""
-        if self.plugin.sync_with_dataloader and self.end_of_dataloader:
+        is_last = self.plugin.sync_with_dataloader and self.end_of_dataloader
+        self.step += 1
+        self.sync_gradients = self.step % self.num_steps == 0
+        if is_last:
             self.step = 0  # the next epoch starts a fresh window
-            self.sync_gradients = True
-        else:
-            self.step += 1
-            self.sync_gradients = self.step % self.num_steps == 0
+            self.sync_gradients = self.sync_gradients or not self._ends_alone
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Let ranks reach the end of a loader at different micro-steps in the block, and reduce in the same ones.
+
+        Where ranks have unequal numbers of batches, the end closes no window there.
+        """
+        before, self._is_joining = self._is_joining, True
+        try:
+            yield
+        finally:
+            self._is_joining = before
+
+    @property
+    def _ends_alone(self) -> bool:
+        """Whether other ranks have more or fewer batches of the active loader, and join."""
+        return self._is_joining and bool(getattr(self.active_loader.shard, "is_uneven", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with an optimizer finds the window of the process that it arrives in.

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nblaunch.errors import warn
-from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.optimizer import AcceleratedOptimizer
@@ -81,8 +79,7 @@ def join_uneven_inputs(
     with ExitStack() as stack:
         if even_batches is not None and preparer.shared.process.topology.world_size > 1:
             stack.enter_context(_even_batches(preparer.loaders, even_batches))
-        if not all(getattr(loader.shard, "even_batches", False) for loader in preparer.loaders):
-            stack.enter_context(_windows_by_count(preparer.accumulation))
+        stack.enter_context(preparer.accumulation.joining())
         stack.enter_context(preparer.strategy.join_uneven_inputs(list(joinables)))
         yield
 
@@ -105,18 +102,6 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
     finally:
         for shard, setting in zip(shards, before, strict=True):
             shard.even_batches = setting
-
-
-@contextmanager
-def _windows_by_count(accumulation: AccumulationState) -> Iterator[None]:
-    """Close no window at the end of a loader, which ranks reach at different micro-steps: all reduce in the same."""
-    before = accumulation.plugin.sync_with_dataloader
-    accumulation.plugin = replace(accumulation.plugin, sync_with_dataloader=False)
-    try:
-        yield
-    finally:
-        accumulation.plugin = replace(accumulation.plugin, sync_with_dataloader=before)
-        accumulation.step = 0  # ranks have counted different numbers
 
 
 @contextmanager

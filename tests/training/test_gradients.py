@@ -194,11 +194,11 @@ def test_ranks_with_unequal_data_join() -> None:
     assert zero[2] == one[2] == 0, "weights are equal on all ranks"
 
 
-def _join_accumulating() -> tuple[int, float, bool]:
+def _join_accumulating(rows: int) -> tuple[int, float]:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(13), batch_size=2))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(rows), batch_size=2))
     num_steps = 0
     for _ in range(2):
         with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -209,12 +209,17 @@ def _join_accumulating() -> tuple[int, float, bool]:
                     optimizer.zero_grad()
                     num_steps += accelerator.sync_gradients
     difference = accelerator.gather(model.module.weight.sum()).diff().item()
-    return num_steps, difference, accelerator.gradient_state.sync_with_dataloader
+    return num_steps, difference
 
 
 def test_ranks_that_accumulate_join_where_their_data_ends_in_the_middle_of_a_window() -> None:
     """Four and three batches, an epoch: windows close at the second and at the fourth."""
-    assert ranks.run(_join_accumulating, 2) == [(4, 0, True), (2, 0, True)]
+    assert ranks.run(_join_accumulating, 2, 13) == [(4, 0), (2, 0)]
+
+
+def test_ranks_that_join_and_end_together_close_their_last_window() -> None:
+    """Three batches each, an epoch: windows close at the second and at the third."""
+    assert ranks.run(_join_accumulating, 2, 12) == [(4, 0), (4, 0)]
 
 
 def _join_number() -> float:

@@ -64,6 +64,7 @@ def test_uneven_batches_add_nothing(length: int, batch: int, world: int, split: 
     assert [i for rows in _global_order(per_rank) for i in rows] == list(range(length))
     lengths = [len(batches) for batches in per_rank]
     assert max(lengths) - min(lengths) <= 1
+    assert {shard.is_uneven for shard in shards} == {max(lengths) > min(lengths)}
     assert all(shard.tail_rows == 0 for shard in shards)
 
 
@@ -77,6 +78,7 @@ def test_drop_last_drops_incomplete_rounds_only(
     assert [len(shard) for shard in shards] == [len(batches) for batches in per_rank]
     kept = length - length % (batch * world)
     assert [i for rows in _global_order(per_rank) for i in rows] == list(range(kept))
+    assert not any(shard.is_uneven for shard in shards)
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=7), max_size=12), WORLDS)
@@ -85,6 +87,7 @@ def test_batches_of_any_size_are_dealt_in_turn(batches: list[list[int]], world: 
     per_rank = [list(shard) for shard in shards]
     assert [len(shard) for shard in shards] == [len(own) for own in per_rank]
     assert Counter(i for own in per_rank for b in own for i in b) == Counter(i for b in batches for i in b)
+    assert {shard.is_uneven for shard in shards} == {len(set(map(len, per_rank))) > 1}
 
 
 class _Irregular:
@@ -172,6 +175,7 @@ def test_single_samples_are_dealt_in_turn(length: int, world: int, even: bool) -
     assert dealt[:length] == list(range(length))
     assert len(dealt) == (-(-length // world) * world if even else length)
     assert {shard.tail_rows for shard in shards} == {-1 if even and length % world else 0}
+    assert {shard.is_uneven for shard in shards} == {len(set(map(len, per_rank))) > 1}
 
 
 @given(LENGTHS, BATCHES, WORLDS, st.booleans(), st.booleans())

@@ -100,6 +100,19 @@ class BatchSamplerShard(BatchSampler):
             return whole
         return whole + (1 if self.even_batches or self.process_index < rest else 0)
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some ranks get a batch less than others; True where that is not known in advance."""
+        if self.even_batches or self.drop_last:
+            return False
+        if self.split_batches:
+            tail = max(0, length_of(self.sampler)) % self._global_size
+            return 0 < tail <= (self.num_processes - 1) * self._part_size
+        try:
+            return self.total_length % self.num_processes != 0
+        except TypeError:  # it has no length
+            return self.num_processes > 1
+
     def _missing_part(self) -> int:
         """Return 1 where the last batch is so short that this rank's part of it is empty."""
         length = length_of(self.sampler)
