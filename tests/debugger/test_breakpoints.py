@@ -7,6 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -122,8 +123,19 @@ def test_debug_finds_the_job_that_waits_behind_others(shared: Kernel) -> None:
         shared.submit("nblaunch.debug()", is_typed_into=True).wait_for_input()
 
 
-def test_debug_takes_what_came_last_of_a_job_at_a_breakpoint_and_a_failed_command(shared: Kernel) -> None:
-    shared.run("def twice():\n    breakpoint()\n    breakpoint()\n    return 3")
+def test_debug_takes_what_came_last_of_a_job_at_a_breakpoint_and_a_failed_command(
+    shared: Kernel, tmp_path: Path
+) -> None:
+    # At once, the second breakpoint may be reached while the cell for the first still runs, and is answered there.
+    shared.run(f"""
+def twice():
+    breakpoint()
+    while not os.path.exists({str(tmp_path / "go_on")!r}):
+        time.sleep(0.01)
+    breakpoint()
+    return 3
+import os, time
+""")
     shared.run("session = nblaunch.Session(1)")
     start = "job = notebook_launcher(twice, num_processes=1, background=True, dashboard='text')"
     shared.run(start, is_typed_into=True)
@@ -135,6 +147,7 @@ def test_debug_takes_what_came_last_of_a_job_at_a_breakpoint_and_a_failed_comman
     cell = shared.submit("nblaunch.debug(job=job)", is_typed_into=True)
     cell.type("c")
     assert cell.wait().status == "ok", cell.describe()
+    (tmp_path / "go_on").touch()
     shared.run("while not job.debugger.prompts: pass")
     _debug_and_go_on(shared)
     assert shared.run("job.result()").value == 3
