@@ -73,7 +73,7 @@ class AccumulationState:
     middle is not.
 
     ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
-    since the last window that the end of a loader closed. ``are_gradients_reduced``: the user has averaged gradients
+    since the last end of a loader. ``are_gradients_reduced``: the user has averaged gradients
     over ranks, which the next step leaves out. ``plugin`` has the settings; another one may be assigned.
 
     Args:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.lab import Browser, DefaultLab, write_notebook
+from tests.browser.lab import Browser, DefaultLab, Page, write_notebook
 from tests.browser.panel import SETUP, bars
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-BLOCKING, OTHER = 1, 2
+TRAINING, OTHER = 1, 2
 
 
 @pytest.fixture(scope="module")
@@ -21,33 +21,39 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DefaultLab]:
         yield lab
 
 
+def _open_training(lab: DefaultLab, browser: Browser, name: str, background: bool, other: str) -> Page:
+    """Open a new notebook and run its cell ``TRAINING``, until the training's bars are there; ``other`` is a cell."""
+    call = f"job = notebook_launcher(train, (100_000,), 2, background={background})"
+    write_notebook(lab.folder / name, (SETUP, call, other))
+    (lab.folder / "enough").unlink(missing_ok=True)
+    page = lab.open(browser, name)
+    page.run(0)
+    page.wait_until_idle(0)
+    page.run(TRAINING)
+    page.wait_until(lambda: len(bars(page, TRAINING)) == 2, "two bars")
+    return page
+
+
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
 def test_the_finished_table_is_there_after_a_reload(
     lab: DefaultLab, browser: Browser, background: bool
 ) -> None:
     name = f"reload_{background}.ipynb"
-    call = f"job = notebook_launcher(train, (100_000,), 2, background={background})"
-    write_notebook(lab.folder / name, (SETUP, call, "print('free')"))
-    (lab.folder / "enough").unlink(missing_ok=True)
-    page = lab.open(browser, name)
-    page.run(0)
-    page.wait_until_idle(0)
-    page.run(BLOCKING)
-    page.wait_until(lambda: len(bars(page, BLOCKING)) == 2, "two bars")
+    page = _open_training(lab, browser, name, background, "print('free')")
     page.save()
     page.reload()
     page.screenshot(f"reloaded_{background}.png")
     (lab.folder / "enough").touch()
-    page.wait_for_text(BLOCKING, "done in")
-    page.wait_for_matches(BLOCKING, "✓ done", 3)  # of the job and of two ranks
+    page.wait_for_text(TRAINING, "done in")
+    page.wait_for_matches(TRAINING, "✓ done", 3)  # of the job and of two ranks
     page.screenshot(f"reloaded_done_{background}.png")
     page.run(OTHER)
     page.wait_for_text(OTHER, "free")
     page.save()
     page.page.close()  # the kernel stays
     page = lab.open(browser, name)
-    page.wait_for_text(BLOCKING, "done in")
-    page.wait_for_matches(BLOCKING, "✓ done", 3)
+    page.wait_for_text(TRAINING, "done in")
+    page.wait_for_matches(TRAINING, "✓ done", 3)
     page.screenshot(f"reopened_{background}.png")
     page.shut_down()
 
@@ -56,16 +62,11 @@ def test_the_finished_table_is_there_after_a_reload(
 def test_the_table_is_there_where_no_page_was_open_at_the_end(
     lab: DefaultLab, browser: Browser, background: bool
 ) -> None:
-    name, ended = f"away_{background}.ipynb", lab.folder / f"ended_{background}"
-    call = f"job = notebook_launcher(train, (100_000,), 2, background={background})"
-    after = f"{'job.result(); ' if background else ''}open({ended.name!r}, 'w').close()"
-    write_notebook(lab.folder / name, (SETUP, call, after))
-    (lab.folder / "enough").unlink(missing_ok=True)
-    page = lab.open(browser, name)
-    page.run(0)
-    page.wait_until_idle(0)
-    page.run(BLOCKING)
-    page.wait_until(lambda: len(bars(page, BLOCKING)) == 2, "two bars")
+    ended = lab.folder / f"ended_{background}"
+    # Written when the kernel has been idle for longer than a reload takes: widgets stay for as long as the kernel.
+    write = f"get_ipython().kernel.io_loop.call_later(6, lambda: open({ended.name!r}, 'w').close())"
+    after = f"{'job.result(); ' if background else ''}{write};"
+    page = _open_training(lab, browser, f"away_{background}.ipynb", background, after)
     page.run(OTHER)
     page.save()
     url = page.page.url
@@ -73,7 +74,7 @@ def test_the_table_is_there_where_no_page_was_open_at_the_end(
     (lab.folder / "enough").touch()
     page.wait_until(ended.exists, "the end of the job")
     page.goto(url)
-    page.wait_for_text(BLOCKING, "done in")
-    page.wait_for_matches(BLOCKING, "✓ done", 3)
+    page.wait_for_text(TRAINING, "done in")
+    page.wait_for_matches(TRAINING, "✓ done", 3)
     page.screenshot(f"away_{background}.png")
     page.shut_down()

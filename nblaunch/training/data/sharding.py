@@ -94,7 +94,8 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         if self.split_batches:
-            return self.total_length - (0 if self.even_batches or self.drop_last else self._missing_part())
+            is_short = not (self.even_batches or self.drop_last) and self._has_no_part(self.process_index)
+            return self.total_length - int(is_short)
         whole, rest = divmod(self.total_length, self.num_processes)
         if self.drop_last or rest == 0:
             return whole
@@ -106,20 +107,16 @@ class BatchSamplerShard(BatchSampler):
         if self.even_batches or self.drop_last:
             return False
         if self.split_batches:
-            tail = max(0, length_of(self.sampler)) % self._global_size
-            return 0 < tail <= (self.num_processes - 1) * self._part_size
+            return self._has_no_part(self.num_processes - 1)
         try:
             return self.total_length % self.num_processes != 0
         except TypeError:  # it has no length
             return self.num_processes > 1
 
-    def _missing_part(self) -> int:
-        """Return 1 where the last batch is so short that this rank's part of it is empty."""
-        length = length_of(self.sampler)
-        if length < 0:
-            return 0
-        tail = length % self._global_size
-        return int(0 < tail <= self.process_index * self._part_size)
+    def _has_no_part(self, rank: int) -> bool:
+        """Return whether the last batch is so short that a rank's part is empty; False where that is not known."""
+        tail = max(0, length_of(self.sampler)) % self._global_size
+        return 0 < tail <= rank * self._part_size
 
     @property
     def _global_size(self) -> int:
