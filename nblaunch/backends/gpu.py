@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,11 +97,12 @@ class GpuBackend(Backend):
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         import torch.distributed as dist
 
+        # torch advises init_process_group(device_id=...), which no user can pass here; the device is the right one.
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
         # NCCL refuses two ranks on one GPU, as it does instances of one; gloo does not mind.
         count = self._torch_module().device_count()
-        has_own = count == 1 and not env.read(
-            _CHOSEN_BY_LOCAL_RANK
-        )  # SLURM gives each process a GPU of its own
+        # SLURM gives each process a GPU of its own.
+        has_own = count == 1 and not env.read(_CHOSEN_BY_LOCAL_RANK)
         fits = has_own or topology.local_world_size <= count
         dist_backend = self.dist_backend if fits and dist.is_backend_available(self.dist_backend) else "gloo"
         process_group.join(dist_backend, topology, timeout_s)

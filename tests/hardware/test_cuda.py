@@ -167,7 +167,8 @@ def test_training(mixed_precision: str, world_size: int) -> None:
         assert answers["board"]
 
 
-@pytest.mark.skipif(BACKEND.affinity() < 2, reason="one GPU here")
+@pytest.mark.skipif(BACKEND.device_count() < 2, reason="one GPU here")
+@pytest.mark.leaves_behind("CUDA keeps its descriptors until this process ends")
 def test_losses_of_one_process_may_lie_on_two_gpus() -> None:
     slot = private_slot()
     report = LossReport(slot, BACKEND)

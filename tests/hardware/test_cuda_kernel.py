@@ -420,6 +420,7 @@ def test_the_table_shows_memory_and_how_busy_the_gpu_is(start: StartKernel) -> N
 def work():
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(64, 8)), 8))
+    kept = torch.ones(1 << 29, device=accelerator.device)     # 2 GiB
     big = torch.ones(4096, 4096, device=accelerator.device)
     begun = time.monotonic()
     while time.monotonic() < begun + 5:

@@ -23,10 +23,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import backends, context, env
-from nblaunch.backends.process_group import ALL_JOIN_BEFORE_ANY_GOES_ON
 from nblaunch.topology import Topology
-
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class RankFailed(AssertionError):
@@ -114,9 +111,7 @@ def run(
         for rank in range(world_size):
             topology = Topology(rank, rank, 0, world_size, world_size, master_port=store.port)
             receiver, sender = spawn.Pipe(duplex=False)
-            process = spawn.Process(
-                target=_rank_main, args=(call, topology.to_env() | LOOPBACK, backend, sender)
-            )
+            process = spawn.Process(target=_rank_main, args=(call, topology.to_env(), backend, sender))
             process.start()
             sender.close()
             ranks.append((process, receiver))
@@ -163,11 +158,11 @@ def _rank_main(
     # A process takes over the start method it was made by; the readers of a loader would then come from one more
     # server, which ends some time after the rank. In launched workers and under torchrun they are forked.
     multiprocessing.set_start_method("fork", force=True)
-    # As in launched workers: a short program would close its connections while others open theirs.
-    env.apply({**environment, **ALL_JOIN_BEFORE_ANY_GOES_ON})
+    topology, chosen = Topology.from_env(environment), backends.choose(backend)
+    env.apply({**environment, **chosen.worker_env(topology)})  # as in launched workers
     warnings.simplefilter("error")  # as in the tests' own process
     torch.set_num_threads(1)
-    context.install(context.ProcessContext(Topology.from_env(environment), backends.choose(backend)))
+    context.install(context.ProcessContext(topology, chosen))
     try:
         function, args = cloudpickle.loads(call)
         answer = (False, function(*args))
