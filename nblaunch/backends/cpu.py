@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nblaunch.backends import first_use
 from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.host import proc
 from nblaunch.topology import Topology
@@ -40,7 +41,13 @@ class CpuBackend(Backend):
         # Accelerate looks for torch_xla when it is imported, once for all.
         if getattr(sys.modules.get("accelerate.utils.imports"), "_torch_xla_available", False):
             return "Hugging Face Accelerate was imported in this process and takes torch_xla for its device"
+        runtime = first_use.gpu_in_use()
+        if runtime is not None:
+            return f"this process has used {runtime}, which backward() and optimizers ask for in a forked copy, in vain"
         return None
+
+    def first_use(self) -> tuple[tuple[str, int, str], ...]:
+        return first_use.gpu_first_use()
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         # Accelerate would otherwise make N unconnected processes of N workers on a machine without a GPU.

@@ -5,13 +5,16 @@ Backends answer ``fork_hazard()`` and ``first_use()`` from here. Other hazards, 
 
     watch, watch_torch        record the line that initialises a GPU; called when nblaunch is imported
     gpu_hazard                why forked workers could not use CUDA, ROCm, or Intel's Level Zero
+    gpu_in_use                what forked workers on the CPU would fail to ask
     is_xla_initialised        whether the XLA runtime is up
     xla_backward_hazard       why forked workers could not run a backward on an XLA device
     fork_failure              tries a backward in a throw-away fork
 
-There are four ways to have used CUDA. torch has initialised it; torch has only asked the driver (``is_available()``),
-which makes forks useless all the same; a ``backward()`` on the CPU has, as it starts a thread for each GPU; something
-else has opened CUDA, as another library, or ``torch.accelerator``. That a library is *imported* is no evidence.
+There are four ways to have used CUDA. torch has initialised it; torch has only asked the driver (``is_available()``
+without NVML), which makes forks useless all the same; a ``backward()`` on the CPU has, as it starts a thread for each
+GPU; something else has, as another library, or a data loader with ``pin_memory``. That a library is *imported* is no
+evidence, nor is an open device file: NVML opens ``/dev/nvidia-uvm`` as CUDA does (driver 580), and torch, DeepSpeed and
+torchao ask NVML when they count GPUs. Whether CUDA is initialised is asked of the driver.
 
 The first ``backward`` of a process on a machine with accelerators starts one engine thread per device. A fork copies
 the engine's tables but not its threads, and torch then refuses every ``backward`` in the child. No flag of torch
@@ -21,6 +24,7 @@ reports that, and nothing can be undone, so a throw-away child tries. Source: to
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import select
@@ -28,6 +32,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,7 +42,7 @@ from nblaunch import env, packages
 _NUM_FRAMES = 200
 _POISONED = "torch refuses GPUs in a forked copy"
 _EARLIER_BACKWARD = "autograd's threading"  # torch's words: torch/csrc/autograd/engine.cpp
-_ASKED = "has asked the {} driver through torch (torch.{}.is_available() is enough), and a forked copy can't use it"
+_ASKED = "has asked the {} driver through torch (torch.{}.is_available() can do so), and a forked copy can't use it"
 # What starts the XLA runtime in the process that calls it; found by trying each in torch_xla 2.9.
 XLA_INITIALISERS = re.compile(
     r"xla_device|torch_xla\.device|device_count\(|get_xla_supported_devices|world_size\(|global_ordinal|"
@@ -58,19 +63,57 @@ class GpuRuntime(NamedTuple):
     Args:
         name: "CUDA".
         module: that of torch which uses it, as ``torch.cuda``.
-        device_file: the file, or the beginning of its name, that a process has open which uses a GPU.
+        is_in_use: returns whether this process has initialised it, and starts nothing.
         hiding: the environment in which it shows no GPU.
     """
 
     name: str
     module: str
-    device_file: str
+    is_in_use: Callable[[], bool]
     hiding: dict[str, str]
 
 
-CUDA = GpuRuntime("CUDA", "cuda", "/dev/nvidia-uvm", {"CUDA_VISIBLE_DEVICES": ""})
-ROCM = GpuRuntime("ROCm", "cuda", "/dev/kfd", {"HIP_VISIBLE_DEVICES": "-1"})
-LEVEL_ZERO = GpuRuntime("Level Zero", "xpu", "/dev/dri/renderD", {"ONEAPI_DEVICE_SELECTOR": "opencl:cpu"})
+def is_cuda_initialised() -> bool:
+    """Return whether this process has initialised the CUDA driver, by whatever library.
+
+    The driver's functions do nothing before ``cuInit`` but say that it was not called. Source: CUDA Driver API,
+    "Initialization".
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False  # not even loaded
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+
+
+def has_open_device(device_file: str, descriptors: Path = Path("/proc/self/fd")) -> bool:
+    """Return whether a process has a file open.
+
+    Args:
+        device_file: the file, or the beginning of its name.
+        descriptors: folder of the process's open files.
+    """
+    try:
+        entries = list(descriptors.iterdir())
+    except OSError:
+        return False  # no /proc on this system: torch's own flag has to do
+    for entry in entries:
+        try:
+            if os.readlink(entry).startswith(device_file):
+                return True
+        except OSError:
+            continue  # closed meanwhile: the folder's own descriptor always is
+    return False
+
+
+CUDA = GpuRuntime("CUDA", "cuda", is_cuda_initialised, {"CUDA_VISIBLE_DEVICES": ""})
+ROCM = GpuRuntime("ROCm", "cuda", partial(has_open_device, "/dev/kfd"), {"HIP_VISIBLE_DEVICES": "-1"})
+LEVEL_ZERO = GpuRuntime(
+    "Level Zero",
+    "xpu",
+    partial(has_open_device, "/dev/dri/renderD"),
+    {"ONEAPI_DEVICE_SELECTOR": "opencl:cpu"},
+)
 
 _first_use: tuple[tuple[str, int, str], ...] = ()
 
@@ -115,37 +158,30 @@ def _record() -> None:
     _first_use = tuple(frames)
 
 
+def gpu_in_use() -> str | None:
+    """Return the name of the interface to GPUs that this process uses; None where it uses none.
+
+    Forked workers on the CPU fail, too: optimizers ask torch whether a GPU records a graph, and backward finds that the
+    threads for the GPUs are missing.
+    """
+    return next((runtime.name for runtime in (CUDA, ROCM) if runtime.is_in_use()), None)
+
+
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
     """Return why a forked copy of this process can't use a GPU, as the end of "this process ..."; None where it can."""
     torch: Any = sys.modules.get("torch")
     name, module = runtime.name, runtime.module
+    in_vain = f"{name} can't be used in a forked copy of it"
     if torch is not None and getattr(torch, module).is_initialized():
-        return f"has used {name} through torch, and {name} can't be used in a forked copy of it"
-    failure = fork_failure(lambda: _try_torch(runtime)) if torch is not None else None
-    if failure is not None and _POISONED in failure:
-        return _ASKED.format(name, module)
-    is_open = has_open_device(Path("/proc/self/fd"), runtime.device_file)
-    # What fails for another reason than an earlier backward fails because the GPU is in use.
-    if failure is not None and (not is_open or _EARLIER_BACKWARD in failure):
-        return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
-    if not is_open:
+        return f"has used {name} through torch, and {in_vain}"
+    if not runtime.is_in_use():
         return None
-    return f"has opened {name} by another way than torch.{module} ({runtime.device_file} is open), useless in a fork"
-
-
-def has_open_device(descriptors: Path, device_file: str = CUDA.device_file) -> bool:
-    """Return whether a descriptor in the folder (``/proc/self/fd``) is that of a GPU in use."""
-    try:
-        entries = list(descriptors.iterdir())
-    except OSError:
-        return False  # no /proc on this system: torch's own flag has to do
-    for entry in entries:
-        try:
-            if os.readlink(entry).startswith(device_file):
-                return True
-        except OSError:
-            continue  # closed meanwhile: the folder's own descriptor always is
-    return False
+    failure = (fork_failure(lambda: _try_torch(runtime)) if torch is not None else None) or ""
+    if _POISONED in failure:
+        return _ASKED.format(name, module)
+    if _EARLIER_BACKWARD in failure:
+        return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
+    return f"has used {name} by another way than torch.{module}, and {in_vain}"
 
 
 def _try_torch(runtime: GpuRuntime) -> None:

@@ -1,8 +1,8 @@
 """GPUs of this host: NVIDIA's without a CUDA context, which of them workers may use, and how busy devices are.
 
 All that is known of NVIDIA's comes from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``). NVML
-makes no CUDA context and does not open ``/dev/nvidia-uvm``, so that a process which asks it can still be forked. No
-program is started: nvidia-smi takes seconds where a driver is slow. AMD's and Intel's GPUs are in ``drm.py``.
+does not initialise CUDA, so that a process which asks it can still be forked. No program is started: nvidia-smi takes
+seconds where a driver is slow. AMD's and Intel's GPUs are in ``drm.py``.
 """
 
 from __future__ import annotations

@@ -16,18 +16,45 @@ import torch
 
 from nblaunch.backends import first_use
 
-
-@pytest.fixture
-def descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for ``/proc/self/fd``."""
-    folder = tmp_path / "fd"
-    folder.mkdir()
-    (folder / "0").symlink_to("/dev/null")
-    monkeypatch.setattr(first_use, "Path", lambda path: folder)
-    return folder
+USED = first_use.CUDA._replace(is_in_use=lambda: True)
+"""CUDA as in a process that has initialised it."""
 
 
-def test_a_process_that_left_cuda_alone_can_be_forked(descriptors: Path) -> None:
+# The driver's library as far as it is asked: before cuInit it answers CUDA_ERROR_NOT_INITIALIZED.
+_DRIVER = """
+static int is_up;
+int cuInit(unsigned flags) { is_up = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = is_up; return is_up ? 0 : 3; }
+"""
+_ASK = """
+import ctypes, json
+from nblaunch.backends import cpu, first_use
+found = [first_use.is_cuda_initialised()]
+driver = ctypes.CDLL({library!r})
+found.append(first_use.is_cuda_initialised())
+before = cpu.BACKEND.fork_hazard()
+driver.cuInit(0)
+print(json.dumps([*found, first_use.is_cuda_initialised(), before, cpu.BACKEND.fork_hazard()]))
+"""
+
+
+def test_the_driver_is_asked_whether_it_is_initialised(tmp_path: Path) -> None:
+    """For workers on the CPU as well: in a forked copy torch asks CUDA in every step of an optimizer."""
+    library = tmp_path / "libcuda.so"
+    (tmp_path / "driver.c").write_text(_DRIVER)
+    build = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"]
+    subprocess.run(build, check=True, timeout=60)
+    *found, before, after = _run(_ASK.format(library=str(library)), tmp_path)
+    assert found == [False, False, True]
+    assert before is None
+    assert after.startswith("this process has used CUDA, which backward() and optimizers ask for")
+
+
+def test_a_process_that_left_cuda_alone_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(attempt: Callable[[], None] | None = None) -> str:
+        raise AssertionError("nothing to find out by a fork")
+
+    monkeypatch.setattr(first_use, "fork_failure", fails)
     assert first_use.gpu_hazard(first_use.CUDA) is None
 
 
@@ -36,63 +63,40 @@ def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(first_use.gpu_hazard(first_use.CUDA)).startswith("has used CUDA through torch, ")
 
 
-def test_a_question_to_the_driver_is_distinguished_from_use(
-    monkeypatch: pytest.MonkeyPatch, descriptors: Path
-) -> None:
+def test_a_question_to_the_driver_is_distinguished_from_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after torch.cuda.is_available(): nothing is initialised, but torch refuses CUDA in children."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    expected = "has asked the CUDA driver through torch (torch.cuda.is_available() is enough)"
-    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(expected)
-    (descriptors / "1").symlink_to("/dev/nvidia-uvm")
-    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(expected)
+    assert str(first_use.gpu_hazard(USED)).startswith("has asked the CUDA driver through torch (")
 
 
-def test_a_context_of_another_library(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
-    (descriptors / "1").symlink_to("/dev/nvidia-uvm")
-    assert "has opened CUDA by another way than torch.cuda (/dev/nvidia-uvm is open)" in str(
-        first_use.gpu_hazard(first_use.CUDA)
-    )
+def test_another_library_that_uses_cuda() -> None:
+    assert str(first_use.gpu_hazard(USED)).startswith("has used CUDA by another way than torch.cuda")
 
 
-def test_an_earlier_backward(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
-    def fails(attempt: Callable[[], None] | None = None) -> str:
-        return "RuntimeError: Unable to handle autograd\nand more"
-
-    monkeypatch.setattr(first_use, "fork_failure", fails)
-    assert first_use.gpu_hazard(first_use.CUDA) == (
-        "has run backward(), which would fail in every forked worker (RuntimeError: Unable to handle autograd)"
-    )
-
-
-def test_an_earlier_backward_is_named_though_it_has_opened_the_driver(
-    monkeypatch: pytest.MonkeyPatch, descriptors: Path
-) -> None:
-    """As on every machine with GPUs: starting autograd's threads counts them, by the driver and not by torch.cuda."""
-
-    def refuse() -> None:
-        raise RuntimeError(
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (
             "Unable to handle autograd's threading in combination with fork-based multiprocessing. See "
-            "https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork"
-        )
-
-    (descriptors / "1").symlink_to("/dev/nvidia-uvm")
-    monkeypatch.setattr(first_use, "small_backward", refuse)
-    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(
-        "has run backward(), which would fail in every forked worker ("
-    )
+            "https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork",
+            "has run backward(), which would fail in every forked worker (",
+        ),
+        ("CUDA error: initialization error", "has used CUDA by another way than torch.cuda"),
+    ],
+)
+def test_an_earlier_backward_is_named(monkeypatch: pytest.MonkeyPatch, error: str, found: str) -> None:
+    """On every machine with GPUs it initialises CUDA: starting autograd's threads counts them."""
 
     def fail() -> None:
-        raise RuntimeError("CUDA error: initialization error")
+        raise RuntimeError(error)
 
     monkeypatch.setattr(first_use, "small_backward", fail)
-    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(
-        "has opened CUDA by another way than torch.cuda"
-    )
+    assert str(first_use.gpu_hazard(USED)).startswith(found)
 
 
 def test_the_probe_neither_looks_at_gpus_nor_warns(
-    monkeypatch: pytest.MonkeyPatch, descriptors: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A backward starts the driver with all visible GPUs, and a driver that can't be started warns."""
     seen = tmp_path / "seen"
@@ -103,7 +107,7 @@ def test_the_probe_neither_looks_at_gpus_nor_warns(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(first_use, "small_backward", look)
-    assert first_use.gpu_hazard(first_use.CUDA) is None
+    assert first_use.gpu_hazard(USED) is not None
     assert seen.read_text() == "''"
     assert capfd.readouterr() == ("", "")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
@@ -115,11 +119,11 @@ def test_descriptors(tmp_path: Path) -> None:
     (folder / "0").symlink_to("/dev/null")
     (folder / "1").symlink_to("socket:[123]")
     (folder / "2").write_text("closed meanwhile")
-    assert not first_use.has_open_device(folder)
-    (folder / "3").symlink_to("/dev/nvidia-uvm")
-    assert first_use.has_open_device(folder)
-    assert not first_use.has_open_device(tmp_path / "no-proc")
-    assert not first_use.has_open_device(Path("/proc/self/fd"))
+    assert not first_use.has_open_device("/dev/kfd", folder)
+    (folder / "3").symlink_to("/dev/kfd")
+    assert first_use.has_open_device("/dev/kfd", folder)
+    assert not first_use.has_open_device("/dev/kfd", tmp_path / "no-proc")
+    assert not first_use.has_open_device("/dev/kfd")
 
 
 # torch without CUDA stops before it initialises anything. These stand in for the two things that it lacks; the rest,

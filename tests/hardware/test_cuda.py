@@ -41,9 +41,9 @@ def _fresh(code: str) -> Any:
 
 def test_gpus_are_counted_as_cuda_counts_them_and_without_a_context() -> None:
     code = (
-        "import json; from pathlib import Path; from nblaunch.backends import cuda, first_use;"
+        "import json; from nblaunch.backends import cuda, first_use;"
         "count = cuda.BACKEND.device_count();"
-        "touched = first_use.has_open_device(Path('/proc/self/fd')); import torch;"
+        "touched = first_use.is_cuda_initialised(); import torch;"
         "is_initialised = torch.cuda.is_initialized(); torch.cuda.init();"  # from here on torch asks CUDA, not NVML
         "print(json.dumps([count, touched, is_initialised, torch.cuda.device_count()]))"
     )

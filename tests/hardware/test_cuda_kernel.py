@@ -44,7 +44,7 @@ from nblaunch.backends import first_use
 from pathlib import Path
 
 def touches_gpu():
-    return torch.cuda.is_initialized() or first_use.has_open_device(Path("/proc/self/fd"))
+    return first_use.is_cuda_initialised()
 
 def build():
     torch.manual_seed(0)
