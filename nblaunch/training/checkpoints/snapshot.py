@@ -297,7 +297,7 @@ class CpuCopies:
     def _copy(self, state: Any, path: tuple[Any, ...], seen: dict[Any, Any]) -> Any:
         if is_sharded(state):
             held = self._copy(dtensor.local(state), path, seen)
-            return dtensor.on_host(state, held)
+            return dtensor.with_local(state, held)
         if isinstance(state, torch.Tensor):
             view, _ = model_files.view_of(state)
             held = seen.get(view) if view is not None else None

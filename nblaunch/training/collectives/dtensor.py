@@ -6,6 +6,7 @@ and how, is decided by the strategy.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,20 +51,15 @@ def shard_like(full: Any, like: Any) -> Any:
 
 
 def with_local(like: Any, held: torch.Tensor) -> Any:
-    """Return a shard that lies in the full tensor as ``like`` does, with the elements ``held``."""
+    """Return a shard of the full tensor's part that ``like`` is, with the elements ``held``, where these lie.
+
+    That may be in host memory though the mesh is one of GPUs: weights that are offloaded, and copies for files.
+    """
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def on_host(like: Any, held: torch.Tensor) -> Any:
-    """Return a shard with the elements ``held`` in host memory, wherever ``like`` lies: for files, not to compute."""
-    from torch.distributed.tensor import DTensor
-
-    # from_local would move it to the devices of the mesh; FSDP2 makes its own shards like this.
-    return DTensor(held, like._spec, requires_grad=False)
+    # from_local would move them to the devices of the mesh; FSDP2 makes its own shards like this.
+    meta = like._spec.tensor_meta._replace(dtype=held.dtype)
+    return DTensor(held, dataclasses.replace(like._spec, tensor_meta=meta), requires_grad=False)
 
 
 def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
