@@ -98,6 +98,7 @@ def test_a_checkpoint_brings_back_the_random_numbers_of_the_gpu(
 
 
 def _train_in_fp8() -> tuple[list[float], list[str]]:
+    warnings.simplefilter("ignore")  # the import of torchao
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
@@ -185,6 +186,7 @@ def test_a_batch_size_that_fits_is_found() -> None:
 
 
 def _profile(folder: str) -> tuple[set[str], float]:
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11 says so to everyone
     accelerator, *rest = _prepared()
     options = ProfileKwargs(activities=["cpu", "cuda"], output_trace_dir=folder, profile_memory=True)
     with accelerator.profile(options) as profiler:
