@@ -120,3 +120,15 @@ all(torch.equal(value.bfloat16(), whole[name]) for name, value in model.state_di
         timeout_s=TIMEOUT_S,
     )
     assert cell.result == "(True, 'cpu')"
+
+
+def _choose() -> None:
+    Accelerator(deepspeed_plugin=DeepSpeedPlugin())
+
+
+@pytest.mark.skipif(BACKEND.device_count() > 1, reason="two GPUs are there for two ranks")
+def test_ranks_that_share_a_gpu_are_refused() -> None:
+    with pytest.raises(
+        ranks.RankFailed, match="DeepSpeed needs a GPU for each rank, and 2 ranks share 1 GPU here"
+    ):
+        ranks.run(_choose, 2, backend="cuda")

@@ -50,16 +50,22 @@ def shard_like(full: Any, like: Any) -> Any:
     return with_local(like, slice_for(like, full).to(device=like.to_local().device, copy=True))
 
 
-def with_local(like: Any, held: torch.Tensor) -> Any:
+def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
     """Return a shard of the full tensor's part that ``like`` is, with the elements ``held``, where these lie.
 
     That may be in host memory though the mesh is one of GPUs: weights that are offloaded, and copies for files.
+
+    Args:
+        like: a shard of that part.
+        held: its new elements.
+        mesh: of the same ranks; None: that of ``like``.
     """
     from torch.distributed.tensor import DTensor
 
     # from_local would move them to the devices of the mesh; FSDP2 makes its own shards like this.
     meta = like._spec.tensor_meta._replace(dtype=held.dtype)
-    return DTensor(held, dataclasses.replace(like._spec, tensor_meta=meta), requires_grad=False)
+    spec = dataclasses.replace(like._spec, mesh=mesh or like.device_mesh, tensor_meta=meta)
+    return DTensor(held, spec, requires_grad=False)
 
 
 def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,17 +84,33 @@ def gather(state: Any, keep: bool) -> Any:
 
     def full(leaf: Any) -> Any:
         if is_sharded(leaf):
-            whole = _on_its_mesh(leaf.detach()).full_tensor()
+            whole = _exchangeable(leaf.detach()).full_tensor()
             return whole.cpu() if keep else None
         return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
     return nested.map_leaves(full, state)
 
 
-def _on_its_mesh(shard: Any) -> Any:
-    """Return a shard where ranks can exchange it; one that is offloaded lies in host memory, its mesh on GPUs."""
-    held, kind = shard.to_local(), shard.device_mesh.device_type
-    return shard if held.device.type == kind else with_local(shard, held.to(kind))
+def _exchangeable(shard: Any) -> Any:
+    """Return a shard where ranks can exchange it; one that is offloaded lies in host memory, its mesh on GPUs.
+
+    Ranks that share a GPU talk by gloo, and torch 2.11 crashes where it gathers what lies on GPUs over that.
+    """
+    held, mesh = shard.to_local(), shard.device_mesh
+    if mesh.device_type != "cpu" and dist.get_backend(mesh.get_group(0)) == "gloo":
+        return with_local(shard, held.cpu(), _on_cpu(mesh))
+    return shard if held.device.type == mesh.device_type else with_local(shard, held.to(mesh.device_type))
+
+
+def _on_cpu(mesh: Any) -> Any:
+    """Return a mesh of the same ranks and groups, for tensors in host memory."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], "cpu")
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
 
 
 def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.events import Note
-from nblaunch.training.joining import JoinedProcess, waiting
+from nblaunch.training.joining import JoinedProcess, is_distributed, waiting
 from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -65,6 +66,7 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"
             )
+        _check_every_rank_has_a_gpu(setup.process)
         self._plugins = plugins
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
@@ -326,6 +328,16 @@ class DeepSpeedPlugins(StrategyPlugin):
 
     def build(self, setup: TrainingSetup) -> Strategy:
         return DeepSpeedStrategy(self, setup)
+
+
+def _check_every_rank_has_a_gpu(process: JoinedProcess) -> None:
+    """Refuse ranks that share a GPU, and so talk by gloo: DeepSpeed would have them wait for each other for ever."""
+    if process.device.type != "cpu" and is_distributed() and dist.get_backend() == "gloo":
+        gpus = formatting.count(process.backend.device_count(), process.backend.device_noun)
+        raise ValueError(
+            f"DeepSpeed needs a GPU for each rank, and {process.topology.local_world_size} ranks share {gpus} here. "
+            "Launch as many processes as there are GPUs, or try it out with backend='cpu'"
+        )
 
 
 def _batch_size(loader: DataLoader) -> int | None:
