@@ -245,7 +245,9 @@ class LossReport:
         if self._zero is None or self._zero.device != latest.device:
             self._zero = torch.zeros((), dtype=torch.float32).to(latest.device)
         begun = self._bin_of_step(self._zero)
-        begun.sum = begun.sum + latest.reshape(()).to(begun.sum.device)  # losses may lie on several
+        # Every operation counts: a small model's step has sixty. Losses may lie on several devices.
+        is_addable = latest.dim() == 0 and latest.device == begun.sum.device
+        begun.sum = begun.sum + (latest if is_addable else latest.reshape(()).to(begun.sum.device))
         begun.count += 1
         if is_there:
             self.show_due()

@@ -196,7 +196,12 @@ def _script_rows(extent: Extent, size: int) -> Iterator[Row]:
             file.write(
                 f"from tests.benchmarks.gpu import _first_step\n_first_step('nblaunch', {timer.path!r})\n"
             )
-        env = {**os.environ, **threads, **dict(extent.env), "PYTHONPATH": str(ROOT)}
+        env = {
+            **os.environ,
+            **threads,
+            **dict(extent.env),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        }
         found = []
         for _ in range(extent.launches):
             lap = {}

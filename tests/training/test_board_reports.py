@@ -116,7 +116,7 @@ def test_a_loss_that_could_not_be_added_keeps_no_others_from_being_shown() -> No
     report.note(torch.tensor(1.0))
     slot.num_updates += 1
     with pytest.raises(RuntimeError):
-        report.note(torch.ones(()).to_sparse())  # fails, as where its device has no memory left
+        report.note(torch.ones(1).to_sparse())  # fails, as where its device has no memory left
     report.flush()
     assert slot.read(0).losses.points() == ((1.0, 1.0),)
 

@@ -86,7 +86,8 @@ def gather(state: Any, keep: bool) -> Any:
         if is_sharded(leaf):
             whole = _exchangeable(leaf.detach()).full_tensor()
             return whole.cpu() if keep else None
-        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+        # Those that are full on every rank go where the gathered ones do: buffers, layers that are not sharded.
+        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
     return nested.map_leaves(full, state)
 
