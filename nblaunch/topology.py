@@ -18,7 +18,8 @@ class Topology:
         local_world_size: number of workers on this node.
         num_nodes: number of nodes.
         master_addr: host name or address of the workers' store.
-        master_port: TCP port of the store; 0 if there is none (a single process without a launcher).
+        master_port: TCP port of the store. 0: there is none (a single process without a launcher), or the launcher has
+            not opened it yet.
 
     Raises:
         ValueError: a rank is out of range.

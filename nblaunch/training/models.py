@@ -14,7 +14,8 @@ Where a device's tensors are of another kind than the CPU's, a module that moves
 between layers are tied again, and optimizers that were built before get the new ones (:class:`Replacements`, which
 also has those that ``fully_shard`` and fp8 replace).
 
-Models that were cut by a device map or quantised stay where they are.
+Models that a device map has cut stay where they are, and quantised ones that have a device map or are on the device
+already (``stays_in_place``).
 """
 
 from __future__ import annotations

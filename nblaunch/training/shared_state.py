@@ -38,7 +38,7 @@ class SharedState:
         loaders: the prepared loaders that it is reading.
         accumulation: the accumulation window that was entered last, or else that of the latest Accelerator.
         loops: the running loops over loaders and iterables, shown on the board.
-        losses: reports the last loss there.
+        losses: reports losses there, and the memory of the device.
         busy_time: reports time per step spent without waiting for other ranks.
         models: prepared models, by whose mode training and evaluating differ.
         precision: of the latest Accelerator; None before there is one.

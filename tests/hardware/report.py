@@ -61,6 +61,9 @@ PARTS = (
          ("tests/hardware/test_cuda_scripts.py", "tests/hardware/test_selfcheck.py", "-m", "cuda")),
     Part("deepspeed", "DeepSpeed with one rank, and two where there are two GPUs",
          ("tests/hardware/test_cuda_deepspeed.py",)),
+    Part("training", "compiled models, checkpoints, fp8, collectives, profiles",
+         ("tests/hardware/test_cuda_training.py",)),
+    Part("interactive", "sessions, the debugger, a detached job", ("tests/hardware/test_cuda_interactive.py",)),
 )  # fmt: skip
 
 

@@ -104,8 +104,8 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 class DdpStrategy(Strategy):
     """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
-    That writes rank 0's weights and buffers to every rank's, but for frozen ones that are equal: from then on a forked
-    worker shares them with no other process.
+    Its constructor writes rank 0's weights and buffers to every rank's; what it writes, a forked worker no longer
+    shares with other processes. Frozen weights that are equal on all ranks are not written, and stay shared.
 
     Args:
         handlers: of the Accelerator, by type; what the user assigns there counts for models prepared later.
