@@ -159,12 +159,18 @@ def _record() -> None:
 
 
 def gpu_in_use() -> str | None:
-    """Return the name of the interface to GPUs that this process uses; None where it uses none.
+    """Return "CUDA" or "ROCm" where this process uses it; None where it does not.
 
     Forked workers on the CPU fail, too: optimizers ask torch whether a GPU records a graph, and backward finds that the
     threads for the GPUs are missing.
     """
-    return next((runtime.name for runtime in (CUDA, ROCM) if runtime.is_in_use()), None)
+    return next((runtime.name for runtime in (CUDA, ROCM) if _is_in_use(runtime)), None)
+
+
+def _is_in_use(runtime: GpuRuntime) -> bool:
+    """Return whether this process uses GPUs, or is itself a fork of one that does."""
+    torch: Any = sys.modules.get("torch")
+    return runtime.is_in_use() or (torch is not None and getattr(torch, runtime.module)._is_in_bad_fork())
 
 
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
@@ -174,7 +180,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
     in_vain = f"{name} can't be used in a forked copy of it"
     if torch is not None and getattr(torch, module).is_initialized():
         return f"has used {name} through torch, and {in_vain}"
-    if not runtime.is_in_use():
+    if not _is_in_use(runtime):
         return None
     failure = (fork_failure(lambda: _try_torch(runtime)) if torch is not None else None) or ""
     if _POISONED in failure:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_ADVICE_ON_DEVICE = (
+    r"barrier\(\): using the device under current context|No device id is provided via `init_process"
+)
+"""Of torch's ``barrier()``; in the words of torch 2.9 and newer, and of earlier ones."""
 _CHOSEN_BY_LOCAL_RANK = "NBLAUNCH_GPUS_BY_LOCAL_RANK"
 
 
@@ -98,7 +102,7 @@ class GpuBackend(Backend):
         import torch.distributed as dist
 
         # torch advises init_process_group(device_id=...), which no user can pass here; the device is the right one.
-        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
+        warnings.filterwarnings("ignore", _ADVICE_ON_DEVICE, UserWarning)
         # NCCL refuses two ranks on one GPU, as it does instances of one; gloo does not mind.
         count = self._torch_module().device_count()
         # SLURM gives each process a GPU of its own.

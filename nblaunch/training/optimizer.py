@@ -18,18 +18,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from nblaunch.backends.base import Backend
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.precision import Precision
-from nblaunch.wire.weights import is_sharded
-
-
-def step_mixed_groups_one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """Turn off ``foreach`` and ``fused`` for groups with both shards (DTensors) and full tensors.
-
-    torch steps no list of both at once, as it would by default on GPUs: models whose layers are sharded in part, by
-    tensor parallelism or beside ``ignored_modules``.
-    """
-    for group in optimizer.param_groups:
-        if len({is_sharded(parameter) for parameter in group["params"]}) > 1:
-            group.update({name: False for name in ("foreach", "fused") if name in group})
 
 
 def _of_inner(name: str) -> property:

@@ -24,7 +24,6 @@ from nblaunch.training.optimizer import (
     AcceleratedScheduler,
     OptimizerPlaceholder,
     SchedulerPlaceholder,
-    step_mixed_groups_one_by_one,
 )
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
@@ -156,7 +155,6 @@ class Preparer:
     def _wrap_optimizer(self, optimizer: Any, placement: bool | None) -> AcceleratedOptimizer:
         _check_real(optimizer, OptimizerPlaceholder)
         self._replacements.hand_to(optimizer)
-        step_mixed_groups_one_by_one(optimizer)
         return AcceleratedOptimizer(
             optimizer,
             self.accumulation,

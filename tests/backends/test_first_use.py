@@ -70,6 +70,13 @@ def test_a_question_to_the_driver_is_distinguished_from_use(monkeypatch: pytest.
     assert str(first_use.gpu_hazard(USED)).startswith("has asked the CUDA driver through torch (")
 
 
+def test_a_fork_of_a_process_that_has_used_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver answers it as if nothing had been initialised."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert "a forked copy can't use it" in str(first_use.gpu_hazard(first_use.CUDA))
+    assert first_use.gpu_in_use() == "CUDA"
+
+
 def test_another_library_that_uses_cuda() -> None:
     assert str(first_use.gpu_hazard(USED)).startswith("has used CUDA by another way than torch.cuda")
 

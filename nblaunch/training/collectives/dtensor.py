@@ -87,7 +87,9 @@ def gather(state: Any, keep: bool) -> Any:
             whole = _exchangeable(leaf.detach()).full_tensor()
             return whole.cpu() if keep else None
         # Those that are full on every rank go where the gathered ones do: buffers, layers that are not sharded.
-        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().cpu() if keep and not leaf.is_meta else leaf.detach()
+        return leaf
 
     return nested.map_leaves(full, state)
 

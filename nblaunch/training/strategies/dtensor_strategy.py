@@ -20,6 +20,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.models import bare_module
+from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies import shard_files
 from nblaunch.training.strategies.base import ShardWriter, Strategy
@@ -48,6 +49,15 @@ class DTensorStrategy(Strategy):
     def saves_shards(self) -> bool:
         """Whether checkpoints have each rank's shards; otherwise the main process writes full states."""
         return True
+
+    # --- optimizers ----------------------------------------------------------------------------------------------
+
+    def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            mixed = _MixedGroups()
+            optimizer.register_step_pre_hook(mixed.before_step)
+            optimizer.register_step_post_hook(mixed.after_step)
+        return None
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -111,6 +121,32 @@ class DTensorStrategy(Strategy):
             owner, inner = _owner(models, optimizer), inner_optimizer(optimizer)
             load_optimizer(owner, inner, folder / _OPTIMIZER.format(index), is_alone)
         return True
+
+
+class _MixedGroups:
+    """Turns off ``foreach`` and ``fused`` during a step, for groups of both shards (DTensors) and full tensors.
+
+    torch steps no list of both at once, as it would by default on GPUs: models whose layers are sharded in part, by
+    tensor parallelism or beside ``ignored_modules``. Hooks of the step, since parameters may be replaced, groups added
+    and settings loaded at any time before.
+    """
+
+    def __init__(self) -> None:
+        self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            settings = {
+                name: group[name] for name in ("foreach", "fused") if group.get(name, False) is not False
+            }
+            if settings and len({is_sharded(parameter) for parameter in group["params"]}) > 1:
+                self._settings.append((group, settings))
+                group.update(dict.fromkeys(settings, False))
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group, settings in self._settings:
+            group.update(settings)
+        self._settings.clear()
 
 
 class CopiedShards(ShardWriter):

@@ -187,6 +187,32 @@ def _evaluate_in_bf16() -> bool:
     return torch.equal(model(x), expected.float())
 
 
+def _step_beside_full_layers(is_optimizer_first: bool) -> tuple[bool, Any]:
+    """A step as by default on GPUs, in lists of parameters, where a layer is left out of the sharding."""
+    warnings.filterwarnings("ignore", "ignored_modules leaves")
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="exit"))
+    model = network()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    if is_optimizer_first:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    before = [dtensor.local(one).clone() for one in model.parameters()]
+    accelerator.backward(model(torch.ones(4, 6)).sum())
+    optimizer.step()
+    is_stepped = all(
+        not torch.equal(dtensor.local(one), old) or not old.numel()
+        for one, old in zip(model.parameters(), before, strict=True)
+    )
+    return is_stepped, optimizer.state_dict()["param_groups"][0]["foreach"]
+
+
+@pytest.mark.parametrize("is_optimizer_first", [False, True])
+def test_layers_that_are_not_sharded_are_stepped_beside_those_that_are(is_optimizer_first: bool) -> None:
+    assert ranks.run(_step_beside_full_layers, 2, is_optimizer_first) == [(True, True)] * 2
+
+
 def test_models_that_are_only_evaluated_are_not_sharded_and_compute_under_autocast() -> None:
     assert ranks.run(_evaluate_in_bf16, 2) == [True, True]
 

@@ -12,6 +12,8 @@ import torch
 import tqdm
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from nblaunch import (
@@ -23,6 +25,7 @@ from nblaunch import (
     notebook_launcher,
 )
 from nblaunch.training import arguments
+from nblaunch.training.collectives import dtensor
 from nblaunch.training.parallelism import (
     ParallelismConfig,
     TorchContextParallelConfig,
@@ -141,6 +144,33 @@ def test_training_saving_and_resuming_equal_one_process(
     if sizes is BOTH:  # shards of a mesh of two dimensions, on one of one
         for losses in ranks.run(_resume, 2, {"dp_shard_size": 2}, folder):
             assert losses == pytest.approx(second, rel=1e-5, abs=1e-5)
+
+
+def test_tensor_parallel_ranks_go_on_with_a_checkpoint_of_one_process(tmp_path: Path) -> None:
+    """Whose optimizer steps parameters in lists, which torch can't where layers are sharded in part."""
+    folder = str(tmp_path / "state")
+    ((expected, _),) = ranks.run(_train, 1, None, folder)
+    for losses in ranks.run(_resume, 2, TENSOR, folder, timeout_s=120):
+        assert losses == pytest.approx(expected[len(expected) // 2 :], rel=1e-5, abs=1e-5)
+
+
+def _gather_over_gloo() -> list[bool]:
+    """Full tensors of shards, as ranks that share a GPU gather them: on the CPU, by the groups of their mesh."""
+    Accelerator().wait_for_everyone()
+    full, found = torch.arange(24.0).reshape(6, 4), []
+    for sizes, places in (
+        ((4,), [Shard(0)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+    ):
+        shard = distribute_tensor(full, init_device_mesh("cpu", sizes), places)
+        moved = dtensor.with_local(shard, shard.to_local(), dtensor._on_cpu(shard.device_mesh))
+        found.append(torch.equal(moved.full_tensor(), full))
+    return found
+
+
+def test_shards_of_any_mesh_are_gathered_on_the_cpu() -> None:
+    assert ranks.run(_gather_over_gloo, 4) == [[True] * 3] * 4
 
 
 def test_mixed_precision_and_accumulation_on_both() -> None:

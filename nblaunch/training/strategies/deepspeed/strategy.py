@@ -66,7 +66,7 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"
             )
-        _check_every_rank_has_a_gpu(setup.process)
+        _check_group(setup.process)
         self._plugins = plugins
         self._setup = setup
         self._precision = EnginePrecision(setup.precision)
@@ -330,13 +330,14 @@ class DeepSpeedPlugins(StrategyPlugin):
         return DeepSpeedStrategy(self, setup)
 
 
-def _check_every_rank_has_a_gpu(process: JoinedProcess) -> None:
-    """Refuse ranks that share a GPU, and so talk by gloo: DeepSpeed would have them wait for each other for ever."""
-    if process.device.type != "cpu" and is_distributed() and dist.get_backend() == "gloo":
-        gpus = formatting.count(process.backend.device_count(), process.backend.device_noun)
+def _check_group(process: JoinedProcess) -> None:
+    """Refuse ranks on GPUs that talk by gloo: DeepSpeed would have them wait for each other for ever."""
+    size = process.topology.world_size
+    if process.device.type != "cpu" and size > 1 and is_distributed() and dist.get_backend() == "gloo":
         raise ValueError(
-            f"DeepSpeed needs a GPU for each rank, and {process.topology.local_world_size} ranks share {gpus} here. "
-            "Launch as many processes as there are GPUs, or try it out with backend='cpu'"
+            f"DeepSpeed needs ranks that talk by {process.backend.dist_backend}, and these {size} talk by gloo: they "
+            "share GPUs, are instances of one, or gloo was asked for. Launch at most as many processes as there are "
+            "GPUs, or try it out with backend='cpu'"
         )
 
 
