@@ -104,8 +104,9 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 class DdpStrategy(Strategy):
     """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
-    Its constructor writes rank 0's weights and buffers to every rank's; what it writes, a forked worker no longer
-    shares with other processes. Frozen weights that are equal on all ranks are not written, and stay shared.
+    DDP's constructor writes rank 0's weights and buffers to every rank's; what it writes, a forked worker no longer
+    shares with other processes. Frozen weights in host memory that are equal on all ranks are not written, and stay
+    shared.
 
     Args:
         handlers: of the Accelerator, by type; what the user assigns there counts for models prepared later.
@@ -175,7 +176,7 @@ class DdpStrategy(Strategy):
 
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:
-    """Return the names of frozen weights that DDP need not send: equal on all ranks, or of a kind that it can't send.
+    """Return the names of frozen weights that DDP need not send: equal ones in host memory, and kinds that it can't.
 
     A collective. DDP would send those of rank 0 to all: ranks that share the pages of a base model in host memory
     would each get a copy of it.
