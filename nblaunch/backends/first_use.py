@@ -169,20 +169,24 @@ def gpu_in_use() -> str | None:
 
 def _is_in_use(runtime: GpuRuntime) -> bool:
     """Return whether this process uses GPUs, or is itself a fork of one that does."""
-    torch: Any = sys.modules.get("torch")
-    return runtime.is_in_use() or (torch is not None and getattr(torch, runtime.module)._is_in_bad_fork())
+    module = _module_of_torch(runtime)
+    return runtime.is_in_use() or (module is not None and module._is_in_bad_fork())
+
+
+def _module_of_torch(runtime: GpuRuntime) -> Any:
+    """Return ``torch.cuda`` or the like; None where torch is not imported, or a thread is about to."""
+    return getattr(sys.modules.get("torch"), runtime.module, None)
 
 
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
     """Return why a forked copy of this process can't use a GPU, as the end of "this process ..."; None where it can."""
-    torch: Any = sys.modules.get("torch")
-    name, module = runtime.name, runtime.module
+    torch_module, name, module = _module_of_torch(runtime), runtime.name, runtime.module
     in_vain = f"{name} can't be used in a forked copy of it"
-    if torch is not None and getattr(torch, module).is_initialized():
+    if torch_module is not None and torch_module.is_initialized():
         return f"has used {name} through torch, and {in_vain}"
     if not _is_in_use(runtime):
         return None
-    failure = (fork_failure(lambda: _try_torch(runtime)) if torch is not None else None) or ""
+    failure = (fork_failure(lambda: _try_torch(runtime)) if torch_module is not None else None) or ""
     if _POISONED in failure:
         return _ASKED.format(name, module)
     if _EARLIER_BACKWARD in failure:

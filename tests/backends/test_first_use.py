@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -75,6 +76,13 @@ def test_a_fork_of_a_process_that_has_used_cuda(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert "a forked copy can't use it" in str(first_use.gpu_hazard(first_use.CUDA))
     assert first_use.gpu_in_use() == "CUDA"
+
+
+def test_torch_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread imports it while the launcher plans: it has no parts yet."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert first_use.gpu_in_use() is None
+    assert first_use.gpu_hazard(first_use.CUDA) is None
 
 
 def test_another_library_that_uses_cuda() -> None:
