@@ -69,7 +69,7 @@ class Finding:
     Args:
         hung: ranks that hang.
         suspected: ranks that take no steps, but compute or print.
-        busy: ranks whose function uses the processor.
+        busy: ranks whose function uses the processor, and waits for no other rank.
     """
 
     hung: tuple[int, ...] = ()
@@ -173,7 +173,12 @@ class HangDetector:
                 continue
             is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, known)
             (hung if is_hung else suspected).append(rank)
-        busy = tuple(rank for rank, known in ranks.items() if known.checks and not known.is_idle(alone=True))
+        # One that waits for others may poll meanwhile: that is no computing.
+        busy = tuple(
+            rank
+            for rank, known in ranks.items()
+            if known.checks and not known.position.waits_for_ranks and not known.is_idle(alone=True)
+        )
         return self._finding(now_s, hung, suspected, busy)
 
     def _finding(

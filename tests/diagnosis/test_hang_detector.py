@@ -185,6 +185,15 @@ def test_ranks_that_stop_a_moment_after_each_other_are_one_finding() -> None:
     assert at_s >= 26.0
 
 
+def test_a_rank_that_polls_while_it_waits_for_others_does_not_compute() -> None:
+    def polls(t: float) -> Is:
+        return replace(waits(t), cpu=0.5 * t)
+
+    ((_, finding),) = findings({0: then(steps, 12.0, spins), 1: then(steps, 16.0, polls)})
+    assert finding.hung == (0, 1)
+    assert finding.busy == (0,)
+
+
 def test_a_rank_that_stands_alone_is_suspected_while_the_others_go_on() -> None:
     ((_, finding),) = findings({0: sleeps, 1: steps})
     assert (finding.hung, finding.suspected) == ((), (0,))

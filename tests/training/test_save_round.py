@@ -442,28 +442,36 @@ def _attack(folder: Path, payload: bytes) -> None:
     (folder / "attacked").touch()
 
 
-def _save_under_attack(folder: Path) -> str:
+def _save_under_attack(folder: Path, comes_late: bool) -> str:
     accelerator = Accelerator()
     if accelerator.process_index == 1:
         (folder / "text").write_text(os.environ["MASTER_PORT"])
         (folder / "text").rename(folder / "port")
-        while not (folder / "attacked").exists():
+        while not (folder / ("given up" if comes_late else "attacked")).exists():
             time.sleep(0.01)
     warnings.simplefilter("ignore")  # rank 0 may find out that rank 1 has given up
     try:
         accelerator.save_state(folder / "state")
     except CheckpointError as error:
         return str(error)
+    finally:
+        (folder / "given up").touch()
     return "saved"
 
 
-def test_nothing_that_another_process_writes_to_the_store_is_executed(tmp_path: Path) -> None:
-    """The attacker has no part in the job: it connects to the loopback port of the store, as any user can."""
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_nothing_that_another_process_writes_to_the_store_is_executed(
+    comes_late: bool, tmp_path: Path
+) -> None:
+    """The attacker has no part in the job: it connects to the loopback port of the store, as any user can.
+
+    Rank 1 has seen it, though it comes when rank 0 has given up and its own messages are there again.
+    """
     payload = pickle.dumps(Malicious(str(tmp_path / "executed")))
     attacker = multiprocessing.get_context("forkserver").Process(target=_attack, args=(tmp_path, payload))
     attacker.start()
     try:
-        _, message = ranks.run(_save_under_attack, 2, tmp_path)
+        _, message = ranks.run(_save_under_attack, 2, tmp_path, comes_late)
     finally:
         attacker.kill()
         attacker.join()

@@ -260,6 +260,7 @@ class Participant(_Side):
             if before is not None:  # of another Participant, before the state of the process was reset
                 self._num_taken = before.number if before.is_decided else before.number - 1
         self._is_stopping = False
+        self._problem: CheckpointError | None = None  # that has ended the thread
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._answer_rank_0, name="nblaunch-saves", daemon=True)
         self._thread.start()
@@ -286,7 +287,8 @@ class Participant(_Side):
                     self._is_present = False
                     return found
         if not self._thread.is_alive():
-            raise CheckpointError(f"rank {self._rank} can't save: it has left the process group")
+            left = CheckpointError(f"rank {self._rank} can't save: it has left the process group")
+            raise self._problem or left
         return None
 
     def report(self, number: int, problem: str = "", checksums: Mapping[str, str] | None = None) -> None:
@@ -314,12 +316,13 @@ class Participant(_Side):
     def _answer_rank_0(self) -> None:
         pause_s = _BUSY_S[0]
         try:
-            with suppress(CheckpointError):  # who waits for a message raises the same
-                while self.is_current() and not self._is_stopping:
-                    is_busy = self._answer()
-                    is_woken = self._wake.wait(pause_s if is_busy else _IDLE_S)
-                    self._wake.clear()
-                    pause_s = min(2 * pause_s, _BUSY_S[1]) if is_busy and not is_woken else _BUSY_S[0]
+            while self.is_current() and not self._is_stopping:
+                is_busy = self._answer()
+                is_woken = self._wake.wait(pause_s if is_busy else _IDLE_S)
+                self._wake.clear()
+                pause_s = min(2 * pause_s, _BUSY_S[1]) if is_busy and not is_woken else _BUSY_S[0]
+        except CheckpointError as error:
+            self._problem = error  # raised where this rank comes to a round
         finally:
             with suppress(CheckpointError):  # the store may have gone with its host
                 self._mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
