@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ADVICE_ON_DEVICE = (
     r"barrier\(\): using the device under current context|No device id is provided via `init_process"
 )
-"""Of torch's ``barrier()``; in the words of torch 2.9 and newer, and of earlier ones."""
+"""Of torch's ``barrier()``; in the words of torch 2.11 and newer, and of earlier ones."""
 _CHOSEN_BY_LOCAL_RANK = "NBLAUNCH_GPUS_BY_LOCAL_RANK"
 
 
