@@ -45,7 +45,7 @@ The way of objects through ``prepare``:
                              ──> strategies/ (compile: DeepSpeed's own), else models.py (compile_model)
       optimizers             strategies/ ──> models.py (Replacements.hand_to: the parameters that prepare has put in
                                  the place of others; in Accelerate: fsdp2_switch_optimizer_parameters)
-                             ──> optimizer.py: steps only where ``accumulation`` ends a window
+                             ──> optimizer.py: steps only where a window of its Accelerator ends (Preparer.accumulation)
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 
 The way of a loss through ``backward``: gradients.py ──> strategies/ (divided by the micro-steps of an optimizer step)

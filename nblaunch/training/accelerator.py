@@ -182,7 +182,7 @@ class Accelerator(AcceleratorProperties):
         mixed_precision: str | None,
         wanted_accumulation: GradientAccumulationPlugin,
         data: DataLoaderConfiguration,
-    ) -> tuple[Precision, Strategy]:
+    ) -> tuple[Precision, Strategy, AccumulationState]:
         """Choose the plugin, the precision and the strategy, in this order, since each depends on those before it."""
         shared, backend = self._shared, self._shared.process.backend
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
@@ -196,7 +196,7 @@ class Accelerator(AcceleratorProperties):
         strategy = plugin.build(setup)
         precision = strategy.adapt_precision(asked)
         shared.adopt(plugin, strategy, setup, precision)
-        return precision, strategy
+        return precision, strategy, accumulation
 
     def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
         Accelerator.__init__(self, **arguments)

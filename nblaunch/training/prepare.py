@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.training import models, precision
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 from nblaunch.training.models import Replacements, stays_in_place, to_device
@@ -42,6 +43,7 @@ class Preparer:
     shared: SharedState
     precision: Precision
     strategy: Strategy
+    accumulation: AccumulationState
     dataloader_config: DataLoaderConfiguration
     rng_types: Sequence[str]
     device_placement: bool
@@ -53,7 +55,6 @@ class Preparer:
     loaders: list[PreparedLoader] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.accumulation = self.shared.accumulation
         self._replacements = Replacements()
 
     @property
