@@ -1,4 +1,8 @@
-"""Text of a job: the table, and its progress in one line. ``terminal.py`` writes them."""
+"""Text of a job: the table, and its progress in one line.
+
+``terminal.py`` writes both. The table is also the plain text of what a notebook shows (``html.py``, ``notebook.py``),
+for front ends without HTML.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
 """Modules before and after ``prepare``: wrappers and how they are taken off, ``torch.compile``, moves to the device.
 
-    OptimizedModule( DistributedDataParallel( module ) )        as prepare returns it
-    OptimizedModule( module )                                   as unwrap_model returns it
+    DistributedDataParallel( module )                           as prepare returns it
+    module                                                      as unwrap_model returns it
+
+and, if compiling was asked for (TorchDynamoPlugin):
+
+    OptimizedModule( DistributedDataParallel( module ) )
+    OptimizedModule( module )
 
 What takes wrappers off:
 
