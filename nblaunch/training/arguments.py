@@ -4,8 +4,9 @@ What was not passed is, for settings that Accelerators of a process share (preci
 the one before; else it comes from the launcher, the environment, the default. Functions return what was resolved and
 change nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and makes its mesh, and
 ``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``. What comes from the
-launcher is ``LaunchSpec.accelerator_defaults`` (``spec.py``), which a process has in its context; a configuration file
-and the command line fill it by ``nblaunch.config``.
+launcher is ``LaunchSpec.accelerator_defaults``, which a process has in its context: ``spec.py`` makes them of the
+launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` gives the precision alone; of a
+configuration file and the command line, ``nblaunch.config`` gives both.
 """
 
 from __future__ import annotations
