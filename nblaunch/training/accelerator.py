@@ -158,12 +158,16 @@ class Accelerator(AcceleratorProperties):
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
         # 3. What the Accelerators of one process agree on.
-        chosen = self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data)
+        precision, chosen, window = self._choose_strategy(
+            plugin, parallelism_config, mixed_precision, accumulation, data
+        )
         self.state.dynamo_plugin = dynamo
         # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
             shared,
-            *chosen,
+            precision,
+            chosen,
+            window,
             data,
             generators,
             device_placement,
@@ -183,7 +187,10 @@ class Accelerator(AcceleratorProperties):
         wanted_accumulation: GradientAccumulationPlugin,
         data: DataLoaderConfiguration,
     ) -> tuple[Precision, Strategy, AccumulationState]:
-        """Choose the plugin, the precision and the strategy, in this order, since each depends on those before it."""
+        """Choose the plugin, the precision, the accumulation and the strategy, and make them those of the process.
+
+        In this order, since each depends on those before it.
+        """
         shared, backend = self._shared, self._shared.process.backend
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
         plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)

@@ -3,7 +3,7 @@
     process_control  own POSIX session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
     output           descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
-    inherited        what belongs to the kernel alone is undone
+    inherited        what belongs to the kernel alone is undone; plain text for HTML; Trainers of a cell renewed
     payload          what is defined in cells is sent by value to processes that multiprocessing starts afresh
     libraries        steps, bars and parameters are counted as progress
     context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
