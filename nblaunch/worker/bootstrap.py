@@ -1,7 +1,7 @@
 """The life of one worker, from its first instruction to its last.
 
     process_control  own POSIX session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
-    output           descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
+    output           descriptors 1 and 2 to the log file, 0 to /dev/null; ``sys.stdin``, ``stdout``, ``stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
     inherited        what belongs to the kernel alone is undone; plain text for HTML; Trainers of a cell renewed
     payload          what is defined in cells is sent by value to processes that multiprocessing starts afresh
