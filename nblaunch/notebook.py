@@ -8,7 +8,6 @@ Annotations are not postponed here: ``help(notebook_launcher)`` would show each 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import dashboard as dashboards
@@ -309,9 +308,7 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
         dashboards.close_refused(listeners, error)
         raise
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
-    job.show_with(partial(dashboards.show_again, listeners))
-    if background:
-        dashboards.connect(listeners, job)
+    dashboards.connect(listeners, job)
     remember(job)
     if isinstance(job, JobRunner):  # a detached job runs already
         if not background:

@@ -132,6 +132,14 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left_behind.kill_processes(before)
 
 
+@pytest.fixture(scope="session")
+def first_store() -> None:
+    """Start a store once: torch's store library makes a pipe at its first use and keeps it for good."""
+    from torch.distributed import TCPStore
+
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 @pytest.fixture
 def kernel(nothing_left_behind: None) -> Iterator[Kernel]:
     """A fresh IPython kernel; after the test, all that came from it must be gone."""

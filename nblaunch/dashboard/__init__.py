@@ -27,9 +27,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TextIO
 
-from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard
+from nblaunch.dashboard.base import Dashboard, GuardedDashboard, ShownJob
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, is_on_colab, running_request
 from nblaunch.dashboard.terminal import LiveTable, TextDashboard, moves_cursor
@@ -131,15 +132,16 @@ def open_live(stream: TextIO | None = None) -> LiveTable | None:
     return LiveTable(stream) if moves_cursor(sys.stderr if stream is None else stream) else None
 
 
-def connect(dashboards: Sequence[Dashboard], controls: Controls) -> None:
-    """Connect the buttons of dashboards with their job, which is in the background.
+def connect(dashboards: Sequence[Dashboard], job: ShownJob) -> None:
+    """Connect dashboards with their job: their buttons make requests to it, and it can be shown in other cells.
 
     Args:
         dashboards: from :func:`choose`.
-        controls: of the job.
+        job: also one that its cell waits for, which has no buttons.
     """
+    job.show_with(partial(show_again, dashboards))
     for dashboard in dashboards:
-        dashboard.control(controls)
+        dashboard.control(job)
 
 
 def show_again(dashboards: Sequence[Dashboard]) -> bool:

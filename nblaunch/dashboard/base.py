@@ -48,6 +48,13 @@ class Controls(Protocol):
         """Request the Python stacks of all ranks as text; they arrive within about a second."""
 
 
+class ShownJob(Controls, Protocol):
+    """A job that dashboards are connected with."""
+
+    def show_with(self, show_again: Callable[[], bool]) -> None:
+        """Let ``show_again()`` show the job in the running cell; it returns False where it can't."""
+
+
 class Dashboard(abc.ABC):
     """A listener that shows a job.
 
@@ -70,7 +77,7 @@ class Dashboard(abc.ABC):
         """Show the final state of the job. Calls after the first do nothing."""
 
     def control(self, controls: Controls) -> None:
-        """Connect buttons with a job in the background."""
+        """Connect buttons with the job; only one in the background has any."""
 
     def show_again(self) -> bool:
         """Show the job in the running cell as well; return False if there is nothing to show."""

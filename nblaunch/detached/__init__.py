@@ -18,8 +18,6 @@ workers end with it, and the job is listed as lost.
 
 from __future__ import annotations
 
-from functools import partial
-
 from nblaunch import dashboard as dashboards
 from nblaunch.detached.folder import JobSummary, find, jobs
 from nblaunch.detached.follower import JobFollower
@@ -57,7 +55,6 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         except (LookupError, OSError) as error:
             dashboards.close_refused(listeners, error)
             raise
-    follower.show_with(partial(dashboards.show_again, listeners))
     dashboards.connect(listeners, follower)
     follower.follow()
     return follower

@@ -50,8 +50,7 @@ class Record:
         spec: without the function and its arguments.
         backend: name of the device family.
         registered_backend: it, pickled, where it is not part of nblaunch.
-        plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan`: of the launching process, then of the job
-            process.
+        plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan` of the launching process.
         sources: file name -> text of the notebook's cells, for tracebacks.
         host: name of this machine.
         pid: of the job process.

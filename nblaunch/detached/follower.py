@@ -127,15 +127,11 @@ class JobFollower(Job):
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
-            # The job process's own plan, from its first attempt on.
-            record = self._folder.load(Record, is_patient=True)
             self._read_logs_to_end()
             self.attempt, self.pids = event.attempt, {}
+            # The job process has decided how its workers start; all else is as the launching process has planned it.
             self.plan = replace(
-                self.plan if record is None else _plan_of(record),
-                start_method=event.start_method,
-                reason=event.reason,
-                fallback=event.fallback,
+                self.plan, start_method=event.start_method, reason=event.reason, fallback=event.fallback
             )
             self._tails = {rank: LogTail(rank, self.log.log_path(rank, event.attempt)) for rank in self.ranks}
         elif isinstance(event, Exited):

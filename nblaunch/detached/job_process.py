@@ -184,8 +184,6 @@ class _DetachedJob:
             process_control.unblock_signals()
             spec = self._load()
             plan = plan_launch(spec)
-            with suppress(OSError):  # the disk is full: that of the launching process stays
-                self._folder.write(replace(self._record, plan=plan.settings))
             self._runner = JobRunner(spec, plan, [self._recorder], log=self._log, requests=self._requests)
             del spec, plan
             self._runner.run()

@@ -289,9 +289,7 @@ class HeartbeatExchange:
     def _exchange(self, store: HeartbeatStore) -> None:
         with self._changed:
             received = {other.id: other.count for other in self._others}
-            self._own = replace(
-                self._own, count=self._own.count + 1, received=received, clock_s=time.monotonic()
-            )
+            self._own = replace(self._own, count=self._own.count + 1, received=received)
             own = self._own
         others = store.exchange(own)
         # Before those that wait here go on, and send what must not overtake it.

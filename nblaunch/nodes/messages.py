@@ -218,7 +218,6 @@ class Heartbeat:
         state: one of the states above.
         restart_count: start of the workers that the summary describes, as in :class:`WorldFormed`.
         received: id -> count of the last heartbeat received from each other node.
-        clock_s: ``time.monotonic()`` of that machine, the clock of the readings.
     """
 
     id: str
@@ -230,7 +229,6 @@ class Heartbeat:
     reason: str = ""
     summary: Summary = field(default_factory=lambda: Summary(-1, 0.0))
     received: Mapping[str, int] = field(default_factory=dict)
-    clock_s: float = 0.0
     settings: str = ""
 
     def __str__(self) -> str:

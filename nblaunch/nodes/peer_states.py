@@ -33,8 +33,6 @@ class _Peer:
     count: int = -1
     state: str = messages.RUNNING
     is_silent: bool = False
-    ahead_s: float = math.inf
-    """Difference between our monotonic clock and that of the node: the minimum, which has the least delay."""
     readings: dict[int, SlotReading] = field(default_factory=dict)
     host_memory: dict[int, HostMemory] = field(default_factory=dict)
 
@@ -78,7 +76,6 @@ class PeerStates:
                 continue
             if peer.is_silent:
                 notes.append(f"{peer.node} sends heartbeats again, after {now_s - peer.received_s:.0f} s")
-            peer.ahead_s = min(peer.ahead_s, now_s - heartbeat.clock_s)
             peer.count, peer.received_s, peer.is_silent = heartbeat.count, now_s, False
             events += self._handle_summary(peer, heartbeat)
             notes += self._handle_state(peer, heartbeat)
@@ -91,7 +88,7 @@ class PeerStates:
         self.stop_states[peer.node.node_rank] = replace(summary.stop, answers=_of(own, summary.stop.answers))
         for reading in summary.readings:
             if reading.rank in own:
-                peer.readings[reading.rank] = _moved(reading, peer.ahead_s)
+                peer.readings[reading.rank] = reading
         events: list[Event] = []
         for ended in summary.epochs:
             if ended.rank in own:
@@ -179,11 +176,6 @@ def _of(ranks: range, by_rank: Mapping[int, _T]) -> dict[int, _T]:
 
 def _silence(peer: _Peer, silent_s: float) -> str:
     return f"{peer.node} has sent no heartbeat for {silent_s:.0f} s"
-
-
-def _moved(reading: SlotReading, ahead_s: float) -> SlotReading:
-    """Return the reading with times of this node's clock."""
-    return replace(reading, step_time_s=reading.step_time_s + ahead_s) if reading.step_time_s > 0 else reading
 
 
 @dataclass

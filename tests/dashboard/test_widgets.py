@@ -360,11 +360,22 @@ def test_a_background_job_is_shown_at_once_and_has_controls() -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel()
     widgets = with_widgets(background=True, publish=shown, open_panel=panel, clock=clock)
     assert shown.updates == [False]
-    controls: Any = object()
-    dashboard.connect([widgets], controls)
-    assert panel.controls is controls
+    job = Asked()
+    dashboard.connect([widgets], job)
+    assert panel.controls is job
+    assert job.show_again is not None
     drive(widgets, clock)
     assert shown.updates == [False, True]
+
+
+def test_a_job_that_its_cell_waits_for_has_no_controls() -> None:
+    clock, panel, job = Clock(), FakePanel(), Asked()
+    widgets = with_widgets(publish=Publications(), open_panel=panel, clock=clock)
+    dashboard.connect([widgets], job)
+    drive(widgets, clock)
+    assert panel.views
+    assert panel.controls is None
+    assert job.show_again is not None
 
 
 @pytest.mark.parametrize("breaks_at", [0, 1, 7])
@@ -441,6 +452,10 @@ class Asked(Controls):
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.show_again: Callable[[], bool] | None = None
+
+    def show_with(self, show_again: Callable[[], bool]) -> None:
+        self.show_again = show_again
 
     def stop(self) -> None:
         self.asked.append("stop")

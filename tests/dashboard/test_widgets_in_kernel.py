@@ -41,6 +41,8 @@ class Controls:
         self.asked = []
     def __getattr__(self, name):
         return lambda: self.asked.append(name)
+    def show_with(self, show_again):
+        self.show_again = show_again
     def ask_stacks(self):
         from concurrent.futures import Future
         self.asked.append("ask_stacks")
@@ -264,14 +266,13 @@ def test_buttons_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
 
 def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shared: Kernel) -> None:
     launching = run(shared, BACKGROUND)
-    assert (
-        run(shared, "dashboard.show_again(d), dashboard.show_again(d)").result == "(True, False)"
-    )  # a cell needs it once only
-    other = run(shared, "print(dashboard.show_again(d)); stop.set(); thread.join()")
+    shown = run(shared, "controls.show_again(), controls.show_again()").result
+    assert shown == "(True, False)"  # a cell needs it once only
+    other = run(shared, "print(controls.show_again()); stop.set(); thread.join()")
     for cell in (launching, other):
         (table,) = replace(cell, messages=cell.messages + other.messages).displays[:1]
         assert "train: done in" in table.data["text/plain"]
-    after = run(shared, "dashboard.show_again(d)")
+    after = run(shared, "controls.show_again()")
     assert "train: done in" in after.displays[0].data["text/plain"]
 
 

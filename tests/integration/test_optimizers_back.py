@@ -10,11 +10,7 @@ from torch import nn
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, notebook_launcher
 
-
-@pytest.fixture(scope="module", autouse=True)
-def first_store() -> None:
-    """Start a store once: libuv keeps a pipe from its first loop to the end of the process."""
-    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+pytestmark = pytest.mark.usefixtures("first_store")
 
 
 def _built() -> tuple[nn.Module, torch.optim.Optimizer]:

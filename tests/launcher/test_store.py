@@ -13,14 +13,7 @@ from torch.torch_version import TorchVersion
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.store import StoreHost
 
-
-@pytest.fixture(autouse=True, scope="module")
-def first_store() -> None:
-    """torch's store library makes a pipe at its first use and keeps it for good."""
-    host = StoreHost("127.0.0.1", None)
-    host.start()
-    TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
-    host.close()
+pytestmark = pytest.mark.usefixtures("first_store")
 
 
 def listening() -> set[tuple[str, int]]:

@@ -171,12 +171,10 @@ def test_strangers_are_ignored() -> None:
     assert not others.must_end
 
 
-def test_samples_of_others_take_their_places_in_our_time() -> None:
+def test_readings_of_others_take_their_places_and_are_no_news_while_they_stay_the_same() -> None:
     others = peers()
-    sample = SlotReading(rank=2, step=7, total=9, step_time_s=5000.0)
-    others.update([heartbeat("b", 1, summary=summary(readings=(sample,)), clock_s=5001.0)], 101.0)
+    sent = SlotReading(rank=2, step=7, total=9, step_time_s=5000.0)  # by the clock of that machine
     own = [SlotReading(rank=rank, step=1) for rank in range(5)]
-    merged = others.merged(own)
-    assert [found.step for found in merged] == [1, 1, 7, 1, 1]
-    assert merged[2].step_time_s == 100.0  # a second ago, as it was there
-    assert merged[0] is own[0]
+    for count, now_s in enumerate((101.0, 101.4, 102.0)):  # heartbeats are delayed, each by another time
+        others.update([heartbeat("b", count, summary=summary(readings=(sent,)))], now_s)
+        assert others.merged(own) == [own[0], own[1], sent, own[3], own[4]]

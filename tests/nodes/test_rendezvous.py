@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import DistNetworkError, HashStore, TCPStore
+from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -31,6 +31,8 @@ from nblaunch.nodes.messages import AgentConfig, Heartbeat, Node, RendezvousConf
 from nblaunch.nodes.rendezvous import PlainBackend, StaticRendezvous, is_connection_error, open_store
 from nblaunch.wire import schema
 
+pytestmark = pytest.mark.usefixtures("first_store")
+
 
 def config(rank: int, num_nodes: int = 2, timeout_s: float = 20.0) -> RendezvousConfig:
     return RendezvousConfig("static", "127.0.0.1", 29500, -1, "job", rank, num_nodes, num_nodes, timeout_s)
@@ -43,12 +45,6 @@ def handler(store: Any, rank: int, id: str = "", **settings: Any) -> StaticRende
 def meet(*handlers: StaticRendezvous) -> list[Any]:
     with ThreadPoolExecutor(len(handlers)) as pool:
         return list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def first_store() -> None:
-    """Start a store once: torch's store library makes a pipe at its first use and keeps it for good."""
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.mark.parametrize("version", [torch.__version__, TorchVersion("2.7.1")])

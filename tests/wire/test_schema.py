@@ -30,7 +30,7 @@ NODE = Node("a-1", 0, "alpha", "10.0.0.1", 0, 2)
 
 _INFO = ExceptionInfo("KeyError", "'\ud800 lr'", (FrameInfo("train.py", 3, "train", "x = 1"),), "text")
 _HEARTBEAT = Heartbeat(
-    "a-1", 7, 0, "alpha", "running", received={"b-2": 3}, clock_s=12.5,
+    "a-1", 7, 0, "alpha", "running", received={"b-2": 3},
     summary=Summary(
         -1, 1.5,
         readings=(SlotReading(0, WorkerState.TRAINING, loss=0.25), SlotReading(1, loss=math.inf)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -67,34 +68,24 @@ def compile_quickly() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def xla_kernel(logs: Path, **env: str) -> Iterator[Kernel]:
+    """A kernel that has run the preamble; ``env``: variables besides those of PJRT CPU, or in place of them."""
+    variables = {"NBLAUNCH_LOG_DIR": str(logs), "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", **env}
+    with Kernel.start(env=variables) as kernel:
+        kernel.run(PREAMBLE)
+        yield kernel
+
+
 @pytest.fixture
 def start_xla(tmp_path: Path) -> Iterator[StartKernel]:
     """Starts a kernel for the test's own use: ``start_xla(PJRT_DEVICE="CPU")``. Several are closed in reverse."""
-    started: list[Kernel] = []
-
-    def start(**env: str) -> Kernel:
-        kernel = Kernel.start(
-            env={
-                "NBLAUNCH_LOG_DIR": str(tmp_path / "logs"),
-                "PJRT_DEVICE": "CPU",
-                "OMP_NUM_THREADS": "1",
-                **env,
-            }
-        )
-        started.append(kernel)
-        kernel.run(PREAMBLE)
-        return kernel
-
-    yield start
-    for kernel in reversed(started):
-        kernel.close()
+    with ExitStack() as stack:
+        yield lambda **env: stack.enter_context(xla_kernel(tmp_path / "logs", **env))
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """One kernel for all tests of a file."""
-    logs = tmp_path_factory.mktemp("logs")
-    env = {"NBLAUNCH_LOG_DIR": str(logs), "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
-    with Kernel.start(env=env) as kernel:
-        kernel.run(PREAMBLE)
+    with xla_kernel(tmp_path_factory.mktemp("logs")) as kernel:
         yield kernel

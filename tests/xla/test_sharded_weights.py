@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
-from tests.xla.conftest import PREAMBLE
+from tests.xla.conftest import xla_kernel
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -74,10 +74,8 @@ class Training:
 
 @pytest.fixture(scope="module")
 def kernel(compile_quickly: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    logs = str(tmp_path_factory.mktemp("logs"))
-    env = {"NBLAUNCH_LOG_DIR": logs, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
-    with Kernel.start(env=env | {"CPU_NUM_DEVICES": str(NUM_DEVICES)}) as kernel:
-        kernel.run(PREAMBLE)
+    logs = tmp_path_factory.mktemp("logs")
+    with xla_kernel(logs, CPU_NUM_DEVICES=str(NUM_DEVICES)) as kernel:
         kernel.run(TRAIN)
         yield kernel
 
