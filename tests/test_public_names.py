@@ -25,9 +25,9 @@ def test_completion_offers_public_names_and_nothing_else() -> None:
     )
 
 
-# Each name in a process of its own, forked before any was looked up.
+# Each name in a process of its own, forked before any was looked up; torch is imported once for all.
 LOOK_UP = """
-import os, sys, nblaunch
+import os, sys, torch, nblaunch
 for name in sys.argv[1:]:
     if os.fork() == 0:
         value = nblaunch

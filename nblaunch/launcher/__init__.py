@@ -21,6 +21,6 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
         weights.py       trained weights on their way into the kernel's modules
     debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures
 
-What happened in an attempt, however it ended, is in ``diagnosis/report.py`` (AttemptReport), which the supervisor
-returns and ``outcome.py`` reads. Why a job failed or makes no progress: the other modules of :mod:`nblaunch.diagnosis`.
+What happened in an attempt, however it ended, is its ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`), which the
+supervisor returns and ``outcome.py`` reads. :mod:`nblaunch.diagnosis` explains why a job failed or makes no progress.
 """

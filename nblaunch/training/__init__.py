@@ -35,7 +35,10 @@ The way of objects through ``prepare``:
 
     prepare.py: Preparer     strategies/ (on_prepare: a look at all objects of the call), then loaders and models as
                              they come, then optimizers, then schedulers
-      loaders                data/prepare.py ──> data/samplers.py ──> data/sharding.py ──> data/loader.py
+      loaders                data/prepare.py (samplers that shuffle get a generator; with ``use_seedable_sampler``, one
+                             of data/samplers.py takes their place)
+                             ──> data/sharding.py (which batches are the rank's)
+                             ──> data/loader.py (reads them; each epoch begins with rank 0's generators on all ranks)
                              where rank 0 reads for all: data/prepare.py ──> data/dispatcher.py
       models                 models.py (without_parallel_wrappers, stays_in_place)
                              ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:

@@ -158,16 +158,12 @@ class Accelerator(AcceleratorProperties):
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
         # 3. What the Accelerators of one process agree on.
-        precision, chosen, window = self._choose_strategy(
-            plugin, parallelism_config, mixed_precision, accumulation, data
-        )
+        chosen = self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data)
         self.state.dynamo_plugin = dynamo
         # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
             shared,
-            precision,
-            chosen,
-            window,
+            *chosen,  # precision, strategy, accumulation
             data,
             generators,
             device_placement,

@@ -1,4 +1,7 @@
-"""Samplers of the order that all ranks share, and the way from a loader's index sampler down to that of single indices.
+"""The samplers nested in a loader, from its index sampler down to that of single indices; two samplers of our own.
+
+Ranks share an order, since ``prepare.py`` gives the user's sampler a generator that ``loader.py`` makes rank 0's at the
+start of each epoch. Only ``use_seedable_sampler`` puts a :class:`SeedableRandomSampler` in its place.
 
 The index sampler is the outermost, as torch's ``DataLoader._index_sampler``: the batch sampler, where there is one.
 
