@@ -361,28 +361,51 @@ class _Dividing(IterableDataset):
 
     n_shards = 2
 
-    def __init__(self, first: int = 0, step: int = 1) -> None:
-        self.first, self.step = first, step
+    def __init__(self, *rows: int) -> None:
+        self.rows = rows
 
     def shard(self, num_shards: int, index: int) -> _Dividing:
-        return _Dividing(index, num_shards)
+        return _Dividing(*self.rows[index::num_shards])
 
     def __iter__(self) -> Any:
-        return iter(range(self.first, 6, self.step))
+        return iter(self.rows)
 
     def __len__(self) -> int:
-        return len(range(self.first, 6, self.step))
+        return len(self.rows)
 
 
 def _read_own_part() -> tuple[list[int], list[str]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
-    return _gathered(accelerator, accelerator.prepare(DataLoader(_Dividing(), batch_size=2)))
+    return _gathered(accelerator, accelerator.prepare(DataLoader(_Dividing(*range(6)), batch_size=2)))
 
 
 def test_metrics_of_a_stream_that_divides_itself_are_exact() -> None:
     for seen, warned in ranks.run(_read_own_part, 2):
         assert seen == [0, 2, 1, 3, 4, 5]
         assert warned == []
+
+
+def _join_own_parts(rows: int) -> tuple[int, float]:
+    config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
+    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=config)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_Dividing(*range(rows))))
+    num_steps = 0
+    for _ in range(2):
+        with accelerator.join_uneven_inputs([model]):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch.float()[:, None]).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    num_steps += accelerator.sync_gradients
+    return num_steps, accelerator.gather(model.module.weight.sum()).diff().item()
+
+
+def test_ranks_that_accumulate_join_at_the_end_of_a_stream_that_divides_itself() -> None:
+    """Four and three batches, an epoch: windows close at the second and at the fourth."""
+    assert ranks.run(_join_own_parts, 2, 7) == [(4, 0), (2, 0)]
 
 
 def _orders(rng_types: list[str] | None, has_own_generator: bool) -> list[list[int]]:

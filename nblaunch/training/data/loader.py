@@ -262,14 +262,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
-        if self.shard is None and self.reads_on_every_rank and self.num_processes > 1:
-            return -1  # of a stream that divides itself, nothing is completed either
+        if self._is_of_dividing_stream:
+            return -1  # nothing is completed there either
         # Of others that a lone process reads, none is completed, and the last batch may have any size.
         is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
         if self._drops_last or not is_known:
             return -1
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
+
+    @property
+    def is_uneven(self) -> bool:  # type: ignore[override]
+        """Whether some ranks get fewer batches than others; True where that is not known in advance."""
+        return self._is_of_dividing_stream or bool(getattr(self.shard, "is_uneven", False))
+
+    @property
+    def _is_of_dividing_stream(self) -> bool:
+        """Whether each rank reads a part of a stream that divides itself, of any length."""
+        return self.shard is None and self.reads_on_every_rank and self.num_processes > 1
 
     @property
     def _drops_last(self) -> bool:
