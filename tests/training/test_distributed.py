@@ -385,6 +385,40 @@ def test_metrics_of_a_stream_that_divides_itself_are_exact() -> None:
         assert warned == []
 
 
+def _warnings_of_own_parts(dataset: Any, even_batches: bool) -> list[str]:
+    config = DataLoaderConfiguration(dispatch_batches=False, even_batches=even_batches)
+    accelerator = Accelerator(dataloader_config=config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.prepare(DataLoader(dataset))
+    return [str(warning.message) for warning in caught]
+
+
+class _DividingWithoutLength(IterableDataset):
+    n_shards = 2
+
+    def shard(self, num_shards: int, index: int) -> _DividingWithoutLength:
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("dataset", [_Dividing(*range(7)), _DividingWithoutLength()])
+def test_rank_0_says_that_nothing_evens_the_parts_of_a_stream(dataset: Any) -> None:
+    (message,), others = ranks.run(_warnings_of_own_parts, 2, dataset, True)
+    assert others == []
+    assert "join_uneven_inputs" in message
+    assert "dispatch_batches=True" in message
+
+
+@pytest.mark.parametrize(("rows", "even_batches"), [(6, True), (7, False)])
+def test_parts_of_equal_lengths_or_of_which_nobody_wants_equal_ones_are_not_reported(
+    rows: int, even_batches: bool
+) -> None:
+    assert ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(rows)), even_batches) == [[], []]
+
+
 def _join_own_parts(rows: int) -> tuple[int, float]:
     config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
     accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=config)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from nblaunch.errors import warn
+from nblaunch.training.board_reports import length_of
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.adapter import index_sampler_options, inherited_options, is_stateful
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
@@ -205,6 +206,8 @@ def _shard_iterable(
     dataset, world_size = loader.dataset, target.world_size
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
         # It can divide itself (datasets.IterableDataset), so that no rank reads what is not its own.
+        if config.even_batches:
+            _warn_of_uneven_parts(dataset, world_size)
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1
     if world_size == 1:
@@ -218,6 +221,23 @@ def _shard_iterable(
 def _num_shards(dataset: Any) -> int:
     """Return into how many parts an iterable dataset can divide itself; 0 where it can't."""
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
+
+
+def _warn_of_uneven_parts(dataset: Any, world_size: int) -> None:
+    """Say on rank 0 that nothing evens the parts of a stream that divides itself, unless their lengths are equal."""
+    if current_topology().rank > 0:
+        return
+    if length_of(dataset) >= 0:  # datasets.IterableDataset has none
+        parts = [dataset.shard(num_shards=world_size, index=rank) for rank in range(world_size)]
+        if len({length_of(part) for part in parts}) == 1:
+            return
+    warn(
+        f"{type(dataset).__name__} divides itself into a part per rank, and even_batches=True adds nothing to these: "
+        "ranks that have more batches than others would wait for them in backward, until the timeout of collectives. "
+        "Let rank 0 read for all, by DataLoaderConfiguration(dispatch_batches=True), or train in "
+        "`with accelerator.join_uneven_inputs([model]):`. If all ranks have equally many batches, or stop at the same "
+        "step, DataLoaderConfiguration(even_batches=False) says so."
+    )
 
 
 def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConfiguration) -> None:
