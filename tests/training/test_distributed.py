@@ -465,11 +465,21 @@ class _GlobalOrder(Sampler):
         return iter(torch.randperm(self.count).tolist())
 
 
-@pytest.mark.parametrize(("rng_types", "has_own"), [(None, True), (["torch"], False)])
+@pytest.mark.parametrize(("rng_types", "has_own"), [(None, True), (["torch"], False), (["torch"], True)])
 def test_ranks_share_one_random_order_and_a_new_one_each_epoch(rng_types: Any, has_own: bool) -> None:
     for first, second in ranks.run(_orders, 2, rng_types, has_own):
         assert sorted(first) == sorted(second) == list(range(16))
         assert first != second
+
+
+def _order_without_an_accelerator() -> list[int]:
+    set_seed(0, device_specific=True)
+    loader = prepare_data_loader(DataLoader(torch.arange(16), batch_size=2, shuffle=True))
+    return gather(torch.cat(list(loader))).tolist()
+
+
+def test_ranks_share_one_random_order_without_an_accelerator() -> None:
+    assert [sorted(order) for order in ranks.run(_order_without_an_accelerator, 2)] == [list(range(16))] * 2
 
 
 def _collectives() -> dict[str, Any]:

@@ -58,7 +58,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
         device: where batches go; None: they stay where they are.
-        rng_types: generators that are made equal at the start of every epoch; None: none.
+        rng_types: generators that are made equal at the start of every epoch; None: none but those of an order that
+            ranks share.
         synchronized_generator: one more of them, beside those of the samplers.
         skip_batches: of this rank, left out of the first epoch that is read.
         use_stateful_dataloader: read with torchdata.
@@ -220,7 +221,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Make the generators that decide the order those of rank 0, or those that a loaded state contains."""
         self._return_to_global_start()
         generators = self._generators()
-        for rng_type in self.rng_types:
+        rng_types = self.rng_types
+        # Whatever was asked for: a share is a part of a common order only.
+        if self.shard is not None and self.num_processes > 1 and "generator" not in rng_types:
+            rng_types = (*rng_types, "generator")
+        for rng_type in rng_types:
             for generator in generators if rng_type == "generator" else [None]:
                 rng.synchronize_rng_state(rng_type, generator)
         self._resume_order(generators)

@@ -42,7 +42,7 @@ class LoaderTarget:
         rank: the rank, from 0.
         world_size: ranks that share the data.
         device: where batches go; None: they stay where they are.
-        rng_types: generators that are made equal at the start of every epoch.
+        rng_types: generators that are made equal at the start of every epoch, beside those of an order that is shared.
         slice_fn: cuts a rank's part out of a dispatched batch; None: rows.
         is_static: complete the last batch of a lone process too: the device compiles for every new shape.
     """
@@ -79,7 +79,8 @@ def prepare_data_loader(
         num_processes: ranks that share the data; None: those of the job.
         process_index: this rank; None: that of the process.
         put_on_device: move batches to ``device``.
-        rng_types: generators made equal over ranks at the start of every epoch; None: none.
+        rng_types: generators made equal over ranks at the start of every epoch, a collective; None: those of the
+            samplers alone, where ranks share the data.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
         split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
         use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader: likewise.
