@@ -413,7 +413,7 @@ def test_rank_0_says_that_nothing_evens_the_parts_of_a_stream(dataset: Any) -> N
 
 
 @pytest.mark.parametrize(("rows", "even_batches"), [(6, True), (7, False)])
-def test_parts_of_equal_lengths_or_of_which_nobody_wants_equal_ones_are_not_reported(
+def test_parts_of_equal_lengths_or_without_even_batches_are_not_reported(
     rows: int, even_batches: bool
 ) -> None:
     assert ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(rows)), even_batches) == [[], []]
