@@ -83,7 +83,7 @@ class Accelerator(AcceleratorProperties):
         cpu: compute on the CPU even where there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.
         rng_types: generators that are made equal over ranks at the start of every epoch: ``"generator"`` (the loader's
-            own, the default), ``"torch"``, ``"cuda"``.
+            own, the default; where ranks share the order that it draws, it always is), ``"torch"``, ``"cuda"``.
         log_with: trackers: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"jsonl"``, ``"all"``, a ``GeneralTracker``,
             or a list of these.
         project_dir: folder of this training run, for checkpoints and logs.

@@ -129,7 +129,7 @@ class AccumulationState:
     @property
     def _ends_alone(self) -> bool:
         """Whether other ranks have more or fewer batches of the active loader, and join."""
-        return self._is_joining and bool(getattr(self.active_loader.shard, "is_uneven", False))
+        return self._is_joining and bool(self.active_loader.is_uneven)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with an optimizer finds the window of the process that it arrives in.

@@ -358,7 +358,8 @@ class DataLoaderConfiguration(KwargsHandler):
             read, or whose order differs from process to process. False: each reads its own share. None: True for
             iterable datasets whose batches go to the device, False for all others.
         even_batches: complete the tail with samples from the start of the epoch, so that all ranks get equally many
-            batches of equal size. ``gather_for_metrics`` drops what was added.
+            batches of equal size. ``gather_for_metrics`` drops what was added. Nothing is added where a stream divides
+            itself into a part per rank, as those of ``datasets`` do with ``dispatch_batches=False``.
         use_seedable_sampler: shuffle by seed and epoch alone, independently of the global random state.
         data_seed: the seed for that; None: what torch was last seeded with on rank 0, as by ``set_seed``.
         non_blocking: copy batches to the device asynchronously; of use with ``pin_memory=True``.

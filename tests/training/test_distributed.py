@@ -361,28 +361,85 @@ class _Dividing(IterableDataset):
 
     n_shards = 2
 
-    def __init__(self, first: int = 0, step: int = 1) -> None:
-        self.first, self.step = first, step
+    def __init__(self, *rows: int) -> None:
+        self.rows = rows
 
     def shard(self, num_shards: int, index: int) -> _Dividing:
-        return _Dividing(index, num_shards)
+        return _Dividing(*self.rows[index::num_shards])
 
     def __iter__(self) -> Any:
-        return iter(range(self.first, 6, self.step))
+        return iter(self.rows)
 
     def __len__(self) -> int:
-        return len(range(self.first, 6, self.step))
+        return len(self.rows)
 
 
 def _read_own_part() -> tuple[list[int], list[str]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
-    return _gathered(accelerator, accelerator.prepare(DataLoader(_Dividing(), batch_size=2)))
+    return _gathered(accelerator, accelerator.prepare(DataLoader(_Dividing(*range(6)), batch_size=2)))
 
 
 def test_metrics_of_a_stream_that_divides_itself_are_exact() -> None:
     for seen, warned in ranks.run(_read_own_part, 2):
         assert seen == [0, 2, 1, 3, 4, 5]
         assert warned == []
+
+
+def _warnings_of_own_parts(dataset: Any, even_batches: bool) -> list[str]:
+    config = DataLoaderConfiguration(dispatch_batches=False, even_batches=even_batches)
+    accelerator = Accelerator(dataloader_config=config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.prepare(DataLoader(dataset))
+    return [str(warning.message) for warning in caught]
+
+
+class _DividingWithoutLength(IterableDataset):
+    n_shards = 2
+
+    def shard(self, num_shards: int, index: int) -> _DividingWithoutLength:
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("dataset", [_Dividing(*range(7)), _DividingWithoutLength()])
+def test_rank_0_says_that_nothing_evens_the_parts_of_a_stream(dataset: Any) -> None:
+    (message,), others = ranks.run(_warnings_of_own_parts, 2, dataset, True)
+    assert others == []
+    assert "join_uneven_inputs" in message
+    assert "dispatch_batches=True" in message
+
+
+@pytest.mark.parametrize(("rows", "even_batches"), [(6, True), (7, False)])
+def test_parts_of_equal_lengths_or_without_even_batches_are_not_reported(
+    rows: int, even_batches: bool
+) -> None:
+    assert ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(rows)), even_batches) == [[], []]
+
+
+def _join_own_parts(rows: int) -> tuple[int, float]:
+    config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
+    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=config)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_Dividing(*range(rows))))
+    num_steps = 0
+    for _ in range(2):
+        with accelerator.join_uneven_inputs([model]):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch.float()[:, None]).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    num_steps += accelerator.sync_gradients
+    return num_steps, accelerator.gather(model.module.weight.sum()).diff().item()
+
+
+def test_ranks_that_accumulate_join_at_the_end_of_a_stream_that_divides_itself() -> None:
+    """Four and three batches, an epoch: windows close at the second and at the fourth."""
+    assert ranks.run(_join_own_parts, 2, 7) == [(4, 0), (2, 0)]
 
 
 def _orders(rng_types: list[str] | None, has_own_generator: bool) -> list[list[int]]:
@@ -408,11 +465,21 @@ class _GlobalOrder(Sampler):
         return iter(torch.randperm(self.count).tolist())
 
 
-@pytest.mark.parametrize(("rng_types", "has_own"), [(None, True), (["torch"], False)])
+@pytest.mark.parametrize(("rng_types", "has_own"), [(None, True), (["torch"], False), (["torch"], True)])
 def test_ranks_share_one_random_order_and_a_new_one_each_epoch(rng_types: Any, has_own: bool) -> None:
     for first, second in ranks.run(_orders, 2, rng_types, has_own):
         assert sorted(first) == sorted(second) == list(range(16))
         assert first != second
+
+
+def _order_without_an_accelerator() -> list[int]:
+    set_seed(0, device_specific=True)
+    loader = prepare_data_loader(DataLoader(torch.arange(16), batch_size=2, shuffle=True))
+    return gather(torch.cat(list(loader))).tolist()
+
+
+def test_ranks_share_one_random_order_without_an_accelerator() -> None:
+    assert [sorted(order) for order in ranks.run(_order_without_an_accelerator, 2)] == [list(range(16))] * 2
 
 
 def _collectives() -> dict[str, Any]:

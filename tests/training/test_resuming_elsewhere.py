@@ -251,7 +251,9 @@ class _Own(IterableDataset):
 
 
 def _own_streams(folder: str) -> list[list[int]]:
-    options = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+    options = DataLoaderConfiguration(
+        use_stateful_dataloader=True, dispatch_batches=False, even_batches=False
+    )
     accelerator = Accelerator(dataloader_config=options)
     loader = accelerator.prepare(DataLoader(_Own(0), 2))
     for step, _ in enumerate(loader, 1):

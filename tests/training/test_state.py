@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, backends, context
 from nblaunch.errors import DistributedOperationException
+from nblaunch.training.collectives.operations import gather
 from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
 from nblaunch.training.state import AcceleratorState, GradientState, PartialState
@@ -362,6 +363,26 @@ def test_who_logs_when(tmp_path: Any) -> None:
     assert lines[0] == "[RANK 0] main"
     assert [line for line in lines if "ordered" in line] == [f"[RANK {rank}] ordered" for rank in range(3)]
     assert sorted(line for line in lines if "all" in line) == [f"[RANK {rank}] all" for rank in range(3)]
+
+
+def _log_in_order_by_level(path: str) -> list[int]:
+    state = PartialState()
+    logger = get_logger("tests.levels")
+    logger.setLevel(logging.INFO if state.is_main_process else logging.ERROR)
+    handler = logging.FileHandler(path)
+    logger.logger.addHandler(handler)
+    logger.info("of the first", main_process_only=False, in_order=True)
+    logger.error("of both", main_process_only=False, in_order=True)
+    handler.close()
+    return gather(torch.tensor([state.process_index])).tolist()
+
+
+def test_ranks_log_in_order_where_the_level_of_one_leaves_the_message_out(tmp_path: Any) -> None:
+    path = tmp_path / "log"
+    assert ranks.run(_log_in_order_by_level, 2, str(path)) == [[0, 1]] * 2
+    assert path.read_text().splitlines() == [
+        "[RANK 0] of the first", "[RANK 0] of both", "[RANK 1] of both"
+    ]  # fmt: skip
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ class DataLoaderStateMixin:
     remainder = -1
     shard: Any = None
     """What knows how many rows of the last global batch are real; None where nothing is ever added."""
+    is_uneven = False
+    """Whether some ranks get fewer batches than others; True where that is not known in advance."""
 
     def reset(self) -> None:
         """Forget the state of the last epoch."""

@@ -58,7 +58,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
         device: where batches go; None: they stay where they are.
-        rng_types: generators that are made equal at the start of every epoch; None: none.
+        rng_types: generators that are made equal at the start of every epoch; None: none but those of an order that
+            ranks share.
         synchronized_generator: one more of them, beside those of the samplers.
         skip_batches: of this rank, left out of the first epoch that is read.
         use_stateful_dataloader: read with torchdata.
@@ -220,7 +221,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Make the generators that decide the order those of rank 0, or those that a loaded state contains."""
         self._return_to_global_start()
         generators = self._generators()
-        for rng_type in self.rng_types:
+        rng_types = self.rng_types
+        # Whatever was asked for: a share is a part of a common order only.
+        if self.shard is not None and self.num_processes > 1 and "generator" not in rng_types:
+            rng_types = (*rng_types, "generator")
+        for rng_type in rng_types:
             for generator in generators if rng_type == "generator" else [None]:
                 rng.synchronize_rng_state(rng_type, generator)
         self._resume_order(generators)
@@ -262,14 +267,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
-        if self.shard is None and self.reads_on_every_rank and self.num_processes > 1:
-            return -1  # of a stream that divides itself, nothing is completed either
+        if self._is_of_dividing_stream:
+            return -1  # nothing is completed there either
         # Of others that a lone process reads, none is completed, and the last batch may have any size.
         is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
         if self._drops_last or not is_known:
             return -1
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
+
+    @property
+    def is_uneven(self) -> bool:  # type: ignore[override]
+        """Whether some ranks get fewer batches than others; True where that is not known in advance."""
+        return self._is_of_dividing_stream or bool(getattr(self.shard, "is_uneven", False))
+
+    @property
+    def _is_of_dividing_stream(self) -> bool:
+        """Whether each rank reads a part of a stream that divides itself, of any length."""
+        return self.shard is None and self.reads_on_every_rank and self.num_processes > 1
 
     @property
     def _drops_last(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from nblaunch.errors import warn
+from nblaunch.training.board_reports import length_of
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.adapter import index_sampler_options, inherited_options, is_stateful
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
@@ -41,7 +42,7 @@ class LoaderTarget:
         rank: the rank, from 0.
         world_size: ranks that share the data.
         device: where batches go; None: they stay where they are.
-        rng_types: generators that are made equal at the start of every epoch.
+        rng_types: generators that are made equal at the start of every epoch, beside those of an order that is shared.
         slice_fn: cuts a rank's part out of a dispatched batch; None: rows.
         is_static: complete the last batch of a lone process too: the device compiles for every new shape.
     """
@@ -78,7 +79,8 @@ def prepare_data_loader(
         num_processes: ranks that share the data; None: those of the job.
         process_index: this rank; None: that of the process.
         put_on_device: move batches to ``device``.
-        rng_types: generators made equal over ranks at the start of every epoch; None: none.
+        rng_types: generators made equal over ranks at the start of every epoch, a collective; None: those of the
+            samplers alone, where ranks share the data.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
         split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
         use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader: likewise.
@@ -205,6 +207,8 @@ def _shard_iterable(
     dataset, world_size = loader.dataset, target.world_size
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
         # It can divide itself (datasets.IterableDataset), so that no rank reads what is not its own.
+        if config.even_batches:
+            _warn_of_uneven_parts(dataset, world_size)
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1
     if world_size == 1:
@@ -218,6 +222,23 @@ def _shard_iterable(
 def _num_shards(dataset: Any) -> int:
     """Return into how many parts an iterable dataset can divide itself; 0 where it can't."""
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
+
+
+def _warn_of_uneven_parts(dataset: Any, world_size: int) -> None:
+    """Say on rank 0 that nothing evens the parts of a stream that divides itself, unless their lengths are equal."""
+    if current_topology().rank > 0:
+        return
+    if length_of(dataset) >= 0:  # datasets.IterableDataset has none
+        parts = [dataset.shard(num_shards=world_size, index=rank) for rank in range(world_size)]
+        if len({length_of(part) for part in parts}) == 1:
+            return
+    warn(
+        f"{type(dataset).__name__} divides itself into a part per rank, and even_batches=True adds nothing to these: "
+        "ranks that have more batches than others would wait for them in backward, until the timeout of collectives. "
+        "Let rank 0 read for all, by DataLoaderConfiguration(dispatch_batches=True), or train in "
+        "`with accelerator.join_uneven_inputs([model]):`. If all ranks have equally many batches, or stop at the same "
+        "step, DataLoaderConfiguration(even_batches=False) says so."
+    )
 
 
 def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConfiguration) -> None:

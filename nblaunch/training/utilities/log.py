@@ -58,12 +58,14 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        if not self.isEnabledFor(level):
+        if not (in_order or self.isEnabledFor(level)):
             return
         kwargs.setdefault("stacklevel", 2)  # that of the call
         msg, options = self.process(msg, kwargs)
         if in_order:
-            state = PartialState()  # in a worker it joins the job: only here do all ranks make the call
+            # In a worker it joins the job: only here do all ranks make the call. Their levels may differ, so the level
+            # decides about the message alone: all take part in every barrier.
+            state = PartialState()
             for rank in range(state.num_processes):
                 if rank == state.process_index:
                     self.logger.log(level, msg, *args, **options)
