@@ -133,7 +133,7 @@ def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
     prompt = debugger.prompts.get(rank)  # debug() in the main thread may answer it right now
     if prompt is not None and prompt.stop is not None and prompt.stop not in debugger.announced_stops:
         debugger.announced_stops.add(prompt.stop)
-        filename, line = prompt.place
+        filename, line, _ = prompt.stop
         text = f"rank {rank} waits at breakpoint() in {cell_name(filename)}, line {line}: nblaunch.debug() opens pdb"
         runner.emit(Note.of_job(text, "warning"))
 
@@ -142,7 +142,7 @@ def _ask(rank: int, prompt: Prompted) -> str:
     """Show what pdb has printed, and return the user's line; the end of the input leaves pdb, or its ``interact``."""
     with live_hidden():
         if prompt.stop is not None:
-            filename, line = prompt.place
+            filename, line, _ = prompt.stop
             _print(f"rank {rank} at breakpoint() in {cell_name(filename)}, line {line}:\n")
         _print(prompt.text)
         try:

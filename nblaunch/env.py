@@ -67,8 +67,11 @@ _TEXT = VariableType(str, "a text")
 _FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
 _NUMBER = VariableType(partial(_as_whole, least=0), "a whole number of at least 0")
-# The first number of OpenMP's list is that of the outermost level.
-_LEVELS = VariableType(lambda text: int(text.partition(",")[0]), "a whole number, or several as in 4,2")
+_LEVELS = VariableType(
+    # The first number of OpenMP's list is that of the outermost level; the others are not read.
+    lambda text: _as_whole(text.partition(",")[0], least=0),
+    "a whole number of at least 0, or several as in 4,2",
+)
 _PRECISION = _one_of("no", "fp16", "bf16", "fp8")
 _LOG_LEVEL = _one_of("notset", "debug", "info", "warn", "warning", "error", "critical", "fatal")
 _DYNAMO_MODE = _one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

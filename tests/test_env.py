@@ -47,6 +47,15 @@ def test_all_variables_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+@pytest.mark.parametrize("text", ["-1", "-4,2", "many", ",2"])
+def test_threads_that_no_worker_could_start_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,-2")
+    env.check()  # of OpenMP's list, workers take the first number alone
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS"):
+        env.check()
+
+
 def test_a_patch_is_undone_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_TEST_A", "a")
     monkeypatch.setenv("NBLAUNCH_TEST_B", "b")

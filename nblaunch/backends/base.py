@@ -215,10 +215,6 @@ class Backend(ABC):
     def precision_refusal(self, precision: str) -> str | None:
         """Return None where ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` can be used on this device, else why not."""
 
-    def has_bf16(self) -> bool:
-        """Return whether all devices of this machine are known to compute in bfloat16, without asking one of them."""
-        return self.precision_refusal("bf16") is None
-
     def computes_in_full(self, precision: str) -> bool:
         """Return whether full precision takes the place of one that this device refuses."""
         return False

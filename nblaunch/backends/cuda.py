@@ -97,9 +97,6 @@ class CudaBackend(GpuBackend):
         has_fp8 = torch.cuda.get_device_capability() >= _FP8_CAPABILITY
         return None if has_fp8 else f"{torch.cuda.get_device_name()} has no fp8; {NO_FP8}"
 
-    def has_bf16(self) -> bool:
-        return gpus.have_bf16()
-
     def _instances(self) -> list[str]:
         """Return the MIG instances that workers compute on, of which CUDA shows each process one at most."""
         return [uuid for uuid in gpus.visible() if uuid.startswith(gpus.INSTANCE)]

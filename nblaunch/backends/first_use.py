@@ -38,6 +38,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from nblaunch import env, packages
+from nblaunch.host import proc
 
 _NUM_FRAMES = 200
 _POISONED = "torch refuses GPUs in a forked copy"
@@ -87,23 +88,13 @@ def is_cuda_initialised() -> bool:
 
 
 def has_open_device(device_file: str, descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Return whether a process has a file open.
+    """Return whether a process has a file open; where there is no /proc, torch's own flag has to do.
 
     Args:
         device_file: the file, or the beginning of its name.
         descriptors: folder of the process's open files.
     """
-    try:
-        entries = list(descriptors.iterdir())
-    except OSError:
-        return False  # no /proc on this system: torch's own flag has to do
-    for entry in entries:
-        try:
-            if os.readlink(entry).startswith(device_file):
-                return True
-        except OSError:
-            continue  # closed meanwhile: the folder's own descriptor always is
-    return False
+    return any(path.startswith(device_file) for path in proc.open_files(descriptors))
 
 
 CUDA = GpuRuntime("CUDA", "cuda", is_cuda_initialised, {"CUDA_VISIBLE_DEVICES": ""})

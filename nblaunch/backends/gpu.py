@@ -127,9 +127,6 @@ class GpuBackend(Backend):
             )
         return None
 
-    def has_bf16(self) -> bool:
-        return False  # not known without a context
-
     def set_reporters(
         self,
         *,

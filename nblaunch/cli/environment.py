@@ -11,7 +11,7 @@ import argparse
 import importlib
 import json
 import os
-import platform as system_platform
+import platform
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
 from nblaunch.diagnosis import memory
-from nblaunch.host import gpus, notebook_service, proc, tpu
+from nblaunch.host import gpus, proc, tpu
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 
@@ -43,8 +43,8 @@ Report = dict[str, dict[str, str]]
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Report versions, devices, memory, the notebook platform, how a launch from a fresh kernel would "
-        "start its workers, and problems of this machine. For bug reports; contains no secrets."
+        "Report versions, devices, memory, how a launch from a fresh kernel would start its workers, and problems "
+        "of this machine. For bug reports; contains no secrets."
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
@@ -73,13 +73,10 @@ def collect() -> tuple[Report, list[str]]:
     refusals = {
         name: _refusal(one) for name, one in backends.discover().items() if name != "cpu" and has_torch
     }
-    platform = notebook_service.detect(env.snapshot())
-    evidence = f" (recognised by {platform.evidence})" if platform.evidence else ""
     config, config_findings = _config()
     launched_from = "this kernel" if kernel_shell() is not None else "a fresh kernel"
     report: Report = {
         "versions": _versions(),
-        "notebook": {"platform": f"{platform.title}{evidence}"},
         "devices": {"cpu": _cores(), **_devices(refusals), **_chips()},
         "memory": _memory(),
         "launch": {"from": launched_from, **(_launch(plan) if plan is not None else {"refusal": refusal})},
@@ -110,8 +107,8 @@ def _versions() -> dict[str, str]:
     found = {name: _version(name) for name in _PACKAGES}
     return {
         "nblaunch": sys.modules["nblaunch"].__version__,  # this file may not import the package above it
-        "python": f"{system_platform.python_version()} ({sys.executable})",
-        "system": system_platform.platform(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
         **{name: version for name, version in found.items() if version},
         "not installed": ", ".join(name for name, version in found.items() if not version),
     }

@@ -97,13 +97,6 @@ class Machine:
         """Return the number of devices of a backend; 1 if this machine has none, as the file may be for another one."""
         return max(1, self.num_devices.get(backend, 1))
 
-    def precision(self, backend: str) -> str:
-        """Return the default mixed precision of a backend: bf16 if its devices are known to have it."""
-        family = backends.discover()[backend]
-        if family.name not in self.num_devices or family.device_type == "cpu":
-            return "no"
-        return "bf16" if family.has_bf16() else "no"
-
 
 Answers = dict[str, Any]
 Choices = Sequence[tuple[Any, str]]
@@ -148,7 +141,7 @@ def detected(machine: Machine) -> Answers:
     return {
         "backend": backend,
         "num_processes": machine.count(backend),
-        "mixed_precision": machine.precision(backend),
+        "mixed_precision": "no",
     }
 
 
@@ -289,8 +282,7 @@ QUESTIONS = (
     Question("backend", "What should compute?", lambda a: True, lambda a, m: m.best, _devices),
     Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] in GPU_VARIABLES, "all"),
     Question("num_processes", "How many processes on all machines together?", lambda a: True, _total),
-    Question("mixed_precision", "Mixed precision?", lambda a: True, lambda a, m: m.precision(a["backend"]),
-             _precisions),
+    Question("mixed_precision", "Mixed precision?", lambda a: True, "no", _precisions),
     Question("downcast_bf16", "Hold float as bfloat16 on the TPU (and double as float32)?",
              lambda a: a["backend"] == "xla" and a["mixed_precision"] == "bf16", False, _YES_NO),
     Question("strategy", "By which strategy is the model trained?", _is_parallel, "ddp", _strategies),

@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 from nblaunch import env
@@ -21,7 +20,6 @@ from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import Event, Note
-from nblaunch.host import notebook_service
 from nblaunch.user_code import ipython_shell
 
 if TYPE_CHECKING:
@@ -111,10 +109,15 @@ def running_request() -> Mapping[str, Any]:
     return getattr(ipython_shell(), "parent_header", None) or {}
 
 
-@cache  # a process stays where it is, and a look at its environment and files takes a while
 def is_on_colab() -> bool:
-    """Return whether this process runs on Colab."""
-    return notebook_service.detect(env.snapshot()).name == "colab"
+    """Return whether this process runs on Colab, and not on Kaggle, whose images are built on Colab's.
+
+    Source: Kaggle/kagglehub (env.py).
+    """
+    environ = env.snapshot()
+    is_on_kaggle = environ.get("KAGGLE_KERNEL_RUN_TYPE") or environ.get("KAGGLE_URL_BASE")
+    signs = ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION", "COLAB_JUPYTER_TRANSPORT")
+    return not is_on_kaggle and any(environ.get(sign) for sign in signs)
 
 
 @final

@@ -1,12 +1,11 @@
 """The host that a job runs on: readings, and what is asked of its operating system. Nothing creates a device context.
 
-proc.py               /proc and /sys: states, memory and processor time of processes; folders of control groups
-descendants.py        finds and ends every process that workers have started, wherever they went
-memory.py             memory of processes, limits of the host, glibc's allocator
-descriptors.py        file descriptors: which ones forked processes must not keep, and waiting for any of several
-disk.py               room in files: freed, and why there is none
-gpus.py               NVIDIA's GPUs, which of them workers may use, and readings of devices
-drm.py                AMD's and Intel's GPUs, by files below /sys
-tpu.py                TPU chips, their topology, their lock file, and the slice of several hosts
-notebook_service.py   Colab, Kaggle, VS Code, and how they are recognised
+proc.py          /proc and /sys: states, memory and processor time of processes; folders of control groups
+descendants.py   finds and ends every process that workers have started, wherever they went
+memory.py        memory of processes, limits of the host, glibc's allocator
+descriptors.py   file descriptors: which ones forked processes must not keep, and waiting for any of several
+disk.py          room in files: freed, and why there is none
+gpus.py          NVIDIA's GPUs, which of them workers may use, and readings of devices
+drm.py           AMD's and Intel's GPUs, by files below /sys
+tpu.py           TPU chips, their topology, their lock file, and the slice of several hosts
 """

@@ -24,9 +24,6 @@ INSTANCE = "MIG-"
 
 _DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"
-_BF16_CAPABILITY = (8, 0)
-"""Least compute capability of a GPU that computes in bfloat16; Ampere."""
-
 _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
 
 
@@ -167,22 +164,6 @@ def _is_numbered_alike() -> bool:
     if chosen is not None and not any(entry.strip().isdigit() for entry in chosen.split(",")):
         return True
     return len({gpu.name for gpu in physical_gpus()}) < 2
-
-
-def have_bf16() -> bool:
-    """Return whether all visible GPUs are known to compute in bfloat16."""
-    shown = _may_be_visible()
-
-    def ask(pynvml: Any) -> bool:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in shown]
-        return all(
-            tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) >= _BF16_CAPABILITY for handle in handles
-        )
-
-    try:
-        return bool(shown) and _ask(ask)
-    except LookupError:
-        return False
 
 
 def lacks_p2p() -> str | None:

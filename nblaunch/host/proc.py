@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def read_bytes(path: Path | str) -> bytes:
         return b""
     finally:
         os.close(fd)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return what a process has open, by its folder ``/proc/N/fd``."""
+    found = []
+    with suppress(OSError):  # it has ended, or is another user's, or there is no /proc
+        for entry in folder.iterdir():
+            with suppress(OSError):  # closed meanwhile: of this process, what has listed the folder always is
+                found.append(os.readlink(entry))
+    return found
 
 
 def main_thread_cpu_seconds(pid: int) -> float | None:

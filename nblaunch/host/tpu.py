@@ -160,7 +160,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     for descriptors in sorted(
         processes.glob("[0-9]*/fd"), key=lambda path: path.parent.name != str(os.getpid())
     ):
-        if any(wanted.fullmatch(target) for target in _targets(descriptors)):
+        if any(wanted.fullmatch(target) for target in proc.open_files(descriptors)):
             return int(descriptors.parent.name)
     return None
 
@@ -190,16 +190,6 @@ def command_of(pid: int, processes: Path = PROC) -> str:
     """Return the command line of a process, shortened; ``"?"`` where it can't be read."""
     words = proc.read(processes / str(pid) / "cmdline").replace("\0", " ").strip()
     return f"{words[:77]}..." if len(words) > 80 else words or "?"
-
-
-def _targets(descriptors: Path) -> list[str]:
-    targets = []
-    try:
-        for entry in descriptors.iterdir():
-            targets.append(os.readlink(entry))
-    except OSError:
-        return targets  # it ended meanwhile, or is another user's
-    return targets
 
 
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"

@@ -268,14 +268,12 @@ class Prompted:
         text: what it has printed since the last line, without the prompt.
         stop: identifies a ``breakpoint()`` that was reached, by file, line and how often; None after that, and in pdb
             of a failure. It is the same on every rank that runs the same code.
-        place: where that is, for messages.
         prompt: what pdb asks with: another one for the rest of a statement, for the commands of a breakpoint, or in
             its ``interact``.
     """
 
     text: str
     stop: tuple[str, int, int] | None = None
-    place: tuple[str, int] = ("", 0)
     prompt: str = PDB_PROMPT
 
 

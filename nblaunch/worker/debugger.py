@@ -104,7 +104,7 @@ class Debugger:
         """Open pdb in this thread, at a frame that has called ``breakpoint()``. The caller must return at once."""
         at = frame.f_code.co_filename, frame.f_lineno
         self._stops[at] += 1
-        self._terminal = _Terminal(self._send, Prompted("", (*at, self._stops[at]), at))
+        self._terminal = _Terminal(self._send, Prompted("", (*at, self._stops[at])))
         _Pdb(self._terminal).set_trace(frame)
 
     def _send(self, message: Any) -> None:

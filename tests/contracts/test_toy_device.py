@@ -118,7 +118,7 @@ from nblaunch.cli import environment, questions
 from nblaunch.config.settings import SETTINGS
 machine = questions.Machine.here()
 answers = {{"backend": "toy"}}
-assert machine.best == "toy" and machine.count("toy") == 3 and machine.precision("toy") == "no"
+assert machine.best == "toy" and machine.count("toy") == 3
 assert ("toy", "toy chips (3 here)") in questions._devices(answers, machine)
 assert [value for value, _ in questions._precisions(answers, machine)] == ["no"]
 assert [value for value, _ in questions._compilers(answers, machine)] == ["no", "inductor"]

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from nblaunch import dashboard
+from nblaunch import dashboard, env
 from nblaunch.dashboard.base import Bundle, Controls
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.lines import NUM_LINES, LastLines, LinesPrinter
-from nblaunch.dashboard.notebook import NotebookDashboard
+from nblaunch.dashboard.notebook import NotebookDashboard, is_on_colab
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_panel import Buttons
 from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
@@ -487,3 +487,24 @@ def test_a_double_click_does_what_one_click_does() -> None:
     by_name["Interrupt"].click()
     assert job.asked[-1] == "interrupt"
     buttons.close()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"COLAB_RELEASE_TAG": "release-colab_20250904", "JPY_PARENT_PID": "87"}, True),
+        ({"COLAB_JUPYTER_TRANSPORT": "ipc"}, True),
+        ({"COLAB_RELEASE_TAG": ""}, False),
+        (
+            {"COLAB_RELEASE_TAG": "release-colab-external-images", "KAGGLE_KERNEL_RUN_TYPE": "Interactive"},
+            False,
+        ),
+        ({"COLAB_BACKEND_VERSION": "next", "KAGGLE_URL_BASE": "https://www.kaggle.com"}, False),
+        ({"VSCODE_PID": "94309"}, False),
+    ],
+)
+def test_colab_is_recognised_and_kaggle_whose_images_are_built_on_its_own_is_not_it(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.setattr(env, "snapshot", lambda: environ)
+    assert is_on_colab() is expected

@@ -317,14 +317,11 @@ def test_on_colab_which_would_save_them_no_widget_stays(shared: Kernel) -> None:
         shared,
         """
 import os
-from nblaunch.dashboard import notebook
 os.environ["COLAB_RELEASE_TAG"] = "v1"
-notebook.is_on_colab.cache_clear()
 try:
     run(dashboard.choose(), 2, 10)
 finally:
     del os.environ["COLAB_RELEASE_TAG"]
-    notebook.is_on_colab.cache_clear()
 """,
     )
     end = FrontEnd(cell.messages)

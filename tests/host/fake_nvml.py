@@ -24,7 +24,6 @@ class FakeGpu:
     name: str = "Tesla T4"
     total: int = 16 << 30
     utilisation: int | None = 0
-    capability: tuple[int, int] = (7, 5)
     instances: list[FakeGpu | None] = field(default_factory=list)
     is_mig: bool = False
     is_lost: bool = False
@@ -78,9 +77,6 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetName(self, handle: FakeGpu) -> Any:
         return handle.name.encode()
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: FakeGpu) -> list[int]:
-        return list(handle.capability)
 
     def nvmlDeviceGetMigMode(self, device: FakeGpu) -> list[int]:
         if device.name == "Tesla T4":

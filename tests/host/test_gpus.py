@@ -12,7 +12,6 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from nblaunch.cli.questions import Machine
 from nblaunch.host import gpus
 from nblaunch.host.gpus import Gpu, descriptions
 from tests.host.fake_nvml import FakeGpu, FakeNvml
@@ -148,33 +147,6 @@ def test_no_meter_reads_a_gpu_whose_number_is_not_known(
     meter = gpus.open_meter()
     assert meter.read() == [0.4, 0.0]
     meter.close()
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "setting", "proposed"),
-    [
-        ([(7, 5), (7, 5)], None, "no"),
-        ([(7, 0), (8, 0)], None, "no"),
-        ([(7, 0), (8, 0)], "1", "bf16"),
-        ([(8, 0), (9, 0)], None, "bf16"),
-    ],
-)
-def test_bf16_is_proposed_where_all_gpus_have_it(
-    nvml: NvmlMaker,
-    monkeypatch: pytest.MonkeyPatch,
-    capabilities: list[tuple[int, int]],
-    setting: str | None,
-    proposed: str,
-) -> None:
-    nvml(*(FakeGpu(f"GPU-{index}", capability=one) for index, one in enumerate(capabilities)))
-    if setting is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    assert Machine({"cpu": 4, "cuda": 2}, "cuda").precision("cuda") == proposed
-
-
-def test_bf16_is_not_proposed_for_gpus_of_a_driver_in_a_bad_state(nvml: NvmlMaker) -> None:
-    nvml(has_driver=False)
-    assert Machine({"cpu": 4, "cuda": 2}, "cuda").precision("cuda") == "no"
 
 
 @pytest.mark.parametrize(

@@ -88,3 +88,16 @@ def test_an_open_device_holds_the_chips_too(tmp_path: Path) -> None:
     (tmp_path / "9" / "fd").mkdir(parents=True)
     os.symlink("/dev/accel3", tmp_path / "9" / "fd" / "5")
     assert tpu.lock_holder(tmp_path / "lock", tmp_path) == 9
+
+
+def test_the_lock_is_found_behind_a_descriptor_that_is_closed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, own = tmp_path / "libtpu_lockfile", tmp_path / "proc" / str(os.getpid()) / "fd"
+    own.mkdir(parents=True)
+    (own / "0").symlink_to("/dev/null")
+    (own / "1").write_text("can't be read as a link, as the descriptor by which the folder itself was listed")
+    (own / "2").symlink_to(lock)
+    entries = sorted(own.iterdir())
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(entries))  # in the order of /proc
+    assert tpu.lock_holder(lock, tmp_path / "proc") == os.getpid()

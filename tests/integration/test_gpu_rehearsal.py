@@ -200,7 +200,7 @@ for words, env in json.loads(sys.argv[1]):
 DRIVER = """
 import os, sys
 from tests.host.fake_nvml import FakeGpu, FakeNvml
-gpus = [FakeGpu(f"GPU-0000000{number}-aaaa", "NVIDIA H200", 1 << 37, capability=(9, 0)) for number in range(8)]
+gpus = [FakeGpu(f"GPU-0000000{number}-aaaa", "NVIDIA H200", 1 << 37) for number in range(8)]
 driver = sys.modules["pynvml"] = FakeNvml(gpus, "570.1")
 driver.nvmlDeviceGetCount = lambda: int(os.environ["GPUS"])  # torch imports it before there are any
 """

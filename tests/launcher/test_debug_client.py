@@ -11,7 +11,7 @@ from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.wire.worker_commands import CommandConnection, Line, Prompted, Resumed, connect
 
 STOP = ("train.py", 7, 1)
-PROMPT = Prompted("-> breakpoint()", STOP, ("train.py", 7))
+PROMPT = Prompted("-> breakpoint()", STOP)
 
 
 class Ranks:
