@@ -3,7 +3,9 @@
 Backends answer ``fork_hazard()`` and ``first_use()`` from here. Other hazards, such as threads, are found in
 ``launcher/fork_safety.py``; ``launcher/plan.py`` decides how workers start.
 
-    watch, watch_torch        record the line that initialises a GPU; called when nblaunch is imported
+    watch                     lets torch count GPUs without using one, and sees what torch_xla sets; called when
+                              nblaunch is imported
+    watch_torch               records the line that initialises a GPU; called when torch.cuda or torch.xpu is imported
     gpu_hazard                why forked workers could not use CUDA, ROCm, or Intel's Level Zero
     gpu_in_use                what forked workers on the CPU would fail to ask
     is_xla_initialised        whether the XLA runtime is up
