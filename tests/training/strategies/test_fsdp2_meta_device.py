@@ -22,7 +22,10 @@ def _fill(weight: torch.Tensor) -> None:
 
 
 class Gpt(nn.Module):
-    """Makes its linear layers in a method for one module after the other, and leaves its norm as it was built."""
+    """Makes its linear layers in a method for one module after the other, and leaves its norm as it was built.
+
+    As transformers' models do, it writes to a layer again when it comes to the module that has it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +38,8 @@ class Gpt(nn.Module):
         if isinstance(module, nn.Linear):
             _fill(module.weight)
             nn.init.zeros_(module.bias)
+        elif isinstance(module, Gpt):
+            nn.init.constant_(module.exit.bias, 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.exit(self.norm(self.entry(x)))
@@ -188,6 +193,7 @@ def test_a_model_of_transformers_makes_all_of_its_own() -> None:
     assert all(weight.isfinite().all() for weight in weights.values())
     assert torch.equal(weights["h.1.ln_1.weight"], expected["h.1.ln_1.weight"])
     assert weights["wte.weight"].std() == pytest.approx(0.02, rel=0.4)
+    assert weights["h.1.attn.c_proj.weight"].std() == pytest.approx(0.01, rel=0.4)  # smaller in deeper models
     for _, own in found:
         torch.testing.assert_close(own, buffers)
 

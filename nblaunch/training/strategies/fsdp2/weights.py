@@ -9,6 +9,7 @@ Weights that ranks hold in common are never sent. Nothing here knows what a unit
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -176,42 +177,37 @@ class FullWeights:
         nowhere = {name for name, origin in self._origins.items() if origin == "nowhere"}
         make = initialise or _constructor(self._model)
         made: set[int] = set()
-        unmade: list[str] = []
-        with _random_state_of_main():
+        unmade: dict[str, int] = {}
+        with _random_state_of_main(), _StandIns(self._model) as stand_ins:
             for module_name, module in self._model.named_modules():
                 prefix = f"{module_name}." if module_name else ""
-                own = [name for name in (*module._parameters, *module._buffers) if prefix + name in nowhere]
-                left = self._initialise_one(module, own, make) if own else set()
-                unmade += [prefix + name for name in own if name in left]
-                made |= {id(self._parameters.get(prefix + name)) for name in own if name not in left}
+                own = {name: tensor for name, tensor in stand_ins.of(module) if prefix + name in nowhere}
+                missing = {name for name, tensor in own.items() if id(tensor) not in made}
+                left = self._initialise_one(module, missing, make, stand_ins) if missing else set()
+                made |= {id(own[name]) for name in missing - left}
+                unmade |= {prefix + name: id(own[name]) for name in own if name in left}
         # A weight of several names is one that any of their modules makes.
-        unmade = [name for name in unmade if id(self._parameters.get(name)) not in made]
-        if unmade:
-            raise ValueError(self._describe_unmade(unmade, initialise is not None))
+        names = [name for name, tensor in unmade.items() if tensor not in made]
+        if names:
+            raise ValueError(self._describe_unmade(names, initialise is not None))
 
     def _initialise_one(
-        self, module: nn.Module, names: Sequence[str], make: Callable[[nn.Module], Any]
+        self, module: nn.Module, names: set[str], make: Callable[[nn.Module], Any], stand_ins: _StandIns
     ) -> set[str]:
         """Have ``make`` write the tensors ``names`` of a module, in full; return those that it leaves unwritten.
 
         The module's other tensors have their values already. ``make`` is given copies of them, or blank ones in place
         of shards, and what it writes there is dropped.
         """
-        held_before: list[tuple[Any, str, Any]] = [
-            (held, name, tensor)
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
-            if tensor is not None and (name in names or not is_quantised_weight(tensor))
-        ]
-        for held, name, tensor in held_before:
-            is_blank = tensor.is_meta or is_sharded(tensor)
-            full = _unwritten(tensor) if is_blank else tensor.detach().to("cpu", copy=True)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            held[name] = nn.Parameter(full, requires_grad=tensor.requires_grad) if is_parameter else full
+        own = stand_ins.of(module)
+        for name, tensor in own:
+            is_blank = name in names or tensor.is_meta or is_sharded(tensor)
+            stand_ins.show(tensor, _unwritten(tensor) if is_blank else tensor.detach().to("cpu", copy=True))
         make(module)
         left = set()
-        for held, name, tensor in held_before:
-            made, held[name] = held[name], tensor
+        for name, tensor in own:
+            made: Any = getattr(module, name)
+            stand_ins.hide(tensor)
             if name not in names:
                 continue
             if _is_unwritten(made.detach()):
@@ -221,7 +217,7 @@ class FullWeights:
                     dtensor.local(tensor).copy_(dtensor.slice_for(tensor, made.detach()))
             else:  # ignored, or a buffer: every rank holds all of it
                 made.data = made.data.to(self._device)
-                self._put(tensor, made)
+                stand_ins.replace(tensor, made)
         return left
 
     def _describe_unmade(self, unmade: Sequence[str], is_given: bool) -> str:
@@ -239,6 +235,59 @@ class FullWeights:
             f"them: {listed}. Give them one, pass FullyShardedDataParallelPlugin(param_init_fn=...), or build the "
             "model on the CPU"
         )
+
+
+class _StandIns:
+    """Tensors of the meta device in the place of all tensors of a model, in a ``with`` block, tied as those are.
+
+    What initialises one module may write to others as well, as the ``_init_weights`` of transformers' attention layers
+    writes to their projections: to those on the meta device, that does nothing and costs nothing. Quantised weights
+    that have their values stay.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
+        self._places: dict[int, list[tuple[Any, str]]] = {}
+        self._final: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            self._own[module] = []
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and (tensor.is_meta or not is_quantised_weight(tensor)):
+                        self._own[module].append((name, tensor))
+                        self._places.setdefault(id(tensor), []).append((held, name))
+                        self._final[id(tensor)] = tensor
+
+    def of(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return the names of a module's own tensors, and what the model had there before the block."""
+        return self._own[module]
+
+    def show(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Put ``other`` in the place of a tensor, as a parameter if it is one."""
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+        self._put(id(tensor), other)
+
+    def hide(self, tensor: torch.Tensor) -> None:
+        """Put a tensor of the meta device there again."""
+        self.show(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
+
+    def replace(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Have ``other`` in the place of a tensor after the block."""
+        self._final[id(tensor)] = other
+
+    def _put(self, key: int, tensor: torch.Tensor) -> None:
+        for held, name in self._places[key]:
+            held[name] = tensor
+
+    def __enter__(self) -> _StandIns:
+        for tensor in list(self._final.values()):
+            self.hide(tensor)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for key, tensor in self._final.items():
+            self._put(key, tensor)
 
 
 # A byte of integers and booleans that nothing has been written to: booleans are 0 or 1.
@@ -308,20 +357,25 @@ def _constructor(model: nn.Module) -> Callable[[nn.Module], None]:
     """Return what makes the tensors of one module as building the model on the CPU does.
 
     Its class's constructor calls ``reset_parameters``; then models of transformers, and many others, apply their
-    ``_init_weights`` to each of their modules. Of models in models, the inner one does.
+    ``_init_weights`` to each of their modules, inner ones first. Of models in models, the inner one does.
     """
-    appliers: dict[str, Any] = {"": None}
-    by_module: dict[nn.Module, Any] = {}
+    appliers: dict[str, list[Callable[[], Any]]] = {}  # by name: for the module, and for those that it is in
+    names: dict[nn.Module, str] = {}
+    initialisers: dict[str, Any] = {}
     for name, module in model.named_modules():
+        parent = name.rpartition(".")[0] if name else None
         own = getattr(module, "_init_weights", None)
-        appliers[name] = own if _takes_module(own) else appliers[name.rpartition(".")[0]]
-        by_module[module] = appliers[name]
+        inherited = None if parent is None else initialisers[parent]
+        initialisers[name] = initialise = own if _takes_module(own) else inherited
+        outer = [] if parent is None else appliers[parent]
+        appliers[name] = outer if initialise is None else [functools.partial(initialise, module), *outer]
+        names[module] = name
 
     def construct(module: nn.Module) -> None:
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-        if by_module[module] is not None:
-            by_module[module](module)
+        for apply in appliers[names[module]]:
+            apply()
 
     return construct
 
