@@ -77,7 +77,7 @@ def write_basic_config(
     if path.exists():
         print(f"{path}: exists already, and is not overwritten")
         return False
-    _write(path, {**detected(Machine.here()), "mixed_precision": convert("mixed_precision", mixed_precision)})
+    _write_detected(path, mixed_precision, "mixed_precision")
     return path
 
 
@@ -91,9 +91,14 @@ def _write_default(path: Path, mixed_precision: str | None) -> int:
         raise UsageError(
             f"{path}: exists already, and is not overwritten; remove it or name another --config_file"
         )
+    return _write_detected(path, mixed_precision, "--mixed_precision")
+
+
+def _write_detected(path: Path, mixed_precision: str | None, label: str) -> int:
+    """Write the defaults for this machine, with a precision unless it is None; messages call that ``label``."""
     values = dict(detected(Machine.here()))
     if mixed_precision is not None:
-        values["mixed_precision"] = convert("mixed_precision", mixed_precision, "--mixed_precision")
+        values["mixed_precision"] = convert("mixed_precision", mixed_precision, label)
     return _write(path, values)
 
 

@@ -84,7 +84,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 class DDPCommunicationHookType(Word):
-    """What ranks do to gradients on their way, by name. POWER_SGD and BATCHED_POWER_SGD approximate them."""
+    """What ranks do to gradients on their way, by name. POWER_SGD approximates them; BATCHED_POWER_SGD is refused."""
 
     NO = "no"
     FP16 = "fp16"
@@ -104,10 +104,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         static_graph: promise that every step uses the same parameters in the same order.
         comm_hook: how gradients travel: in full, in half precision, or as a low-rank approximation.
         comm_wrapper: FP16 or BF16: what the hook sends is sent in this format.
-        comm_state_option: for the POWER_SGD hooks, arguments of torch's ``PowerSGDState``.
+        comm_state_option: for POWER_SGD, arguments of torch's ``PowerSGDState``.
 
     Raises:
-        ValueError: there is no such hook, or options that exclude each other.
+        ValueError: there is no such hook, it does not work in torch, or options exclude each other.
     """
 
     dim: int = 0
@@ -125,9 +125,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
         names = tuple(kind.value for kind in DDPCommunicationHookType)
         check_choice("comm_hook", str(self.comm_hook), names)
         check_choice("comm_wrapper", str(self.comm_wrapper), ("no", "fp16", "bf16"))
-        if self.comm_state_option and not str(self.comm_hook).endswith("power_sgd"):
+        if str(self.comm_hook) == DDPCommunicationHookType.BATCHED_POWER_SGD.value:
+            # It passes one matrix to a function that asserts a stack of them, as torch 1.11 to 2.13 have it.
             raise ValueError(
-                f"comm_state_option={self.comm_state_option!r} is for the POWER_SGD hooks, and comm_hook is "
+                "comm_hook='batched_power_sgd' can't be used: torch's batched_powerSGD_hook stops with an "
+                "AssertionError at the first step that it approximates, after PowerSGDState's start_powerSGD_iter. "
+                "Use DDPCommunicationHookType.POWER_SGD, which takes the same comm_state_option"
+            )
+        if self.comm_state_option and str(self.comm_hook) != DDPCommunicationHookType.POWER_SGD.value:
+            raise ValueError(
+                f"comm_state_option={self.comm_state_option!r} is for POWER_SGD, and comm_hook is "
                 f"{str(self.comm_hook)!r}"
             )
 

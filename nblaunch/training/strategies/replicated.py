@@ -17,7 +17,6 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -78,22 +77,10 @@ def checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
-def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-    """Orthogonalize a stack of matrices, or one matrix, in place."""
-    powerSGD_hook._orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
-
-
-# Torch's batched PowerSGD passes one matrix to a function that asserts a stack of them, from torch 1.11 to 2.13, at the
-# first step that is approximated. This is the same code, calling a function that takes both.
-_batched_power_sgd = FunctionType(
-    powerSGD_hook.batched_powerSGD_hook.__code__, {**vars(powerSGD_hook), "_orthogonalize": _orthogonalize}
-)
-
 _HOOKS: dict[str, Any] = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "power_sgd": powerSGD_hook.powerSGD_hook,
-    "batched_power_sgd": _batched_power_sgd,
 }
 _HOOK_WRAPPERS: dict[str, Any] = {
     "fp16": default_hooks.fp16_compress_wrapper,
@@ -221,7 +208,7 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
     name, wrapper = str(options.comm_hook), _HOOK_WRAPPERS.get(str(options.comm_wrapper))
     if name == "no":
         return
-    is_approximate = name.endswith("power_sgd")
+    is_approximate = name == "power_sgd"
     state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option) if is_approximate else None
     try:
         model.register_comm_hook(state, wrapper(_HOOKS[name]) if wrapper is not None else _HOOKS[name])

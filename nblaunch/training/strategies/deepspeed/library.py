@@ -82,7 +82,8 @@ def load(process: JoinedProcess) -> Any:
     # half a minute as soon as there is a process group.
     getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     # Every stage of ZeRO asks whether its optimizer is Muon, whose module (0.19) decorates functions with
-    # ``torch.compile``: that imports the compiler, 3 s in each worker, with warnings of torch's own.
+    # ``torch.compile``: that imports the compiler, in each worker for 1 s of processor time (2 to 4 s on busy cores)
+    # and 45 MB, with warnings of torch's own.
     with suppress(ImportError), _compiling_later():
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     add_wrapper(library.DeepSpeedEngine)

@@ -84,7 +84,8 @@ class ShardingSettings:
         cpu_ram_efficient_loading: weights that only rank 0 has (the others built the model on the meta device) are sent
             to the others shard by shard. That is done in any case; False refuses such a model.
         param_init_fn: makes the weights of one module that is on the meta device on every rank; it is called with each
-            module that has such weights of its own, in CPU memory. None: its ``reset_parameters``.
+            module that has such weights or buffers of its own, in CPU memory. None: its ``reset_parameters``, then the
+            ``_init_weights`` of its model, where they have them. What is left without values is an error.
         limit_all_gathers: accepted; version 2 never gathers further ahead than memory allows.
         backward_prefetch, forward_prefetch, state_dict_config: of version 1; no effect, and a warning says so.
         optim_state_dict_config, use_orig_params, sync_module_states: likewise.

@@ -9,7 +9,9 @@ Weights that ranks hold in common are never sent. Nothing here knows what a unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nblaunch import formatting
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
@@ -52,11 +55,13 @@ class FullWeights:
         self._device = device
         self._ignored = ignored
         self._trained_dtype = trained_dtype
+        # Before fully_shard makes other classes of them.
+        self._class_names = {name: type(module).__name__ for name, module in model.named_modules()}
         named = model.named_parameters(remove_duplicate=False)
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
         self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
         self._others |= {name: p for name, p in model.named_parameters() if p in ignored}
-        self._origins = _origins(type(model).__name__, {**self._parameters, **self._others}, may_be_sent)
+        self._origins = _origins(self._class_names[""], {**self._parameters, **self._others}, may_be_sent)
 
     @property
     def num_bytes(self) -> int:
@@ -170,35 +175,145 @@ class FullWeights:
     def _initialise(self, initialise: Callable[[nn.Module], Any] | None) -> None:
         """Make weights module by module, the same on all ranks, so that no rank ever holds more than one as a whole."""
         nowhere = {name for name, origin in self._origins.items() if origin == "nowhere"}
-        make = initialise or _initialiser(self._model, nowhere)
-        with _random_state_of_main():
+        make = initialise or _constructor(self._model)
+        made: set[int] = set()
+        unmade: dict[str, int] = {}
+        with _random_state_of_main(), _StandIns(self._model) as stand_ins:
             for module_name, module in self._model.named_modules():
                 prefix = f"{module_name}." if module_name else ""
-                own = [name for name, _ in module.named_parameters(recurse=False) if prefix + name in nowhere]
-                own_buffers = [name for name in module._buffers if prefix + name in nowhere]
-                if own or own_buffers:
-                    self._initialise_one(module, own, own_buffers, make)
+                own = {name: tensor for name, tensor in stand_ins.of(module) if prefix + name in nowhere}
+                missing = {name for name, tensor in own.items() if id(tensor) not in made}
+                left = self._initialise_one(module, missing, make, stand_ins) if missing else set()
+                made |= {id(own[name]) for name in missing - left}
+                unmade |= {prefix + name: id(own[name]) for name in own if name in left}
+        # A weight of several names is one that any of their modules makes.
+        names = [name for name, tensor in unmade.items() if tensor not in made]
+        if names:
+            raise ValueError(self._describe_unmade(names, initialise is not None))
 
     def _initialise_one(
-        self, module: nn.Module, names: list[str], buffers: list[str], make: Callable[[nn.Module], Any]
-    ) -> None:
-        held: dict[str, Any] = {name: module._parameters[name] for name in names}
-        for name, shard in held.items():
-            full = torch.empty(shard.shape, dtype=shard.dtype)
-            module._parameters[name] = nn.Parameter(full, requires_grad=shard.requires_grad)
-        for name in buffers:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+        self, module: nn.Module, names: set[str], make: Callable[[nn.Module], Any], stand_ins: _StandIns
+    ) -> set[str]:
+        """Have ``make`` write the tensors ``names`` of a module, in full; return those that it leaves unwritten.
+
+        The module's other tensors have their values already. ``make`` is given copies of them, or blank ones in place
+        of shards, and what it writes there is dropped.
+        """
+        own = stand_ins.of(module)
+        for name, tensor in own:
+            is_blank = name in names or tensor.is_meta or is_sharded(tensor)
+            stand_ins.show(tensor, _unwritten(tensor) if is_blank else tensor.detach().to("cpu", copy=True))
         make(module)
-        for name, shard in held.items():
-            made: Any = module._parameters[name]
-            if not is_sharded(shard):  # ignored: every rank holds all of it
-                made.data = made.data.to(self._device)
+        left = set()
+        for name, tensor in own:
+            made: Any = getattr(module, name)
+            stand_ins.hide(tensor)
+            if name not in names:
                 continue
-            module._parameters[name] = shard
-            with torch.no_grad():
-                dtensor.local(shard).copy_(dtensor.slice_for(shard, made.detach()))
-        for name in buffers:
-            module._buffers[name] = module._buffers[name].to(self._device)  # type: ignore[union-attr]
+            if _is_unwritten(made.detach()):
+                left.add(name)
+            elif is_sharded(tensor):
+                with torch.no_grad():
+                    dtensor.local(tensor).copy_(dtensor.slice_for(tensor, made.detach()))
+            else:  # ignored, or a buffer: every rank holds all of it
+                made.data = made.data.to(self._device)
+                stand_ins.replace(tensor, made)
+        return left
+
+    def _describe_unmade(self, unmade: Sequence[str], is_given: bool) -> str:
+        """Return the error for tensors that have no values after all were to be made, by param_init_fn if given."""
+        owners = {name: self._class_names[name.rpartition(".")[0]] for name in unmade}
+        listed = formatting.first([f"{name} ({owner})" for name, owner in owners.items()], 8)
+        model = f"the {self._class_names['']} is on the meta device"
+        if is_given:
+            return (
+                f"{model}, and param_init_fn, called with each of its modules, has not written all of these weights "
+                f"and buffers: {listed}. Have it do so, or build the model on the CPU"
+            )
+        return (
+            f"{model}, and the modules that have these weights and buffers have no reset_parameters() that would make "
+            f"them: {listed}. Give them one, pass FullyShardedDataParallelPlugin(param_init_fn=...), or build the "
+            "model on the CPU"
+        )
+
+
+class _StandIns:
+    """Tensors of the meta device in the place of all tensors of a model, in a ``with`` block, tied as those are.
+
+    What initialises one module may write to others as well, as the ``_init_weights`` of transformers' attention layers
+    writes to their projections: to those on the meta device, that does nothing and costs nothing. Quantised weights
+    that have their values stay.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
+        self._places: dict[int, list[tuple[Any, str]]] = {}
+        self._final: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            self._own[module] = []
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and (tensor.is_meta or not is_quantised_weight(tensor)):
+                        self._own[module].append((name, tensor))
+                        self._places.setdefault(id(tensor), []).append((held, name))
+                        self._final[id(tensor)] = tensor
+
+    def of(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return the names of a module's own tensors, and what the model had there before the block."""
+        return self._own[module]
+
+    def show(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Put ``other`` in the place of a tensor, as a parameter if it is one."""
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+        self._put(id(tensor), other)
+
+    def hide(self, tensor: torch.Tensor) -> None:
+        """Put a tensor of the meta device there again."""
+        self.show(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
+
+    def replace(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Have ``other`` in the place of a tensor after the block."""
+        self._final[id(tensor)] = other
+
+    def _put(self, key: int, tensor: torch.Tensor) -> None:
+        for held, name in self._places[key]:
+            held[name] = tensor
+
+    def __enter__(self) -> _StandIns:
+        for tensor in list(self._final.values()):
+            self.hide(tensor)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for key, tensor in self._final.items():
+            self._put(key, tensor)
+
+
+# A byte of integers and booleans that nothing has been written to: booleans are 0 or 1.
+_UNWRITTEN_BYTE = 0xAA
+
+
+def _unwritten(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in CPU memory, of shape and dtype of ``like``, that shows where it has not been written to."""
+    if like.is_floating_point() or like.is_complex():
+        return torch.full(like.shape, torch.nan, dtype=like.dtype)
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    tensor.reshape(-1).view(torch.uint8).fill_(_UNWRITTEN_BYTE)
+    return tensor
+
+
+def _is_unwritten(tensor: torch.Tensor) -> bool:
+    """Return whether any element is as :func:`_unwritten` made it; of integers of one byte, whether all are."""
+    if not tensor.numel():
+        return False
+    num_bytes = tensor.element_size()
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool((tensor.float() if num_bytes == 1 else tensor).isnan().any())  # torch compares no float8
+    is_blank = tensor.contiguous().reshape(-1).view(torch.uint8) == _UNWRITTEN_BYTE
+    if num_bytes == 1 and tensor.dtype != torch.bool:  # an element may well be of that value
+        return bool(is_blank.all())
+    return bool(is_blank.view(-1, num_bytes).all(dim=1).any())
 
 
 def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: bool) -> dict[str, str]:
@@ -238,23 +353,42 @@ def _fingerprint(tensor: torch.Tensor) -> Any:
     return checksum(tensor.detach()) if tensor.device.type == "cpu" else _UNKNOWN
 
 
-def _initialiser(model: nn.Module, nowhere: set[str]) -> Callable[[nn.Module], Any]:
-    """Return how the model's own code makes the weights of one of its modules."""
-    of_model = getattr(model, "_init_weights", None)  # transformers' models
-    if callable(of_model):
-        return of_model
-    modules = {name.rpartition(".")[0] for name in nowhere}
-    mute = [name for name in sorted(modules) if not hasattr(model.get_submodule(name), "reset_parameters")]
-    if mute:
-        listed = ", ".join(
-            f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})" for name in mute
-        )
-        raise ValueError(
-            f"the {type(model).__name__} is on the meta device, and these modules with weights of their own have no "
-            f"reset_parameters() that would make them: {listed}. Give them one, pass "
-            "FullyShardedDataParallelPlugin(param_init_fn=...), or build the model on the CPU"
-        )
-    return lambda module: module.reset_parameters()  # type: ignore[operator]
+def _constructor(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Return what makes the tensors of one module as building the model on the CPU does.
+
+    Its class's constructor calls ``reset_parameters``; then models of transformers, and many others, apply their
+    ``_init_weights`` to each of their modules, inner ones first. Of models in models, the inner one does.
+    """
+    appliers: dict[str, list[Callable[[], Any]]] = {}  # by name: for the module, and for those that it is in
+    names: dict[nn.Module, str] = {}
+    initialisers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0] if name else None
+        own = getattr(module, "_init_weights", None)
+        inherited = None if parent is None else initialisers[parent]
+        initialisers[name] = initialise = own if _takes_module(own) else inherited
+        outer = [] if parent is None else appliers[parent]
+        appliers[name] = outer if initialise is None else [functools.partial(initialise, module), *outer]
+        names[module] = name
+
+    def construct(module: nn.Module) -> None:
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        for apply in appliers[names[module]]:
+            apply()
+
+    return construct
+
+
+def _takes_module(initialise: Any) -> bool:
+    """Return whether ``_init_weights`` is for one module after the other; some have it for all of their own."""
+    if not callable(initialise):
+        return False
+    try:
+        inspect.signature(initialise).bind(nn.Module)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @contextmanager
