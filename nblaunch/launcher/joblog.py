@@ -111,7 +111,11 @@ class JobLog(LogFolder):
         _in_use.discard(self.path)
 
     def prune(self) -> None:
-        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers run: it takes milliseconds."""
+        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``.
+
+        It takes milliseconds, so it is called while workers run; at every twentieth job also before, since short jobs
+        end without it.
+        """
         _prune(self._root, max_jobs=self._max_jobs, current=self.path.name)
 
     def make_attempt_folder(self, attempt: int, ranks: Iterable[int]) -> None:
