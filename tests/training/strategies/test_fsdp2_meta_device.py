@@ -45,12 +45,73 @@ class Gpt(nn.Module):
         return self.exit(self.norm(self.entry(x)))
 
 
-class Nested(nn.Module):
-    """A model in a model, each with layers that it makes in its own way."""
+class Around(nn.Module):
+    """A model in a model, of which the inner one alone makes its layers in a way of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gpt = Gpt()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gpt(x)
+
+
+class Applied(Around):
+    """A model that makes the layers of the inner one anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self._init_weights)
+
+    def _init_weights(self, layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            nn.init.constant_(layer.bias, 4.0)
+
+
+class PreTrainedModel(nn.Module):
+    """Has the name by which models of transformers are known."""
+
+
+class Pretrained(PreTrainedModel, Gpt):
+    pass
+
+
+class Helped(nn.Module):
+    """Layers whose method of that name is for something else, and one parameter of two names."""
+
+    class Layer(nn.Linear):
+        def reset_parameters(self) -> None:
+            self._init_weights(0.5)
+            nn.init.ones_(self.bias)
+
+        def _init_weights(self, std: float) -> None:
+            nn.init.constant_(self.weight, std)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(2))
+            self.factor = self.scale
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            _fill(self.scale)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.Layer(3, 2)
+        self.twice = self.Twice()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.twice.scale + self.twice.factor
+
+
+class Nested(PreTrainedModel):
+    """A model of transformers in another one, which leaves the inner one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = Pretrained()
         self.head = nn.Linear(1, 1)
         self._init_weights(self.head)
 
@@ -117,7 +178,7 @@ def _train(
     return dict(accelerator.get_state_dict(model))
 
 
-@pytest.mark.parametrize("build", [Gpt, Nested])
+@pytest.mark.parametrize("build", [Gpt, Around, Applied, Nested, Helped])
 def test_what_a_model_leaves_as_it_was_built_is_so_too(build: Callable[[], nn.Module]) -> None:
     expected = ranks.run(_train, 2, build, "cpu")[0]
     found = ranks.run(_train, 2, build, "meta")[0]
@@ -140,6 +201,25 @@ def test_what_nothing_makes_is_named_before_training(make: Callable[[nn.Module],
         assert f"{name} (Scaled)" in text
     assert "linear.weight" not in text
     assert ("linear.bias" in text) == (make is not None)  # of its own, the layer makes that
+
+
+def _allocate(module: nn.Module) -> None:
+    """Put memory there that is to be loaded into; what it holds may be NaN, and is here."""
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(torch.nan)
+
+
+def _allocated() -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=_allocate))
+    return dict(accelerator.get_state_dict(accelerator.prepare(_built(Gpt, "meta"))))
+
+
+def test_memory_that_param_init_fn_allocates_is_taken_as_it_is() -> None:
+    found = ranks.run(_allocated, 2)[0]
+    assert found.keys() == Gpt().state_dict().keys()
+    assert all(tensor.isnan().all() for tensor in found.values())
 
 
 def test_what_is_tied_is_made_once_and_stays_tied() -> None:

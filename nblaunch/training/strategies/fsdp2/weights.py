@@ -9,7 +9,6 @@ Weights that ranks hold in common are never sent. Nothing here knows what a unit
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,7 +185,7 @@ class FullWeights:
                 left = self._initialise_one(module, missing, make, stand_ins) if missing else set()
                 made |= {id(own[name]) for name in missing - left}
                 unmade |= {prefix + name: id(own[name]) for name in own if name in left}
-        # A weight of several names is one that any of their modules makes.
+        # A parameter of several names is one that any of their modules makes.
         names = [name for name, tensor in unmade.items() if tensor not in made]
         if names:
             raise ValueError(self._describe_unmade(names, initialise is not None))
@@ -199,25 +198,25 @@ class FullWeights:
         The module's other tensors have their values already. ``make`` is given copies of them, or blank ones in place
         of shards, and what it writes there is dropped.
         """
-        own = stand_ins.of(module)
-        for name, tensor in own:
+        own = dict(stand_ins.of(module))
+        for name, tensor in own.items():
             is_blank = name in names or tensor.is_meta or is_sharded(tensor)
             stand_ins.show(tensor, _unwritten(tensor) if is_blank else tensor.detach().to("cpu", copy=True))
+        blank = {name: getattr(module, name).data_ptr() for name in names}
         make(module)
+        made: dict[str, Any] = {name: getattr(module, name) for name in names}
+        stand_ins.hide_again(module)
         left = set()
-        for name, tensor in own:
-            made: Any = getattr(module, name)
-            stand_ins.hide(tensor)
-            if name not in names:
-                continue
-            if _is_unwritten(made.detach()):
+        for name, value in made.items():
+            # A tensor that was put there in its stead, as by ``to_empty``, may hold anything.
+            if value.data_ptr() == blank[name] and _is_unwritten(value.detach()):
                 left.add(name)
-            elif is_sharded(tensor):
+            elif is_sharded(own[name]):
                 with torch.no_grad():
-                    dtensor.local(tensor).copy_(dtensor.slice_for(tensor, made.detach()))
+                    dtensor.local(own[name]).copy_(dtensor.slice_for(own[name], value.detach()))
             else:  # ignored, or a buffer: every rank holds all of it
-                made.data = made.data.to(self._device)
-                stand_ins.replace(tensor, made)
+                value.data = value.data.to(self._device)
+                stand_ins.replace(own[name], value)
         return left
 
     def _describe_unmade(self, unmade: Sequence[str], is_given: bool) -> str:
@@ -231,9 +230,9 @@ class FullWeights:
                 f"and buffers: {listed}. Have it do so, or build the model on the CPU"
             )
         return (
-            f"{model}, and the modules that have these weights and buffers have no reset_parameters() that would make "
-            f"them: {listed}. Give them one, pass FullyShardedDataParallelPlugin(param_init_fn=...), or build the "
-            "model on the CPU"
+            f"{model}, and no reset_parameters() of their modules or _init_weights() of the model writes all of these "
+            f"weights and buffers: {listed}. Have one do so, pass FullyShardedDataParallelPlugin(param_init_fn=...), "
+            "or build the model on the CPU"
         )
 
 
@@ -268,8 +267,15 @@ class _StandIns:
             other = nn.Parameter(other, requires_grad=tensor.requires_grad)
         self._put(id(tensor), other)
 
-    def hide(self, tensor: torch.Tensor) -> None:
-        """Put a tensor of the meta device there again."""
+    def hide_again(self, module: nn.Module) -> None:
+        """Put tensors of the meta device back where what made ``module`` has put others, in it and below."""
+        for part in module.modules():
+            for name, tensor in self._own.get(part, ()):
+                current = getattr(part, name, None)
+                if current is None or not current.is_meta:
+                    self._hide(tensor)
+
+    def _hide(self, tensor: torch.Tensor) -> None:
         self.show(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
 
     def replace(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -282,7 +288,7 @@ class _StandIns:
 
     def __enter__(self) -> _StandIns:
         for tensor in list(self._final.values()):
-            self.hide(tensor)
+            self._hide(tensor)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -354,41 +360,44 @@ def _fingerprint(tensor: torch.Tensor) -> Any:
 
 
 def _constructor(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Return what makes the tensors of one module as building the model on the CPU does.
+    """Return what makes the tensors of one module as building the model on the CPU does, as far as that can be known.
 
-    Its class's constructor calls ``reset_parameters``; then models of transformers, and many others, apply their
-    ``_init_weights`` to each of their modules, inner ones first. Of models in models, the inner one does.
+    Its class's constructor calls ``reset_parameters``. Then models apply their ``_init_weights`` to each module that is
+    in them, inner ones first, and models around them do the same; but those of transformers leave out what is in
+    another model of transformers.
     """
-    appliers: dict[str, list[Callable[[], Any]]] = {}  # by name: for the module, and for those that it is in
-    names: dict[nn.Module, str] = {}
-    initialisers: dict[str, Any] = {}
+    around: dict[str, list[nn.Module]] = {}  # name -> the module, and those that it is in, inner ones first
     for name, module in model.named_modules():
-        parent = name.rpartition(".")[0] if name else None
-        own = getattr(module, "_init_weights", None)
-        inherited = None if parent is None else initialisers[parent]
-        initialisers[name] = initialise = own if _takes_module(own) else inherited
-        outer = [] if parent is None else appliers[parent]
-        appliers[name] = outer if initialise is None else [functools.partial(initialise, module), *outer]
-        names[module] = name
+        around[name] = [module, *(around[name.rpartition(".")[0]] if name else ())]
+    containers = {modules[0]: modules for modules in around.values()}
 
     def construct(module: nn.Module) -> None:
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-        for apply in appliers[names[module]]:
-            apply()
+        first = 0
+        for position, owner in enumerate(containers[module]):
+            initialise: Any = getattr(owner, "_init_weights", None)
+            if _takes_module(initialise, is_outermost=owner is model):
+                for part in containers[module][first : position + 1]:
+                    initialise(part)
+                if _is_of_transformers(owner):
+                    first = position + 1
 
     return construct
 
 
-def _takes_module(initialise: Any) -> bool:
-    """Return whether ``_init_weights`` is for one module after the other; some have it for all of their own."""
+def _takes_module(initialise: Any, is_outermost: bool) -> bool:
+    """Return whether ``_init_weights`` is for one module after the other; others make all weights, or take settings."""
     if not callable(initialise):
         return False
-    try:
-        inspect.signature(initialise).bind(nn.Module)
-    except (TypeError, ValueError):
+    first = next(iter(inspect.signature(initialise).parameters.values()), None)
+    if first is None or first.default is not inspect.Parameter.empty:
         return False
-    return True
+    return is_outermost or first.name in ("m", "module") or "Module" in str(first.annotation)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 @contextmanager
