@@ -375,7 +375,8 @@ class _Dividing(IterableDataset):
 
 
 def _read_own_part() -> tuple[list[int], list[str]]:
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
+    accelerator = Accelerator(dataloader_config=config)
     return _gathered(accelerator, accelerator.prepare(DataLoader(_Dividing(*range(6)), batch_size=2)))
 
 
@@ -394,29 +395,15 @@ def _warnings_of_own_parts(dataset: Any, even_batches: bool) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-class _DividingWithoutLength(IterableDataset):
-    n_shards = 2
-
-    def shard(self, num_shards: int, index: int) -> _DividingWithoutLength:
-        return self
-
-    def __iter__(self) -> Any:
-        return iter(range(4))
-
-
-@pytest.mark.parametrize("dataset", [_Dividing(*range(7)), _DividingWithoutLength()])
-def test_rank_0_says_that_nothing_evens_the_parts_of_a_stream(dataset: Any) -> None:
-    (message,), others = ranks.run(_warnings_of_own_parts, 2, dataset, True)
+def test_rank_0_says_that_nothing_evens_the_parts_of_a_stream() -> None:
+    (message,), others = ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(7)), True)
     assert others == []
     assert "join_uneven_inputs" in message
     assert "dispatch_batches=True" in message
 
 
-@pytest.mark.parametrize(("rows", "even_batches"), [(6, True), (7, False)])
-def test_parts_of_equal_lengths_or_without_even_batches_are_not_reported(
-    rows: int, even_batches: bool
-) -> None:
-    assert ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(rows)), even_batches) == [[], []]
+def test_uneven_parts_that_were_asked_for_are_not_reported() -> None:
+    assert ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(7)), False) == [[], []]
 
 
 def _join_own_parts(rows: int) -> tuple[int, float]:
@@ -480,6 +467,41 @@ def _order_without_an_accelerator() -> list[int]:
 
 def test_ranks_share_one_random_order_without_an_accelerator() -> None:
     assert [sorted(order) for order in ranks.run(_order_without_an_accelerator, 2)] == [list(range(16))] * 2
+
+
+def _epochs_of_a_loader_of_one_rank() -> list[int]:
+    """Rank 0 reads twice, rank 1 once, in an order that needs nothing of the other rank."""
+    rank = context.current().topology.rank
+    loader = prepare_data_loader(
+        DataLoader(range(8), shuffle=True),
+        num_processes=2,
+        process_index=1,
+        use_seedable_sampler=True,
+        data_seed=0,
+    )
+    counts = [len(list(loader)) for _epoch in range(2 - rank)]
+    return gather(torch.tensor(sum(counts))).tolist()
+
+
+def test_a_seeded_order_needs_no_other_rank() -> None:
+    assert ranks.run(_epochs_of_a_loader_of_one_rank, 2) == [[8, 4]] * 2
+
+
+def _orders_of_two_groups() -> list[list[int]]:
+    """Ranks 0 and 1 share one loader, ranks 2 and 3 read another one twice as often, each in a seed of its own."""
+    rank = context.current().topology.rank
+    generator = torch.Generator().manual_seed(rank // 2)
+    loader = prepare_data_loader(
+        DataLoader(range(8), shuffle=True, generator=generator), num_processes=2, process_index=rank % 2
+    )
+    orders = [torch.cat(list(loader)) for _epoch in range(1 + rank // 2)]
+    return gather(orders[0]).reshape(4, 4).tolist()
+
+
+def test_ranks_that_share_a_loader_with_some_others_wait_for_none() -> None:
+    found = ranks.run(_orders_of_two_groups, 4)[0]
+    assert sorted(found[0] + found[1]) == sorted(found[2] + found[3]) == list(range(8))
+    assert found[0] != found[2]
 
 
 def _collectives() -> dict[str, Any]:

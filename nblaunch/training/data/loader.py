@@ -34,6 +34,7 @@ from nblaunch.training.data.adapter import (
     inherited_options,
 )
 from nblaunch.training.data.samplers import (
+    SeedableRandomSampler,
     SkipBatchSampler,
     index_sampler_of,
     innermost,
@@ -222,13 +223,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._return_to_global_start()
         generators = self._generators()
         rng_types = self.rng_types
-        # Whatever was asked for: a share is a part of a common order only.
-        if self.shard is not None and self.num_processes > 1 and "generator" not in rng_types:
+        if self._needs_common_order and "generator" not in rng_types:  # whatever was asked for
             rng_types = (*rng_types, "generator")
         for rng_type in rng_types:
             for generator in generators if rng_type == "generator" else [None]:
                 rng.synchronize_rng_state(rng_type, generator)
         self._resume_order(generators)
+
+    @property
+    def _needs_common_order(self) -> bool:
+        """Whether ranks read parts of one order, which each draws itself; that of a seeded sampler is equal already."""
+        samplers = nested_samplers(index_sampler_of(self))
+        is_shared = self.shard is not None and 1 < self.num_processes == get_shared_state().num_data_ranks
+        return is_shared and not any(isinstance(sampler, SeedableRandomSampler) for sampler in samplers)
 
     def _return_to_global_start(self) -> None:
         """Draw the order of an epoch that is resumed as it was drawn first, where torch's global generator draws it.

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from nblaunch.errors import warn
-from nblaunch.training.board_reports import length_of
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.adapter import index_sampler_options, inherited_options, is_stateful
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
@@ -80,7 +79,7 @@ def prepare_data_loader(
         process_index: this rank; None: that of the process.
         put_on_device: move batches to ``device``.
         rng_types: generators made equal over ranks at the start of every epoch, a collective; None: those of the
-            samplers alone, where ranks share the data.
+            samplers alone, where all ranks of the job share the data.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
         split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
         use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader: likewise.
@@ -208,7 +207,7 @@ def _shard_iterable(
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
         # It can divide itself (datasets.IterableDataset), so that no rank reads what is not its own.
         if config.even_batches:
-            _warn_of_uneven_parts(dataset, world_size)
+            _warn_of_uneven_parts(dataset)
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1
     if world_size == 1:
@@ -224,14 +223,10 @@ def _num_shards(dataset: Any) -> int:
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 
-def _warn_of_uneven_parts(dataset: Any, world_size: int) -> None:
-    """Say on rank 0 that nothing evens the parts of a stream that divides itself, unless their lengths are equal."""
+def _warn_of_uneven_parts(dataset: Any) -> None:
+    """Say on rank 0 that nothing evens the parts of a stream that divides itself, whatever their lengths."""
     if current_topology().rank > 0:
         return
-    if length_of(dataset) >= 0:  # datasets.IterableDataset has none
-        parts = [dataset.shard(num_shards=world_size, index=rank) for rank in range(world_size)]
-        if len({length_of(part) for part in parts}) == 1:
-            return
     warn(
         f"{type(dataset).__name__} divides itself into a part per rank, and even_batches=True adds nothing to these: "
         "ranks that have more batches than others would wait for them in backward, until the timeout of collectives. "
