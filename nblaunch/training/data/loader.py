@@ -223,19 +223,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._return_to_global_start()
         generators = self._generators()
         rng_types = self.rng_types
-        if self._needs_common_order and "generator" not in rng_types:  # whatever was asked for
+        if "generator" not in rng_types and self._needs_common_order(generators):  # whatever was asked for
             rng_types = (*rng_types, "generator")
         for rng_type in rng_types:
             for generator in generators if rng_type == "generator" else [None]:
                 rng.synchronize_rng_state(rng_type, generator)
         self._resume_order(generators)
 
-    @property
-    def _needs_common_order(self) -> bool:
-        """Whether ranks read parts of one order, which each draws itself; that of a seeded sampler is equal already."""
+    def _needs_common_order(self, generators: Sequence[torch.Generator]) -> bool:
+        """Whether all ranks of the job read parts of one order that each draws; seeded samplers seed theirs anew."""
         samplers = nested_samplers(index_sampler_of(self))
+        seeded = {id(sampler.generator) for sampler in samplers if isinstance(sampler, SeedableRandomSampler)}
         is_shared = self.shard is not None and 1 < self.num_processes == get_shared_state().num_data_ranks
-        return is_shared and not any(isinstance(sampler, SeedableRandomSampler) for sampler in samplers)
+        return is_shared and any(id(generator) not in seeded for generator in generators)
 
     def _return_to_global_start(self) -> None:
         """Draw the order of an epoch that is resumed as it was drawn first, where torch's global generator draws it.

@@ -22,10 +22,7 @@ def _fill(weight: torch.Tensor) -> None:
 
 
 class Gpt(nn.Module):
-    """Makes its linear layers in a method for one module after the other, and leaves its norm as it was built.
-
-    As transformers' models do, it writes to a layer again when it comes to the module that has it.
-    """
+    """Makes its linear layers in a method for one module after the other, and leaves its norm as it was built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,34 +35,9 @@ class Gpt(nn.Module):
         if isinstance(module, nn.Linear):
             _fill(module.weight)
             nn.init.zeros_(module.bias)
-        elif isinstance(module, Gpt):
-            nn.init.constant_(module.exit.bias, 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.exit(self.norm(self.entry(x)))
-
-
-class Around(nn.Module):
-    """A model in a model, of which the inner one alone makes its layers in a way of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = Gpt()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gpt(x)
-
-
-class Applied(Around):
-    """A model that makes the layers of the inner one anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.apply(self._init_weights)
-
-    def _init_weights(self, layer: nn.Module) -> None:
-        if isinstance(layer, nn.Linear):
-            nn.init.constant_(layer.bias, 4.0)
 
 
 class PreTrainedModel(nn.Module):
@@ -73,7 +45,36 @@ class PreTrainedModel(nn.Module):
 
 
 class Pretrained(PreTrainedModel, Gpt):
-    pass
+    """Writes to a layer again when it comes to the module that has it, as models of transformers do."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Pretrained):
+            nn.init.constant_(module.exit.bias, 0.5)
+
+
+class Around(nn.Module):
+    """A model of transformers in a model of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = Pretrained()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gpt(x)
+
+
+class Applied(Around):
+    """A model that makes the layers of the inner one anew, in a method that only layers can be passed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                self._init_weights(module)
+
+    def _init_weights(self, layer: nn.Module) -> None:
+        nn.init.constant_(layer.bias, 4.0 if isinstance(layer, nn.Linear) else 0.0)
 
 
 class Helped(nn.Module):
@@ -81,11 +82,11 @@ class Helped(nn.Module):
 
     class Layer(nn.Linear):
         def reset_parameters(self) -> None:
-            self._init_weights(0.5)
+            self._init_weights(self, 0.5)
             nn.init.ones_(self.bias)
 
-        def _init_weights(self, std: float) -> None:
-            nn.init.constant_(self.weight, std)
+        def _init_weights(self, module: nn.Module, std: float) -> None:
+            nn.init.constant_(module.weight, std)
 
     class Twice(nn.Module):
         def __init__(self) -> None:

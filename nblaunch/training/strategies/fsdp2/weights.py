@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -362,38 +362,42 @@ def _fingerprint(tensor: torch.Tensor) -> Any:
 def _constructor(model: nn.Module) -> Callable[[nn.Module], None]:
     """Return what makes the tensors of one module as building the model on the CPU does, as far as that can be known.
 
-    Its class's constructor calls ``reset_parameters``. Then models apply their ``_init_weights`` to each module that is
-    in them, inner ones first, and models around them do the same; but those of transformers leave out what is in
-    another model of transformers.
+    Its class's constructor calls ``reset_parameters``. Models of transformers then apply their ``_init_weights`` to
+    each module that is in them but not in another one of theirs, inner ones first; to containers, too, for which it may
+    write to what they hold. Of other models, the outermost one's ``_init_weights`` is called with the module alone.
     """
     around: dict[str, list[nn.Module]] = {}  # name -> the module, and those that it is in, inner ones first
     for name, module in model.named_modules():
         around[name] = [module, *(around[name.rpartition(".")[0]] if name else ())]
     containers = {modules[0]: modules for modules in around.values()}
+    of_model = None if _is_of_transformers(model) else getattr(model, "_init_weights", None)
 
     def construct(module: nn.Module) -> None:
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
+        reset = getattr(module, "reset_parameters", None)
+        if _takes(reset):
+            with suppress(NotImplementedError):
+                reset()
         first = 0
         for position, owner in enumerate(containers[module]):
-            initialise: Any = getattr(owner, "_init_weights", None)
-            if _takes_module(initialise, is_outermost=owner is model):
+            if _is_of_transformers(owner):
                 for part in containers[module][first : position + 1]:
-                    initialise(part)
-                if _is_of_transformers(owner):
-                    first = position + 1
+                    owner._init_weights(part)  # type: ignore[operator]
+                first = position + 1
+        if _takes(of_model, module):
+            of_model(module)
 
     return construct
 
 
-def _takes_module(initialise: Any, is_outermost: bool) -> bool:
-    """Return whether ``_init_weights`` is for one module after the other; others make all weights, or take settings."""
-    if not callable(initialise):
+def _takes(method: Any, *args: Any) -> TypeGuard[Callable[..., Any]]:
+    """Return whether a method can be called with these arguments; one of such a name may be for something else."""
+    if not callable(method):
         return False
-    first = next(iter(inspect.signature(initialise).parameters.values()), None)
-    if first is None or first.default is not inspect.Parameter.empty:
+    try:
+        inspect.signature(method).bind(*args)
+    except (TypeError, ValueError):
         return False
-    return is_outermost or first.name in ("m", "module") or "Module" in str(first.annotation)
+    return True
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
