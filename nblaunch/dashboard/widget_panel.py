@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from html import escape
 from itertools import zip_longest
 from time import monotonic
@@ -33,6 +34,7 @@ from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
 from nblaunch.dashboard.widget_throttle import Throttle
+from nblaunch.user_code import ipython_shell
 
 # --- buttons ---------------------------------------------------------------------------------------------------------
 
@@ -191,6 +193,9 @@ _TITLE_S = 0.8
 MAX_KEPT = 100
 """Closed panels whose outermost widget stays in the kernel, at most. Each has some kB, and the size of its table."""
 
+_AGAIN_S = (1.0, 3.0, 10.0, 30.0)
+"""Seconds after a panel was closed at which its state is sent again."""
+
 _kept: deque[Any] = deque()  # outermost widgets, the oldest first
 
 
@@ -275,6 +280,7 @@ class Panel:
             kept = list(_with_parts(self.root))
             parts = [part for part in parts if part not in kept]
             _kept.append(self.root)
+            _send_again_later(self.root)
         for part in parts:
             part.close()
         while len(_kept) > MAX_KEPT:
@@ -306,6 +312,24 @@ class Panel:
         loose = [self._shown, self._hidden, *self._charts.unused, *self._buttons.unused]
         for part in [self.root, self._charts.widget, *loose]:
             yield from _with_parts(part)
+
+
+def _send_again_later(root: Any) -> None:
+    """Send what a closed panel shows again, for a page that was loading when the job ended.
+
+    Such a page has asked for the states of all widgets before, and drops what is sent to one of them until it has made
+    it of its state. It does not say when it is done.
+    """
+    loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
+    if loop is not None:
+        for after_s in _AGAIN_S:
+            loop.add_callback(loop.call_later, after_s, partial(_send_again, root))
+
+
+def _send_again(root: Any) -> None:
+    for part in root.children:
+        part.send_state("value")
+    root.send_state("children")
 
 
 def in_style(content: str) -> str:

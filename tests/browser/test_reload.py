@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,4 +78,38 @@ def test_the_table_is_there_where_no_page_was_open_at_the_end(
     page.wait_for_text(TRAINING, "done in")
     page.wait_for_matches(TRAINING, "✓ done", 3)
     page.screenshot(f"away_{background}.png")
+    page.shut_down()
+
+
+def test_the_finished_table_is_there_where_the_job_ends_while_the_page_loads(
+    lab: DefaultLab, browser: Browser
+) -> None:
+    """The states of widgets, for which a page that loads has asked, reach it after what is sent at the job's end."""
+    page = _open_training(lab, browser, "loading.ipynb", True, "print('free')")
+    page.save()
+    held: list[tuple[Any, Any]] = []
+    closed: list[Any] = []
+
+    def connect(to_page: Any) -> None:
+        def hand_on(message: str | bytes) -> None:
+            data = message.encode() if isinstance(message, str) else message
+            if b"comm_close" in data:
+                closed.append(data)
+            if b"update_states" in data:
+                held.append((to_page, message))
+            else:
+                to_page.send(message)
+
+        to_page.connect_to_server().on_message(hand_on)
+
+    page.page.route_web_socket("**/channels*", connect)
+    page.reload()
+    page.wait_until(lambda: held, "states of widgets")
+    (lab.folder / "enough").touch()
+    page.wait_until(lambda: closed, "the end of the panel")
+    for to_page, message in held:
+        to_page.send(message)
+    page.wait_for_text(TRAINING, "done in")
+    page.wait_for_matches(TRAINING, "✓ done", 3)
+    page.screenshot("loading.png")
     page.shut_down()
