@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
-from nblaunch.training.strategies.fsdp2.weights import _is_unwritten, _unwritten
+from nblaunch.training.strategies.fsdp2.initialisation import is_unwritten, unwritten
 from tests.training import ranks
 
 
@@ -292,10 +292,10 @@ _DTYPES = [
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_what_has_not_been_written_shows(dtype: torch.dtype) -> None:
-    tensor = _unwritten(torch.empty(2, 3, dtype=dtype, device="meta"))
-    assert _is_unwritten(tensor)
+    tensor = unwritten(torch.empty(2, 3, dtype=dtype, device="meta"))
+    assert is_unwritten(tensor)
     tensor[0] = torch.zeros((), dtype=dtype)
-    assert _is_unwritten(tensor) == (dtype != torch.uint8)  # whose elements may all be of any value
+    assert is_unwritten(tensor) == (dtype != torch.uint8)  # whose elements may all be of any value
     tensor[1] = torch.ones(()).to(dtype)
-    assert not _is_unwritten(tensor)
-    assert not _is_unwritten(_unwritten(torch.empty(0, 3, dtype=dtype, device="meta")))
+    assert not is_unwritten(tensor)
+    assert not is_unwritten(unwritten(torch.empty(0, 3, dtype=dtype, device="meta")))

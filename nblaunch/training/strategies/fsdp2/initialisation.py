@@ -1,0 +1,153 @@
+"""Weights that no rank has: how the code of a model on the meta device makes those of one module, and what it leaves.
+
+``weights.py`` goes through the modules, one after the other, so that no rank holds the whole model.
+
+    StandIns        the model's tensors while that goes on: nothing but shapes, except those of the module in hand
+    unwritten       memory for a module's tensors, which shows where it was not written to
+    constructor     what writes them, as building the model on the CPU does
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from nblaunch.wire.weights import is_quantised_weight
+
+_META = "meta"
+
+
+class StandIns:
+    """Tensors of the meta device in the place of all tensors of a model, in a ``with`` block, tied as those are.
+
+    What initialises one module may write to others as well, as the ``_init_weights`` of transformers' attention layers
+    writes to their projections: to those on the meta device, that does nothing and costs nothing. Quantised weights
+    that have their values stay.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
+        self._places: dict[int, list[tuple[Any, str]]] = {}
+        self._final: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            self._own[module] = []
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and (tensor.is_meta or not is_quantised_weight(tensor)):
+                        self._own[module].append((name, tensor))
+                        self._places.setdefault(id(tensor), []).append((held, name))
+                        self._final[id(tensor)] = tensor
+
+    def of(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return the names of a module's own tensors, and what the model had there before the block."""
+        return self._own[module]
+
+    def show(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Put ``other`` in the place of a tensor, as a parameter if it is one."""
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+        self._put(id(tensor), other)
+
+    def hide_again(self, module: nn.Module) -> None:
+        """Put tensors of the meta device back where what made ``module`` has put others, in it and below."""
+        for part in module.modules():
+            for name, tensor in self._own.get(part, ()):
+                current = getattr(part, name, None)
+                if current is None or not current.is_meta:
+                    self._hide(tensor)
+
+    def _hide(self, tensor: torch.Tensor) -> None:
+        self.show(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
+
+    def replace(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Have ``other`` in the place of a tensor after the block."""
+        self._final[id(tensor)] = other
+
+    def _put(self, key: int, tensor: torch.Tensor) -> None:
+        for held, name in self._places[key]:
+            held[name] = tensor
+
+    def __enter__(self) -> StandIns:
+        for tensor in list(self._final.values()):
+            self._hide(tensor)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for key, tensor in self._final.items():
+            self._put(key, tensor)
+
+
+# A byte of integers and booleans that nothing has been written to: booleans are 0 or 1.
+_UNWRITTEN_BYTE = 0xAA
+
+
+def unwritten(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in CPU memory, of shape and dtype of ``like``, that shows where it has not been written to."""
+    if like.is_floating_point() or like.is_complex():
+        return torch.full(like.shape, torch.nan, dtype=like.dtype)
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    tensor.reshape(-1).view(torch.uint8).fill_(_UNWRITTEN_BYTE)
+    return tensor
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """Return whether any element is as :func:`unwritten` made it; of integers of one byte, whether all are."""
+    if not tensor.numel():
+        return False
+    num_bytes = tensor.element_size()
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool((tensor.float() if num_bytes == 1 else tensor).isnan().any())  # torch compares no float8
+    is_blank = tensor.contiguous().reshape(-1).view(torch.uint8) == _UNWRITTEN_BYTE
+    if num_bytes == 1 and tensor.dtype != torch.bool:  # an element may well be of that value
+        return bool(is_blank.all())
+    return bool(is_blank.view(-1, num_bytes).all(dim=1).any())
+
+
+def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Return what makes the tensors of one module as building the model on the CPU does, as far as that can be known.
+
+    Its class's constructor calls ``reset_parameters``. Models of transformers then apply their ``_init_weights`` to
+    each module that is in them but not in another one of theirs, inner ones first; to containers, too, for which it may
+    write to what they hold. Of other models, the outermost one's ``_init_weights`` is called with the module alone.
+    """
+    around: dict[str, list[nn.Module]] = {}  # name -> the module, and those that it is in, inner ones first
+    for name, module in model.named_modules():
+        around[name] = [module, *(around[name.rpartition(".")[0]] if name else ())]
+    containers = {modules[0]: modules for modules in around.values()}
+    of_model = None if _is_of_transformers(model) else getattr(model, "_init_weights", None)
+
+    def construct(module: nn.Module) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if _takes(reset):
+            with suppress(NotImplementedError):
+                reset()
+        first = 0
+        for position, owner in enumerate(containers[module]):
+            if _is_of_transformers(owner):
+                for part in containers[module][first : position + 1]:
+                    owner._init_weights(part)  # type: ignore[operator]
+                first = position + 1
+        if _takes(of_model, module):
+            of_model(module)
+
+    return construct
+
+
+def _takes(method: Any, *args: Any) -> TypeGuard[Callable[..., Any]]:
+    """Return whether a method can be called with these arguments; one of such a name may be for something else."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
