@@ -398,6 +398,19 @@ def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
     ]
 
 
+def test_a_checkpoint_that_cannot_be_removed_ends_no_training(tmp_path: Path) -> None:
+    project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=1, iteration=8)
+    accelerator, _, _ = _prepared(project_dir=tmp_path, project_config=project)
+    accelerator.save_state()
+    in_its_way = tmp_path / "checkpoints" / ".checkpoint_8.doomed"
+    in_its_way.write_text("")
+    with pytest.warns(UserWarning, match="checkpoint_8 could not be removed"):
+        accelerator.save_state()
+    in_its_way.unlink()
+    accelerator.save_state()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_10"]
+
+
 def test_only_checkpoints_of_ours_make_room_for_new_ones(tmp_path: Path) -> None:
     """Folders and links of such names that ``save_state`` did not make stay; what a killed save left goes."""
     project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=1, iteration=8)

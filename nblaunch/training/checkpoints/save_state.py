@@ -194,7 +194,10 @@ class Saver:
             if path != newest and (path / files.MANIFEST).is_file() and not path.is_symlink()
         ]
         for path in others[: max(0, len(others) + 1 - limit)]:
-            safe_save.remove_folder(path)
+            try:
+                safe_save.remove_folder(path)
+            except OSError as error:  # no reason to end a training: the new checkpoint is complete
+                warn(f"total_limit={limit}, but the older checkpoint {path} could not be removed: {error}")
 
     # --- the others ----------------------------------------------------------------------------------------------
 
