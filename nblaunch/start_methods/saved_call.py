@@ -83,7 +83,8 @@ class SavedCall:
 
 
 def save_call(
-    call: FunctionCall, remedy: str = "with start_method='fork' nothing needs to be pickled"
+    call: FunctionCall,
+    remedy: str = "start_method='fork' pickles nothing, where this process can still be forked",
 ) -> SavedCall:
     """Write the call to a memory file, by cloudpickle.
 
