@@ -89,8 +89,6 @@ class Job:
         spec: what was to be run; of a job that has ended, without the function and its arguments.
         plan: how it is run, as of the present attempt. Of a job that has ended, or was launched with ``detach=True``,
             without the modules in its arguments.
-        metrics: what ``accelerator.log`` has logged by now, one dict per call, with ``step``, ``time_s`` (wall clock),
-            ``rank``, ``attempt``, and the values by their names: ``pandas.DataFrame(job.metrics)``.
         status: ``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``;
             ``"lost"`` if the process that watched a detached job was killed.
         attempt: how often it was started again.
@@ -124,7 +122,7 @@ class Job:
         self.pids: dict[int, int] = {}
         self.debugger: DebugClient | None = None
         self.kept: KeptFailure | None = None
-        self.metrics: list[dict[str, Any]] = []
+        self._metrics: list[dict[str, Any]] = []
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
@@ -199,6 +197,15 @@ class Job:
                 f"rank={rank} is not one of this job's ranks{where} ({self.ranks[0]} to {self.ranks[-1]})"
             )
         return self.log.read(rank, self.attempt if attempt is None else attempt)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """What ``accelerator.log`` has logged by now: a new list, which does not grow while it is read.
+
+        One dict per call, with ``step``, ``time_s`` (wall clock), ``rank``, ``attempt``, and the values by their names:
+        ``pandas.DataFrame(job.metrics)``.
+        """
+        return list(self._metrics)
 
     @property
     def ranks(self) -> range:
@@ -351,7 +358,7 @@ class Job:
             self.status = "running"
             self._launch_settled.set()
         elif isinstance(event, Metric):
-            self.metrics.append(_row_of(event, self.attempt))
+            self._metrics.append(_row_of(event, self.attempt))
         for listener in self._listeners:
             listener.on_event(event)
 

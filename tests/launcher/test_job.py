@@ -30,3 +30,11 @@ def test_what_is_logged_becomes_rows_that_say_when_and_where(job: Job) -> None:
     for given, shown in ((None, 7), (3, 3)):
         job.emit(Metric(2, 0.0, step=given, values={"step": 7}))
         assert job.metrics[-1] == {"step": shown, "time_s": 0.0, "rank": 2, "attempt": 0}
+
+
+def test_metrics_do_not_grow_while_they_are_read(job: Job) -> None:
+    """pandas reads a list several times, which raises where the thread that watches the job adds rows meanwhile."""
+    job.emit(Metric(0, 103.0, step=1, values={"loss": 0.5}))
+    rows = job.metrics
+    job.emit(Metric(0, 104.0, step=2, values={"loss": 0.4}))
+    assert (len(rows), len(job.metrics)) == (1, 2)
