@@ -27,9 +27,8 @@ class FrontEnd:
             if message["msg_type"] == "comm_open":
                 self.models[content["comm_id"]] = dict(content["data"]["state"])
             elif message["msg_type"] == "comm_msg" and content["data"].get("method") == "update":
-                if (
-                    content["comm_id"] not in self.models
-                ):  # of a panel that was closed before; pages drop it, too
+                # What a panel that was closed earlier sends again: pages drop it, too.
+                if content["comm_id"] not in self.models:
                     continue
                 self.models[content["comm_id"]].update(content["data"]["state"])
                 self.num_updates += 1
