@@ -202,8 +202,9 @@ stubs: setup  ## write the type stubs of nblaunch and of Accelerate's module nam
 	$(BIN)/python -m tests.tools.stubs
 
 golden: setup  ## write the golden files of the tests anew: what failures, tables and the terminal show, word for word
-	$(BIN)/python -m pytest --update-golden --quiet tests/failures/test_shown.py tests/dashboard/test_render.py
-	git diff --stat -- tests/golden
+	$(BIN)/python -m pytest --update-golden --quiet tests/failures/test_shown.py tests/dashboard/test_render.py \
+		tests/contracts/inheritance/test_inventory.py
+	git diff --stat -- tests/golden docs
 
 bench: setup  ## run the benchmarks and print what they measured; ARGS='launch_cost memory' for some of them
 	$(BIN)/python -m tests.benchmarks $(ARGS)

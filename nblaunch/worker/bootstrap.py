@@ -3,7 +3,7 @@
     process_control  own POSIX session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
     output           descriptors 1 and 2 to the log file, 0 to /dev/null; ``sys.stdin``, ``stdout``, ``stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
-    inherited        what belongs to the kernel alone is undone; plain text for HTML; Trainers of a cell renewed
+    inheritance      what belongs to the kernel alone is undone; plain text for HTML; Trainers of a cell renewed
     payload          what is defined in cells is sent by value to processes that multiprocessing starts afresh
     libraries        steps, bars and parameters are counted as progress
     context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
@@ -45,9 +45,10 @@ from nblaunch.wire.channel import EventSender
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.worker_commands import CommandConnection
-from nblaunch.worker import inherited, libraries, open_files, output, process_control
+from nblaunch.worker import libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
+from nblaunch.worker.inheritance import kernel_only
 
 if TYPE_CHECKING:
     from nblaunch.worker.debugger import Debugger
@@ -175,7 +176,7 @@ class _Worker:
         output.capture(assignment.log_path)
         process_control.prefer_for_oom_kill()
         process_control.watch_faults(assignment.stacks_path)
-        inherited.leave_kernel(kernel_streams)
+        kernel_only.leave_kernel(kernel_streams)
         payload.send_cells_by_value()
         libraries.count_progress(self.slot)
         env.apply(assignment.environment)

@@ -1,0 +1,5 @@
+"""What a worker inherits from the kernel, and what becomes of it.
+
+inventory.py      the table: every kind of state, and its treatment under each start method
+kernel_only.py    undoes in a worker what belongs to the kernel alone: input(), exit handlers, open figures
+"""

@@ -1,0 +1,23 @@
+"""Ties a contract test to a row of the inventory, and runs it under every start method.
+
+@contract("environment variables")
+def test_the_environment_is_the_kernels(kernel: Kernel, start_method: str) -> None: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+START_METHODS = ("fork", "forkserver", "spawn")
+
+covered: set[str] = set()
+"""Names of rows that have a contract test, filled as test modules are imported."""
+
+
+def contract(kind: str) -> Callable[[Any], Any]:
+    """Return a decorator for the test of the row ``kind`` of the inventory; the test takes ``start_method``."""
+    covered.add(kind)
+    return pytest.mark.parametrize("start_method", START_METHODS)
