@@ -140,12 +140,12 @@ class Metric(Event):
     """Values logged by ``accelerator.log``.
 
     Args:
-        step: as passed to ``log``.
+        step: as passed to ``log``: a finite number, or the text of anything else.
         values: by name.
         epoch: number of the current or last epoch, from 1; 0 before the first.
     """
 
-    step: int | None = None
+    step: int | float | str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     epoch: int = 0
 

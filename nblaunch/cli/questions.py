@@ -35,18 +35,26 @@ class Asker:
     """
 
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
-        """Ask for one of several choices; return its index."""
-        listed = "\n".join(f"  {number}) {label}" for number, label in enumerate(labels, 1))
+        """Ask for one of several choices; return its index.
+
+        Choices are numbered from 1, unless their first words are numbers themselves.
+        """
+        names = [label.partition(" ")[0].rstrip(":").lower() for label in labels]
+        if all(name.isdecimal() for name in names):
+            numbers, listed = names, labels
+        else:
+            numbers = [str(number) for number in range(1, len(labels) + 1)]
+            listed = [f"{number}) {label}" for number, label in zip(numbers, labels, strict=True)]
 
         def convert(text: str) -> int:
-            names = [label.partition(" ")[0].rstrip(":").lower() for label in labels]
-            if text.lower() in names:
-                return names.index(text.lower())
-            if text.isdecimal() and 1 <= int(text) <= len(labels):
-                return int(text) - 1
-            raise ValueError(f"must be a number from 1 to {len(labels)}, or one of {', '.join(names)}")
+            for answers in (numbers, names):
+                if text.lower() in answers:
+                    return answers.index(text.lower())
+            numbered = "" if numbers is names else f"a number from 1 to {len(labels)}, or "
+            raise ValueError(f"must be {numbered}one of {', '.join(names)}")
 
-        return int(self.enter(f"{question}\n{listed}\n", str(default + 1), convert))
+        lines = "".join(f"  {line}\n" for line in listed)
+        return int(self.enter(f"{question}\n{lines}", numbers[default], convert))
 
     def enter(self, question: str, default: str, convert: Convert) -> Any:
         """Ask for a typed value; an empty answer means ``default``, and is refused if that is empty."""

@@ -349,9 +349,15 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
         if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
             continue
         curve = extended.get(name, Curve())
-        step = curve.num_seen if event.step is None else event.step
-        extended[name] = curve.extended(float(step), float(value), CHART_LENGTH)
+        extended[name] = curve.extended(_position(event.step, curve), float(value), CHART_LENGTH)
     return extended
+
+
+def _position(step: object, curve: Curve) -> float:
+    """Return where a point logged with ``step`` stands; behind the others where that is no number to draw."""
+    if isinstance(step, (int, float)) and abs(step) < LARGEST_DRAWN:
+        return float(step)
+    return float(curve.num_seen)
 
 
 def _host_memory(view: JobView, event: events.HostMemory) -> JobView:

@@ -168,8 +168,13 @@ def _metrics(view: JobView) -> str:
     if source is None or source.metrics.keys() <= set(metrics_of_epochs(view)):
         return ""
     parts = [f"{single_line(name)} {_metric(value)}" for name, value in list(source.metrics.items())[:8]]
-    step = "" if source.metrics_step is None else f" (step {source.metrics_step:,})"
-    return ", ".join(parts) + step
+    return ", ".join(parts) + _step(source.metrics_step)
+
+
+def _step(step: float | str | None) -> str:
+    if step is None:
+        return ""
+    return f" (step {single_line(step)})" if isinstance(step, str) else f" (step {step:,})"
 
 
 def _metric(value: object) -> str:

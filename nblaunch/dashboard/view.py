@@ -204,7 +204,7 @@ class RankView:
     samples_per_s: float | None = None
     busy_step_s: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    metrics_step: int | None = None
+    metrics_step: int | float | str | None = None
     training: int = 0
     ended_epoch: int = 0
     status_line: str = ""

@@ -745,7 +745,7 @@ class Accelerator(AcceleratorProperties):
     def init_trackers(
         self,
         project_name: str,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start the trackers chosen by ``log_with``. They run on the main process, unless their class demands more.
@@ -755,7 +755,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             project_name: what runs are filed under.
-            config: settings to keep with the run, as learning rate and seed. Not changed.
+            config: settings to keep with the run, as learning rate and seed: a mapping, a dataclass, a namespace of
+                argparse or an object whose attributes are the settings. Not changed.
             init_kwargs: further arguments by tracker name, as ``{"wandb": {"tags": ["a"]}}``.
         """
         self._trackers.start(project_name, config, init_kwargs or {})
@@ -763,7 +764,7 @@ class Accelerator(AcceleratorProperties):
     def log(
         self,
         values: Mapping[str, Any],
-        step: int | None = None,
+        step: Any = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
@@ -774,7 +775,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             values: by name; nested mappings get names such as ``loss/train``.
-            step: what they belong to; None: not given.
+            step: a number that says what they belong to; None: not given. Charts count the calls where it is another
+                object, and ``job.metrics`` has its text.
             log_kwargs: further arguments by tracker name.
 
         Example::

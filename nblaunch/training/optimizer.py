@@ -58,7 +58,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accumulation = accumulation
         self._precision = precision
         self._backend = backend
-        self._is_overflow = False
+        self._is_overflow: bool | torch.Tensor = False
         self._is_reduced = False
         self.steps_in_backward = hasattr(optimizer, "fused_backward")
         self._is_accelerate_prepared = True
@@ -145,8 +145,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because fp16 gradients overflowed."""
-        return self._is_overflow
+        """Whether the last step was left out because fp16 gradients overflowed.
+
+        A fused optimizer decides that on the device: asking for the answer waits for the device.
+        """
+        return bool(self._is_overflow)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

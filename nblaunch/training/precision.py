@@ -85,8 +85,11 @@ class Precision:
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Take notice that the gradients of ``optimizer`` were cleared."""
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Step ``optimizer``. Returns whether the step was skipped because gradients overflowed."""
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | torch.Tensor:
+        """Step ``optimizer``. Return whether the step was skipped because gradients overflowed.
+
+        The answer is a tensor where the device decides it, so that nothing waits for the device unless it is asked.
+        """
         if closure is None:
             optimizer.step()
         else:
@@ -144,7 +147,7 @@ class Fp16Precision(Precision):
         super().__init__(backend, handlers)
         scaling = handlers.get(GradScalerKwargs) or GradScalerKwargs()
         self._scaler = backend.grad_scaler(**scaling.to_kwargs())
-        self._steps_taken = 0
+        self._was_skipped: bool | torch.Tensor = False
         self._know_no_optimizers()
 
     def _know_no_optimizers(self) -> None:
@@ -195,12 +198,12 @@ class Fp16Precision(Precision):
             self._scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | torch.Tensor:
         self.register(optimizer)
         if optimizer in self._done:
             self._end_round()
-        before = self._steps_taken
-        with self._counting_steps(optimizer):
+        self._was_skipped = True
+        with self._watching_step(optimizer):
             if closure is None:
                 self._scaler.step(optimizer)
             else:
@@ -208,9 +211,7 @@ class Fp16Precision(Precision):
         self._done.add(optimizer)
         if not self._waiting():
             self._end_round()
-        # The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway. One
-        # with a fused step it always calls: that leaves itself out on the device, and here it counts as taken.
-        return self._steps_taken == before
+        return self._was_skipped
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._unscaled:
@@ -227,8 +228,12 @@ class Fp16Precision(Precision):
             self._unscaled.clear()
 
     @contextmanager
-    def _counting_steps(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Count calls of ``optimizer.step`` in the block.
+    def _watching_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Record in ``_was_skipped`` whether a call of ``optimizer.step`` in the block changes nothing.
+
+        The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway. It
+        always calls a fused optimizer, and hands it a tensor, ``found_inf``, by which that skips the step on the
+        device.
 
         Not by a hook: that needs what ``Optimizer.__init__`` makes, and optimizers around another one may not call it.
         """
@@ -237,7 +242,7 @@ class Fp16Precision(Precision):
 
         @functools.wraps(step)  # the scaler looks at the signature
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self._steps_taken += 1
+            self._was_skipped = attributes.get("found_inf", False)
             return step(*args, **kwargs)
 
         attributes["step"] = counted

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -80,6 +81,54 @@ def test_every_path_gives_a_file_that_launches(
             break
     asked = {question for question, _ in offered}
     assert asked == {question.text for question in QUESTIONS if question.choices is not None}
+
+
+class Entering(Walker):
+    """Presses Enter at every question, then answers as :class:`Walker` does."""
+
+    def __init__(self, *args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(*args)
+        self._monkeypatch = monkeypatch
+
+    def choose(self, question: str, labels: Sequence[str], default: int) -> int:
+        assert len({label.split()[0] for label in labels}) == len(labels), "first words are answers"
+        self._press_enter()
+        assert Asker().choose(question, labels, default) == default
+        return super().choose(question, labels, default)
+
+    def enter(self, question: str, default: str, convert: Convert) -> object:
+        if default:
+            self._press_enter()
+            assert Asker().enter(question, default, convert) == convert(default)
+        return super().enter(question, default, convert)
+
+    def _press_enter(self) -> None:
+        self._monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+
+
+@pytest.mark.parametrize(
+    "machine", [Machine({"cpu": 8, "cuda": 4}, "cuda"), Machine({"cpu": 96, "xla": 8}, "xla")]
+)
+def test_enter_accepts_every_default(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: set[tuple[str, int]] = set()
+    offered: set[tuple[str, int]] = set()
+    monkeypatch.chdir(tmp_path)
+    Path(TYPED["deepspeed_config_file"]).touch()
+    for seed in itertools.count():
+        ask_all(Entering(seed, taken, offered, monkeypatch=monkeypatch), machine)
+        if seed >= 20 and offered == taken:
+            break
+
+
+@pytest.mark.parametrize(("typed", "index"), [("", 2), ("2", 2), ("0", 0), ("3", 3)])
+def test_a_zero_stage_is_the_number_that_is_typed(
+    typed: str, index: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"4\n{typed}\n"))
+    assert Asker().choose("Stage?", ["0 (nothing)", "1 (states)", "2 (gradients)", "3 (all)"], 2) == index
+    assert "must be one of 0, 1, 2, 3" in capsys.readouterr().out
 
 
 def test_only_questions_that_matter_are_asked() -> None:

@@ -236,6 +236,19 @@ def test_charts_stand_in_the_summary_only() -> None:
     assert html.count("<svg") == 2
 
 
+def test_steps_that_are_no_numbers_are_shown_and_stand_behind_the_others() -> None:
+    steps = ["epoch 1", 5, "epoch 2", 2.5, None, 10**400, "<b>"]
+    view = trained(2)
+    for number, step in enumerate(steps):
+        view = view_of([Metric(0, START_S, step, {"accuracy": float(number)})], view)
+    assert [point[1] for point in view.curves["accuracy"].points()] == [0, 1, 2, 3, 4, 5, 6]
+    assert "(step <b>)" in Reader(render_html(view)).text
+    for step, expected in (("epoch 1", "epoch 1"), (1234, "1,234"), (0.5, "0.5")):
+        assert f"(step {expected})" in render_text(
+            view_of([Metric(0, START_S, step, {"accuracy": 1.0})], view)
+        )
+
+
 def test_text_and_html_say_the_same() -> None:
     view = trained(3)
     view = view_of([StatusLine(1, START_S, text="45%|####"), Metric(0, START_S, 7, {"accuracy": 0.91})], view)

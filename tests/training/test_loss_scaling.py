@@ -191,6 +191,35 @@ def test_an_optimizer_that_was_clipped_and_not_stepped_is_refused_the_next_backw
     accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_overflows_is_skipped_and_so_is_its_schedule(fused: bool) -> None:
+    """Fused optimizers skip it on the device. Expected: plain AdamW over the batches that do not overflow."""
+    factors = (1.0, float("inf"), 2.0, float("inf"), 3.0)
+    accelerator = _accelerator("fp16", init_scale=1024.0)
+    expected, module = _layer(0), _layer(0)
+    plain, plain_schedule = _adamw_with_schedule(expected, fused=False)
+    model, optimizer, schedule = accelerator.prepare(module, *_adamw_with_schedule(module, fused))
+    for factor in factors:
+        accelerator.backward(model(_batches()[0]).square().sum() * factor)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if factor < float("inf"):
+            (expected(_batches()[0]).square().sum() * factor).backward()
+            plain.step()
+            plain_schedule.step()
+            plain.zero_grad()
+        assert optimizer.step_was_skipped is (factor == float("inf"))
+        assert accelerator.optimizer_step_was_skipped is (factor == float("inf"))
+        assert schedule.get_last_lr() == plain_schedule.get_last_lr()
+        torch.testing.assert_close(module.state_dict(), expected.state_dict())
+
+
+def _adamw_with_schedule(module: nn.Module, fused: bool) -> tuple[torch.optim.AdamW, Any]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
 def test_a_model_in_fp16_is_copied_and_pickled_without_its_optimizer() -> None:
     module = _layer(0)
     model, optimizer = _accelerator("fp16").prepare(module, torch.optim.SGD(module.parameters(), lr=0.5))

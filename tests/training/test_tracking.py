@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.machinery
 import json
 import pickle
@@ -312,6 +314,71 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert found.Tags()["images"] == ["pictures"]
     assert (tmp_path / "project" / "both_b").is_dir()
     assert json.loads((tmp_path / "project" / "hparams.yml").read_text())["lr"] == 0.1
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+    sizes: tuple[int, ...] = (1, 2)
+    inner: Any = dataclasses.field(default_factory=lambda: argparse.Namespace(depth=2))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Settings(),
+        argparse.Namespace(**vars(Settings())),
+        types.SimpleNamespace(**vars(Settings())),
+        vars(Settings()),
+        list(vars(Settings()).items()),
+    ],
+)
+def test_settings_are_kept_whatever_holds_them(config: Any, tmp_path: Path, calls: list[Any]) -> None:
+    """Of each tracker, by ``init_trackers`` and where its method is called directly."""
+    own = Notebook()
+    names = ["tensorboard", "jsonl", "wandb", "mlflow"]
+    accelerator = Accelerator(log_with=[own, *names], project_dir=tmp_path)
+    accelerator.init_trackers("project", config)
+    expected = {"lr": 0.1, "sizes": (1, 2), "inner": {"depth": 2}}
+    assert ("config", expected) in own.calls
+    as_json = {**expected, "sizes": [1, 2]}
+    flat = {"lr": "0.1", "sizes": "(1, 2)", "inner/depth": "2"}
+    for _ in range(2):
+        assert json.loads((tmp_path / "project" / "config.json").read_text()) == as_json
+        assert json.loads((tmp_path / "project" / "hparams.yml").read_text()) == as_json
+        assert [args for path, args, _ in calls if path.endswith("config.update")] == [(expected,)]
+        assert [args for path, args, _ in calls if path.endswith("log_params")] == [(flat,)]
+        calls.clear()
+        for name in names:
+            accelerator.get_tracker(name).store_init_configuration(config)
+    accelerator.end_training()
+
+
+def test_names_of_settings_and_values_that_are_no_texts(tmp_path: Path, calls: list[Any]) -> None:
+    accelerator = Accelerator(log_with="all", project_dir=tmp_path)
+    accelerator.init_trackers("project", {0: 0.1, (1, 2): {3: "x"}})
+    accelerator.log({4: 0.5, "of": {5: 1}}, step=1)
+    accelerator.end_training()
+    expected = {"0": 0.1, "(1, 2)": {"3": "x"}}
+    assert json.loads((tmp_path / "project" / "config.json").read_text()) == expected
+    assert json.loads((tmp_path / "project" / "hparams.yml").read_text()) == expected
+    assert json.loads((tmp_path / "project" / "metrics.jsonl").read_text())["4"] == 0.5
+
+
+def test_settings_without_names_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"must be a mapping, a dataclass, .* of type list: \[0\.1, 3\]"):
+        Accelerator(log_with=Notebook()).init_trackers("project", [0.1, 3])
+
+
+def test_a_step_that_is_no_number_is_a_warning_and_its_text_is_kept(emitted: list[Event]) -> None:
+    accelerator = Accelerator()
+    accelerator.log({"loss": 0.5}, step=torch.tensor([3]))
+    with pytest.warns(UserWarning, match="step='epoch 1'.*not a number"):
+        accelerator.log({"loss": 0.5}, step="epoch 1")
+    for step in ("epoch 2", float("nan"), [4], 2.5, None):  # one warning is enough
+        accelerator.log({"loss": 0.5}, step=step)
+    steps = [metric.step for metric in emitted if isinstance(metric, Metric)]
+    assert steps == [3, "epoch 1", "epoch 2", "nan", "[4]", 2.5, None]
 
 
 class Recorder(types.ModuleType):

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +21,11 @@ from nblaunch.events import Metric
 from nblaunch.packages import is_installed
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration, Word
-from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
+from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat, settings_of
+from nblaunch.training.tracking.trackers import plain as as_number
 from nblaunch.wire.channel import plain
 
-Start = tuple[str, Mapping[str, Any] | None, Mapping[str, Mapping[str, Any]]]
+Start = tuple[str, Any, Mapping[str, Mapping[str, Any]]]
 """Name of the project, settings, and further arguments by tracker name."""
 
 _MAX_TEXT = 200  # characters of a text that travels to the launcher
@@ -78,6 +80,7 @@ class TrackerHub:
         self.starts: list[Start] = []
         self._trackers: list[GeneralTracker] = []
         self._carried: list[Start] = []
+        self._has_warned_of_step = False
 
     def take_over(self, starts: Sequence[Start]) -> None:
         """Let the first use of a tracker start those that were started in the notebook.
@@ -94,9 +97,7 @@ class TrackerHub:
             self.start(*start)
         return self._trackers
 
-    def start(
-        self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def start(self, project_name: str, config: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Make and start the trackers that run on this rank; see ``Accelerator.init_trackers``."""
         self._carried = []
         self.starts.append((project_name, config, options))
@@ -109,20 +110,31 @@ class TrackerHub:
                 tracker = one(project_name, *where, **options.get(one.name, {}))  # type: ignore[attr-defined]
             tracker.start()
             if config is not None:
-                tracker.store_init_configuration(dict(config))
+                tracker.store_init_configuration(settings_of(config))
             self._trackers.append(tracker)
 
-    def log(
-        self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def log(self, values: Mapping[str, Any], step: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Pass ``values`` to the trackers, and their plain part to the launcher."""
+        named = {str(name): value for name, value in values.items()}
         for tracker in self.trackers:
-            tracker.log(dict(values), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
+            tracker.log(dict(named), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
         if self.process.topology.rank == 0:
-            logged = {name: _plain(value) for name, value in flat(values) if isinstance(value, _LOGGED)}
-            step = plain(step)
+            logged = {name: _plain(value) for name, value in flat(named) if isinstance(value, _LOGGED)}
+            step = self._step_to_show(step)
             epoch = self.process.slot.epoch
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
+
+    def _step_to_show(self, step: Any) -> int | float | str | None:
+        """Return ``step`` as a number or a text; the first that is no number is a warning."""
+        step = _plain(as_number(step))
+        if step is None or isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)):
+            return step
+        if not self._has_warned_of_step:
+            self._has_warned_of_step = True
+            warn(
+                f"accelerator.log(step={step!r}): charts count the calls instead, because this step is not a number"
+            )
+        return str(step)
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return the tracker called ``name``; see ``Accelerator.get_tracker``."""

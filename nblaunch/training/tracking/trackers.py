@@ -6,11 +6,14 @@ library only when it is started.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -56,7 +59,7 @@ class GeneralTracker:
         """Begin a run. Called by ``init_trackers``, once in each process in which the tracker is used."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings of the run."""
+        """Keep the settings of the run; :func:`settings_of` makes a dict of other kinds of configuration."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Keep ``values`` as those of ``step``."""
@@ -84,6 +87,38 @@ def plain(value: Any) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return value.item()
     return value
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return the settings of a run as a dict whose names, and those of nested settings, are texts.
+
+    Args:
+        config: a mapping, a dataclass, an ``argparse.Namespace``, or another object whose attributes are the settings.
+            Of its values, mappings, dataclasses and namespaces are nested settings; all others stay as they are.
+
+    Raises:
+        TypeError: ``config`` has no names for its values.
+    """
+    if not _has_names(config) and not hasattr(config, "__dict__"):
+        try:
+            config = dict(config)  # pairs of a name and a value
+        except (TypeError, ValueError):
+            raise TypeError(
+                "init_trackers(config=...) must be a mapping, a dataclass, a namespace or an object with attributes, "
+                f"but it is of type {type(config).__name__}: {config!r:.200}"
+            ) from None
+    if isinstance(config, Mapping):
+        items: Iterable[tuple[Any, Any]] = config.items()
+    elif dataclasses.is_dataclass(config):
+        items = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
+    else:
+        items = vars(config).items()
+    return {str(name): settings_of(value) if _has_names(value) else value for name, value in items}
+
+
+def _has_names(value: Any) -> bool:
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_dataclass or isinstance(value, (Mapping, argparse.Namespace, types.SimpleNamespace))
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -134,7 +169,7 @@ class JsonlTracker(GeneralTracker):
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        text = json.dumps(_strict(values), indent=2, default=str)
+        text = json.dumps(_strict(settings_of(values)), indent=2, default=str)
         (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -235,7 +270,7 @@ class MLflowTracker(GeneralTracker):
         """Keep settings as parameters of the run, texts cut to the length that MLflow takes."""
         import mlflow
 
-        items = iter([(name, str(value)[:_MAX_PARAM_LENGTH]) for name, value in flat(values)])
+        items = iter([(name, str(value)[:_MAX_PARAM_LENGTH]) for name, value in flat(settings_of(values))])
         while batch := dict(islice(items, _MAX_PARAMS)):
             mlflow.log_params(batch)
 
@@ -299,7 +334,8 @@ class TensorBoardTracker(GeneralTracker):
         self.writer = SummaryWriter(str(self.folder), **self._options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep settings as hyperparameters of the run, and in ``hparams.yml``."""
+        """Keep settings as hyperparameters of the run, and in ``hparams.yml``; objects as their text."""
+        values = settings_of(values)
         shown = {
             name: value if isinstance(value, _HPARAM_TYPES) else str(value)
             for name, value in ((name, plain(value)) for name, value in values.items())
@@ -319,8 +355,8 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalar(name, value, global_step=step, **kwargs)
             elif isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, dict):
-                parts = {part: plain(number) for part, number in value.items()}
+            elif isinstance(value, Mapping):
+                parts = {str(part): plain(number) for part, number in value.items()}
                 self.writer.add_scalars(name, parts, global_step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -361,7 +397,7 @@ class WandBTracker(GeneralTracker):
         self.run = wandb.init(**self._options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values, allow_val_change=True)
+        self.run.config.update(settings_of(values), allow_val_change=True)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.run.log({name: plain(value) for name, value in values.items()}, step=step, **kwargs)
