@@ -1,8 +1,10 @@
 """LaunchSpec: all settings of a launch in one frozen, checked value.
 
-``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. Its fields are checked when
-it is constructed, before anything is started: the function and its arguments (:func:`_check_call`), choices, counts,
-durations, and the nodes. Settings that depend on the devices of this machine are checked by ``launcher/plan.py``.
+``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. A field says once what its
+values are, what it means, and where it can't be used: the options of ``nblaunch launch``, the keys of configuration
+files, the arguments of ``nblaunch.launch``, and what sessions, detached jobs and ``engine="inline"`` refuse are derived
+from the fields. Values are checked when a ``LaunchSpec`` is made, before anything starts; ``launcher/plan.py`` checks
+what depends on the devices of this machine.
 """
 
 from __future__ import annotations
@@ -10,15 +12,32 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args
 
-RDZV_BACKENDS = ("static", "c10d")
+from nblaunch.setting import (
+    Choice,
+    Converter,
+    Flag,
+    Folder,
+    Machines,
+    Number,
+    Pairs,
+    Setting,
+    Text,
+    Whole,
+)
+
+MixedPrecision = Literal["no", "fp16", "bf16", "fp8"]
+EngineName = Literal["auto", "local", "inline", "elastic"]
+StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
+RendezvousBackend = Literal["static", "c10d"]
+HangPolicy = Literal["report", "stop"]
+
+MIXED_PRECISIONS: tuple[str, ...] = get_args(MixedPrecision)
+START_METHODS: tuple[str, ...] = get_args(StartMethod)
 RDZV_SETTINGS = (
     "timeout",
     "join_timeout",
@@ -40,26 +59,7 @@ DEFAULT_RDZV_TIMEOUT_S = 600.0
 DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
 DEFAULT_KEEP_ALIVE_MAX_ATTEMPT = 3
 
-_NUM_NODES = re.compile(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?")
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port>\d{1,5}))?")
-
-
-def parse_num_nodes(num_nodes: Any) -> int | str:
-    """Return a number of machines in one form: ``2``, or ``"1:2"`` for one or two.
-
-    Raises:
-        TypeError: it is neither a number, nor ``"min:max"``.
-        ValueError: it is less than 1, or min is above max.
-    """
-    found = _NUM_NODES.fullmatch(str(num_nodes))
-    if found is None:
-        raise TypeError(f"num_nodes={num_nodes!r} must be a whole number, or 'min:max' as in '1:4'")
-    low, high = int(found[1]), int(found[2] or found[1])
-    if low < 1:
-        raise ValueError(f"num_nodes={num_nodes!r} must be at least 1")
-    if low > high:
-        raise ValueError(f"num_nodes={num_nodes!r}: the minimum is above the maximum")
-    return low if low == high else f"{low}:{high}"
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
@@ -93,18 +93,18 @@ def parse_port(use_port: str | int | None) -> int | None:
     return port or None
 
 
-def _check_rdzv_conf(rdzv_conf: Any) -> None:
-    conf = rdzv_conf or {}
-    if not isinstance(conf, Mapping):
-        raise TypeError(f"rdzv_conf={conf!r} must be a dict such as {{'timeout': 60}}")
-    for name, value in conf.items():
-        if name not in RDZV_SETTINGS:
-            raise ValueError(
-                f"rdzv_conf has the unknown setting {name!r}; valid are {', '.join(map(repr, RDZV_SETTINGS))}"
-            )
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name not in ("is_host", "rank") and not (is_number and value > 0):
-            raise ValueError(f"rdzv_conf[{name!r}]={value!r} must be a positive number")
+class RendezvousSettings(Pairs):
+    """Further settings of the rendezvous, by torch's names."""
+
+    def accept(self, value: Any) -> Mapping[str, Any]:
+        conf = super().accept(value)
+        for name, content in conf.items():
+            if name not in RDZV_SETTINGS:
+                raise ValueError(f"has the unknown setting {name!r}; valid are {_listed(RDZV_SETTINGS)}")
+            is_number = isinstance(content, (int, float)) and not isinstance(content, bool)
+            if name not in ("is_host", "rank") and not (is_number and content > 0):
+                raise ValueError(f"has {name!r}: {content!r}, which must be a positive number")
+        return conf
 
 
 def name_of(function: Any) -> str:
@@ -158,11 +158,41 @@ def _check_runs_when_called(function: Any) -> None:
         )
 
 
-MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
-ENGINES = ("auto", "local", "inline", "elastic")
-START_METHODS = ("auto", "fork", "forkserver", "spawn")
-ON_HANG = ("report", "stop")
 _STRATEGIES_IN_CALLS = ("auto", "spmd")
+
+
+_OF_FIELD = object()
+"""The default of the field."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a field of :class:`LaunchSpec` is set, and where it can't be.
+
+    Args:
+        converter: checks its values; None = checked elsewhere.
+        meaning: one line, for help and configuration files.
+        group: of options; empty = no option of ``nblaunch launch``.
+        option: name of the option and key; empty = the name of the field.
+        option_default: default of the option, where the default of the field is another.
+        is_of_start: whether workers keep the value from their start to their end, as in a session.
+        needs_workers: whether ``engine="inline"`` can't honour it.
+        not_detached: why a detached job can't have it, or what to do instead; empty = it can.
+    """
+
+    converter: Converter | None = None
+    meaning: str = ""
+    group: str = ""
+    option: str = ""
+    option_default: Any = _OF_FIELD
+    is_of_start: bool = True
+    needs_workers: bool = False
+    not_detached: str = ""
+
+
+def _set(default: Any, converter: Converter | None = None, meaning: str = "", **use: Any) -> Any:
+    """Return a field of :class:`LaunchSpec` with its :class:`Use`."""
+    return field(default=default, metadata={"use": Use(converter, meaning, **use)})
 
 
 @dataclass(frozen=True)
@@ -192,53 +222,138 @@ class LaunchSpec:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    num_processes: int | None = None
-    mixed_precision: str = "no"
-    backend: str = "auto"
-    engine: str = "auto"
-    start_method: str = "auto"
-    master_addr: str = "127.0.0.1"
-    master_port: int | None = None
-    node_rank: int = 0
-    num_nodes: int | str = 1
-    rdzv_backend: str = "static"
-    rdzv_endpoint: str = ""
-    rdzv_conf: Mapping[str, Any] | None = None
-    rdzv_id: str = "none"
-    rdzv_timeout_s: float | None = None
-    max_restarts: int = 0
-    log_line_prefix_template: str | None = None
-    return_all: bool = False
-    sync_weights: bool = True
-    sync_optimizers: bool = False
-    interrupt_grace_s: float = 5.0
-    threads_per_process: int | None = None
-    log_dir: str | None = None
-    hang_timeout_s: float | None = 300.0
-    on_hang: str = "report"
-    post_mortem: bool = False
+    backend: str = _set("auto", None, "device family; auto = the best one here", group="devices")
+    num_processes: int | None = _set(
+        None, Whole(1), "processes of all machines together; default: one per device", group="processes"
+    )
+    threads_per_process: int | None = _set(
+        None,
+        Whole(1),
+        "CPU threads of each; default: cores / processes",
+        group="processes",
+        option="num_cpu_threads_per_process",
+        needs_workers=True,
+    )
+    start_method: str = _set(
+        "auto",
+        Choice(START_METHODS),
+        "how processes start; default for scripts: spawn (fresh ones)",
+        group="processes",
+        option_default=None,
+        needs_workers=True,
+    )
+    engine: str = _set("auto", Choice(get_args(EngineName)))
+    is_spmd: bool = _set(False)
+    num_nodes: int | str = _set(
+        1, Machines(), "number of machines, or min:max with c10d", group="machines", option="num_machines"
+    )
+    node_rank: int = _set(
+        0, Whole(0), "rank of this machine, from 0", group="machines", option="machine_rank"
+    )
+    master_addr: str = _set(
+        "127.0.0.1",
+        Text("ADDRESS", "127.0.0.1"),
+        "address of machine 0; default on one machine: 127.0.0.1",
+        group="machines",
+        option="main_process_ip",
+        option_default=None,
+    )
+    master_port: int | None = _set(
+        None,
+        Whole(0, 65535),
+        "port of machine 0; default on one machine: a free one",
+        group="machines",
+        option="main_process_port",
+    )
+    rdzv_backend: str = _set(
+        "static", Choice(get_args(RendezvousBackend)), "how machines find each other", group="machines"
+    )
+    rdzv_endpoint: str = _set(
+        "",
+        Text("HOST:PORT", "host:29400"),
+        "address of the c10d rendezvous; default: machine 0",
+        group="machines",
+        option_default=None,
+    )
+    rdzv_conf: Mapping[str, Any] | None = _set(
+        None, RendezvousSettings(), "further settings of the rendezvous", group="machines"
+    )
+    rdzv_timeout_s: float | None = _set(
+        None, Number(0.001), "timeout of the rendezvous in seconds; default: 600", group="machines"
+    )
+    rdzv_id: str = _set(
+        "none", Text("NAME"), "name of the job among several at one rendezvous", group="machines"
+    )
+    max_restarts: int = _set(
+        0,
+        Whole(0),
+        "how often all processes are restarted after a failure",
+        group="machines",
+        needs_workers=True,
+    )
+    mixed_precision: str = _set(
+        "no", Choice(MIXED_PRECISIONS), "precision of forward passes", group="training"
+    )
+    log_dir: str | None = _set(
+        None,
+        Folder(),
+        "folder for logs; default: NBLAUNCH_LOG_DIR, or a temporary one",
+        group="running",
+        not_detached="log_dir: nblaunch.jobs() looks for jobs in one folder; NBLAUNCH_LOG_DIR chooses it",
+    )
+    log_line_prefix_template: str | None = _set(
+        None,
+        Text("TEMPLATE", "[${rank}] "),
+        "label of printed lines, as '[${rank}] '",
+        group="running",
+        is_of_start=False,
+    )
+    hang_timeout_s: float | None = _set(
+        300.0,
+        Number(0.001, is_optional=True),
+        "seconds without progress until stacks are shown",
+        group="running",
+        needs_workers=True,
+    )
+    on_hang: str = _set(
+        "report",
+        Choice(get_args(HangPolicy)),
+        "report a hang, or stop the job as well",
+        group="running",
+        needs_workers=True,
+    )
+    interrupt_grace_s: float = _set(
+        5.0, Number(0.0), "seconds for finally blocks after Ctrl-C, before the kill", group="running"
+    )
+    return_all: bool = _set(False, Flag(), is_of_start=False)
+    sync_weights: bool = _set(True, Flag(), is_of_start=False)
+    sync_optimizers: bool = _set(
+        False,
+        Flag(),
+        is_of_start=False,
+        not_detached="sync_optimizers=True: save their state inside the function, by accelerator.save_state()",
+    )
+    post_mortem: bool = _set(
+        False,
+        Flag(),
+        is_of_start=False,
+        not_detached="post_mortem=True: the debugger is in this kernel, and the job is to outlive it",
+    )
     has_breakpoints: bool = False
     is_session: bool = False
     is_detached: bool = False
-    is_spmd: bool = False
     accelerator_arguments: Mapping[str, Any] = field(default_factory=dict)
     function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
 
     def __post_init__(self) -> None:
-        _normalize(self)
         _check_call(self.function, self.args)
-        _check_choices(self)
-        _check_counts(self)
-        _check_durations(self)
-        for name in ("return_all", "sync_weights", "sync_optimizers", "post_mortem"):
-            check_flag(name, getattr(self, name))
+        _accept_values(self)
+        _check_fit(self)
         _check_nodes(self)
         if self.is_detached:
-            for name, why in _BESIDE_DETACHED.items():
-                if getattr(self, name):
-                    raise ValueError(f"detach=True can't be combined with {why}")
+            _check_detached(self)
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "function_name", name_of(self.function))
         object.__setattr__(
@@ -296,6 +411,28 @@ class LaunchSpec:
         return float(conf.get("join_timeout") or conf.get("timeout") or DEFAULT_RDZV_TIMEOUT_S)
 
 
+def uses() -> Iterator[tuple[Field[Any], Use]]:
+    """Yield the fields of :class:`LaunchSpec` that a caller sets, each with its :class:`Use`."""
+    for spec_field in fields(LaunchSpec):
+        if "use" in spec_field.metadata:
+            yield spec_field, spec_field.metadata["use"]
+
+
+def options() -> dict[str, Setting]:
+    """Return name of the field -> its row in the table of settings, of those that ``nblaunch launch`` has."""
+    return {
+        spec_field.name: Setting(
+            name=use.option or spec_field.name,
+            converter=use.converter or Text("NAME"),
+            default=spec_field.default if use.option_default is _OF_FIELD else use.option_default,
+            meaning=use.meaning,
+            group=use.group,
+        )
+        for spec_field, use in uses()
+        if use.group
+    }
+
+
 def wants_spmd(strategy: Any) -> bool:
     """Return whether one process drives all devices, by the ``strategy`` argument of the Python API.
 
@@ -314,85 +451,43 @@ def wants_spmd(strategy: Any) -> bool:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Check that an argument is a boolean: ``"no"`` would count as true.
+    """Check that an argument is a boolean.
 
     Raises:
         TypeError: it is not.
     """
-    if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):  # also numpy's
-        raise TypeError(f"{name}={value!r} must be True or False, but is a {type(value).__name__}")
+    _accepted(name, value, Flag())
 
 
-def _normalize(spec: LaunchSpec) -> None:
-    """Convert values with several forms to one: ``"BF16"``, NumPy's integers."""
-    precision = str(spec.mixed_precision).lower()
-    if precision in MIXED_PRECISIONS:
-        object.__setattr__(spec, "mixed_precision", precision)
-    for name in _LEAST:
+def _accepted(name: str, value: Any, converter: Converter) -> Any:
+    try:
+        return converter.accept(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}={value!r} {error}") from None
+
+
+def _accept_values(spec: LaunchSpec) -> None:
+    """Check every value, and convert those with several forms to one: ``"BF16"``, NumPy's integers."""
+    for spec_field, use in uses():
+        value = getattr(spec, spec_field.name)
+        if use.converter is not None and value is not spec_field.default:
+            object.__setattr__(spec, spec_field.name, _accepted(spec_field.name, value, use.converter))
+
+
+_MOST = 4096
+"""Limit far above any machine: a larger number is a mistake, and so many processes would use up the memory."""
+
+
+def _check_fit(spec: LaunchSpec) -> None:
+    for name in ("num_processes", "threads_per_process"):
         value = getattr(spec, name)
-        if not isinstance(value, int):
-            with suppress(TypeError):
-                object.__setattr__(spec, name, operator.index(value))
-    object.__setattr__(spec, "num_nodes", parse_num_nodes(spec.num_nodes))
-
-
-def _check_choices(spec: LaunchSpec) -> None:
-    if not isinstance(spec.master_addr, str) or not spec.master_addr:
-        raise TypeError(
-            f"master_addr={spec.master_addr!r} must be a host name or address, such as '127.0.0.1'"
-        )
-    for name, valid in (
-        ("mixed_precision", MIXED_PRECISIONS),
-        ("engine", ENGINES),
-        ("start_method", START_METHODS),
-        ("rdzv_backend", RDZV_BACKENDS),
-        ("on_hang", ON_HANG),
-    ):
-        value = getattr(spec, name)
-        if value not in valid:
-            raise ValueError(f"{name}={value!r} is unknown; valid are {_listed(valid)}")
-    if spec.log_line_prefix_template is not None and not isinstance(spec.log_line_prefix_template, str):
-        raise TypeError(
-            "log_line_prefix_template must be a string such as '[${rank}] ', "
-            f"but is {spec.log_line_prefix_template!r}"
-        )
-    if spec.log_dir is not None and not isinstance(spec.log_dir, (str, os.PathLike)):
-        raise TypeError(f"log_dir={spec.log_dir!r} must be the path of a folder")
-
-
-_LEAST = {"num_processes": 1, "threads_per_process": 1, "max_restarts": 0, "node_rank": 0}
-_MOST = {"num_processes": 4096, "threads_per_process": 4096}
-"""Limits far above any machine: larger values are mistakes, and starting so many would use up its memory."""
-
-
-def _check_counts(spec: LaunchSpec) -> None:
-    for name, least in _LEAST.items():
-        value = getattr(spec, name)
-        if value is None and name in _MOST:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r} must be a whole number, but is a {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
-        if name in _MOST and value > _MOST[name]:
-            raise ValueError(f"{name}={value} must be at most {_MOST[name]} on one machine")
-
-
-def _check_durations(spec: LaunchSpec) -> None:
-    for name in ("interrupt_grace_s", "hang_timeout_s", "rdzv_timeout_s"):
-        value = getattr(spec, name)
-        if value is None and name != "interrupt_grace_s":
-            continue
-        setting = f"{name}={value!r}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{setting} must be a number of seconds")
-        if not (value > 0 or (value == 0 and name == "interrupt_grace_s")):  # also refuses NaN
-            raise ValueError(f"{setting} must be a positive number of seconds")
+        if value is not None and value > _MOST:
+            raise ValueError(f"{name}={value} must be at most {_MOST} on one machine")
 
 
 def _check_nodes(spec: LaunchSpec) -> None:
-    if not isinstance(spec.rdzv_endpoint, str):
-        raise TypeError(f"rdzv_endpoint={spec.rdzv_endpoint!r} must be text such as 'host:29400'")
+    if not spec.master_addr:
+        raise ValueError("master_addr='' must be a host name or address, such as '127.0.0.1'")
     host, _ = parse_endpoint(spec.rdzv_endpoint)
     if spec.node_rank >= spec.max_nodes:
         raise ValueError(
@@ -418,20 +513,22 @@ def _check_nodes(spec: LaunchSpec) -> None:
             f"engine={spec.engine!r} is for one machine; leave it out for num_nodes={spec.num_nodes!r} with "
             f"rdzv_backend={spec.rdzv_backend!r}"
         )
-    _check_rdzv_conf(spec.rdzv_conf)
 
 
-_BESIDE_DETACHED = {
-    "is_elastic": (
-        "several machines: their launchers would have to stay; start it by `nblaunch launch` under nohup"
-    ),
-    "post_mortem": "post_mortem=True: the debugger is in this kernel, and the job is to outlive it",
-    "sync_optimizers": (
-        "sync_optimizers=True: save their state inside the function, by accelerator.save_state()"
-    ),
-    "log_dir": "log_dir: nblaunch.jobs() looks for jobs in one folder; NBLAUNCH_LOG_DIR chooses it",
-}
-"""What a detached job can't have, and why or what to do."""
+def _check_detached(spec: LaunchSpec) -> None:
+    """Refuse what a detached job can't have."""
+    reasons = [
+        use.not_detached for spec_field, use in uses() if use.not_detached and getattr(spec, spec_field.name)
+    ]
+    if spec.is_elastic:
+        reasons.insert(0, _NODES_DETACHED)
+    if reasons:
+        raise ValueError(f"detach=True can't be combined with {reasons[0]}")
+
+
+_NODES_DETACHED = (
+    "several machines: their launchers would have to stay; start it by `nblaunch launch` under nohup"
+)
 
 
 def _listed(valid: Sequence[str]) -> str:

@@ -21,12 +21,12 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.cli import UsageError
-from nblaunch.config.converters import Switch
 from nblaunch.config.files import find_layers
 from nblaunch.config.launching import device_choice
 from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, resolve, unknown
-from nblaunch.config.settings import GROUPS, SETTINGS, UNUSED, Setting, refusal
+from nblaunch.config.settings import GROUPS, SETTINGS, UNUSED, refusal
 from nblaunch.packages import is_installed
+from nblaunch.setting import Setting, Switch
 
 COMMAND_LINE = "command line"
 

@@ -5,7 +5,6 @@
     defaults ─────┘
 
 settings.py     the table of settings, from which ``nblaunch launch`` makes its options
-converters.py   convert and check values; each row of the table names one
 files.py        read and write settings as YAML
 resolving.py    merge the layers and check them
 launching.py    turn the result into a :class:`~nblaunch.spec.LaunchSpec`

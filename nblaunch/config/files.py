@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import env
-from nblaunch.config.converters import Flag
 from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
 from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS, UNUSED, refusal
+from nblaunch.setting import Flag
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "NO": {},

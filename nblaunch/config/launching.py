@@ -22,33 +22,8 @@ from nblaunch.config.resolving import (
     most_machines,
     resolve,
 )
+from nblaunch.config.settings import FIELDS
 from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
-
-_SAME_NAMES = (
-    "backend",
-    "start_method",
-    "mixed_precision",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_conf",
-    "rdzv_id",
-    "rdzv_timeout_s",
-    "max_restarts",
-    "log_dir",
-    "log_line_prefix_template",
-    "hang_timeout_s",
-    "on_hang",
-    "interrupt_grace_s",
-)
-_RENAMED = {
-    "num_machines": "num_nodes",
-    "machine_rank": "node_rank",
-    "main_process_ip": "master_addr",
-    "main_process_port": "master_port",
-    "num_cpu_threads_per_process": "threads_per_process",
-}
-_FIELDS = {**{name: name for name in _SAME_NAMES}, **_RENAMED}
-"""Setting -> field of ``LaunchSpec``, which has the same default."""
 
 _OTHER_NAMES = {
     "dynamo_use_fullgraph": "fullgraph",
@@ -89,7 +64,7 @@ def spec_of(
     Raises:
         ConfigError: the settings contradict each other.
     """
-    values = {field: resolved[name] for name, field in _FIELDS.items() if resolved.is_set(name)}
+    values = {field: resolved[name] for name, field in FIELDS.items() if resolved.is_set(name)}
     if (
         resolved["rdzv_backend"] == "c10d"
         and resolved["rdzv_endpoint"] is None
@@ -108,7 +83,9 @@ def spec_of(
 
 def with_setting_names(text: str) -> str:
     """Return a message about arguments of ``notebook_launcher`` in terms of the settings."""
-    names = {field: name for name, field in _RENAMED.items()} | {"use_port": "main_process_port"}
+    names = {field: name for name, field in FIELDS.items() if field != name} | {
+        "use_port": "main_process_port"
+    }
     return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
 

@@ -1,4 +1,4 @@
-"""The table of all settings of a launch.
+"""The table of all settings: fields of ``LaunchSpec``, arguments of the plugins of ``Accelerator``, and a few more.
 
 Each row is an option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`.
 Names are those of Hugging Face Accelerate where it has the setting.
@@ -6,23 +6,13 @@ Names are those of Hugging Face Accelerate where it has the setting.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from nblaunch import backends
-from nblaunch.config.converters import (
-    Choice,
-    Converter,
-    Flag,
-    FlagOrName,
-    Machines,
-    Number,
-    Pairs,
-    Switch,
-    Text,
-    Whole,
-)
-from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, RDZV_BACKENDS, START_METHODS
+from nblaunch.setting import Choice, Converter, Flag, FlagOrName, Number, Setting, Switch, Text, Whole
+from nblaunch.spec import options
 
 GROUPS = {
     "devices": "what to compute on",
@@ -55,54 +45,9 @@ def _compilers() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*COMPILERS, *own]))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One row of the table.
-
-    Args:
-        name: of the option, the key and the argument.
-        converter: converts and checks values.
-        default: None = chosen at the launch.
-        meaning: one line, for help and for comments in files.
-        group: key of :data:`GROUPS`.
-    """
-
-    name: str
-    converter: Converter
-    default: Any
-    meaning: str
-    group: str
-
-
 _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
-    "devices": (
-        ("backend", Choice(tuple(backends.names())), "auto", "device family; auto = the best one here"),
-        ("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, as 0,2"),
-    ),
-    "processes": (
-        ("num_processes", Whole(1), None, "processes of all machines together; default: one per device"),
-        ("num_cpu_threads_per_process", Whole(1), None, "CPU threads of each; default: cores / processes"),
-        (
-            "start_method",
-            Choice(START_METHODS),
-            None,
-            "how processes start; default for scripts: spawn (fresh ones)",
-        ),
-    ),
-    "machines": (
-        ("num_machines", Machines(), 1, "number of machines, or min:max with c10d"),
-        ("machine_rank", Whole(0), 0, "rank of this machine, from 0"),
-        ("main_process_ip", Text("ADDRESS"), None, "address of machine 0; default on one machine: 127.0.0.1"),
-        ("main_process_port", Whole(0, 65535), None, "port of machine 0; default on one machine: a free one"),
-        ("rdzv_backend", Choice(RDZV_BACKENDS), "static", "how machines find each other"),
-        ("rdzv_endpoint", Text("HOST:PORT"), None, "address of the c10d rendezvous; default: machine 0"),
-        ("rdzv_conf", Pairs(), None, "further settings of the rendezvous"),
-        ("rdzv_timeout_s", Number(0.001), None, "timeout of the rendezvous in seconds; default: 600"),
-        ("rdzv_id", Text("NAME"), "none", "name of the job among several at one rendezvous"),
-        ("max_restarts", Whole(0), 0, "how often all processes are restarted after a failure"),
-    ),
+    "devices": (("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, as 0,2"),),
     "training": (
-        ("mixed_precision", Choice(MIXED_PRECISIONS), "no", "precision of forward passes"),
         ("gradient_accumulation_steps", Whole(1), None, "micro-batches per optimizer step; default: 1"),
         (
             "strategy",
@@ -211,21 +156,24 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "text",
             "text = lines of progress and a final table on stderr",
         ),
-        ("log_dir", Text("FOLDER"), None, "folder for logs; default: NBLAUNCH_LOG_DIR, or a temporary one"),
-        ("log_line_prefix_template", Text("TEMPLATE"), None, "label of printed lines, as '[${rank}] '"),
-        (
-            "hang_timeout_s",
-            Number(0.001, is_optional=True),
-            300.0,
-            "seconds without progress until stacks are shown",
-        ),
-        ("on_hang", Choice(ON_HANG), "report", "report a hang, or stop the job as well"),
-        ("interrupt_grace_s", Number(0.0), 5.0, "seconds for finally blocks after Ctrl-C, before the kill"),
         ("stop_grace_s", Number(0.0), 20.0, "seconds for a checkpoint after SIGTERM, before an interrupt"),
     ),
 }
 
-SETTINGS = {row[0]: Setting(*row, group) for group, rows in _TABLE.items() for row in rows}
+
+def _settings() -> Iterator[Setting]:
+    """Yield all settings in the order of help and files: by group, the fields of ``LaunchSpec`` first."""
+    of_launches = options()
+    of_launches["backend"] = replace(of_launches["backend"], converter=Choice(tuple(backends.names())))
+    for group in GROUPS:
+        yield from (setting for setting in of_launches.values() if setting.group == group)
+        yield from (Setting(*row, group) for row in _TABLE.get(group, ()))
+
+
+FIELDS = {setting.name: field for field, setting in options().items()}
+"""Setting -> field of ``LaunchSpec``."""
+
+SETTINGS = {setting.name: setting for setting in _settings()}
 """Name -> setting, in the order of help and files."""
 
 SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))

@@ -18,7 +18,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
 from nblaunch.launcher import debug_client, fork_safety
-from nblaunch.spec import LaunchSpec
+from nblaunch.spec import LaunchSpec, uses
 from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
 
@@ -166,20 +166,16 @@ def _starts_later(spec: LaunchSpec, background: bool) -> bool:
 def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
     """Refuse what only worker processes can do, rather than ignore it."""
     asked: dict[str, Any] = {"background": True} if background else {}
-    for name in _OF_WORKERS:
-        value = getattr(spec, name)
-        if value != getattr(LaunchSpec, name) and not (name == "hang_timeout_s" and value is None):
-            asked[name] = value
+    for field_, use in uses():
+        value = getattr(spec, field_.name)
+        if use.needs_workers and value is not None and value != field_.default:
+            asked[field_.name] = value
     if asked:
         raise ValueError(
             f"engine='inline' runs the function in the kernel itself, so that "
             f"{', '.join(f'{name}={value!r}' for name, value in asked.items())} can't be honoured: leave "
             f"{'it' if len(asked) == 1 else 'them'} out, or leave out engine='inline'"
         )
-
-
-_OF_WORKERS = ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
-"""Arguments that are about worker processes."""
 
 
 def _num_processes(spec: LaunchSpec, backend: Backend) -> int:

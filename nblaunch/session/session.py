@@ -28,7 +28,7 @@ from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks, saved_values
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
-from nblaunch.spec import LaunchSpec
+from nblaunch.spec import LaunchSpec, uses
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import ArgPath, modules_in
 from nblaunch.wire.assignment import restore_sources
@@ -543,11 +543,7 @@ def execute_and_display(
         }
 
 
-_START_SETTINGS = (
-    "num_processes", "mixed_precision", "backend", "engine", "start_method", "num_nodes", "threads_per_process",
-    "log_dir", "is_spmd", "max_restarts", "hang_timeout_s", "on_hang", "interrupt_grace_s", "node_rank", "master_addr",
-    "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "rdzv_timeout_s",
-)  # fmt: skip
+_START_SETTINGS = [field.name for field, use in uses() if use.is_of_start]
 """Settings that hold from the start of the workers to their end."""
 
 _numbers = itertools.count(1)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nblaunch
 from nblaunch.config import files
 from nblaunch.config.launching import (
-    _FIELDS,
     accelerator_settings,
     device_choice,
     resolved_settings,
     spec_of,
 )
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
-from nblaunch.config.settings import GROUPS, SETTINGS
+from nblaunch.config.settings import FIELDS, GROUPS, SETTINGS
 from nblaunch.spec import LaunchSpec
 
 
@@ -98,7 +102,7 @@ def test_defaults_are_those_of_a_launch() -> None:
     spec = LaunchSpec(function=print)
     assert all(
         SETTINGS[name].default in (None, getattr(spec, field))
-        for name, field in _FIELDS.items()
+        for name, field in FIELDS.items()
         if name != "start_method"  # of scripts: spawn
     )
 
@@ -221,3 +225,60 @@ def test_a_python_call_leaves_none_to_the_file(tmp_path: Any) -> None:
     assert (resolved["num_processes"], resolved["mixed_precision"]) == (3, "no")
     spec = spec_of(resolved_settings(file, {}), print, ("x",))
     assert (spec.num_processes, spec.mixed_precision, spec.args) == (3, "bf16", ("x",))
+
+
+_A_NEW_SETTING = """    patience_s: float = _set(
+        1.0, Number(0.5), "seconds of patience", group="running", option="patience", needs_workers=True,
+        not_detached="patience_s: it is short",
+    )
+    has_breakpoints: bool = False
+"""
+
+_WHAT_IT_DOES = """
+import contextlib, io
+import nblaunch
+from nblaunch import cli, notebook
+from nblaunch.config import files, launching
+from nblaunch.spec import LaunchSpec
+
+with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+    cli.main(["launch", "--help"])
+assert "--patience X" in shown.getvalue() and "seconds of patience" in shown.getvalue(), shown.getvalue()
+files.write("settings.yaml", {"patience": 3.0})
+assert launching.spec_of(launching.resolved_settings("settings.yaml", {}), print).patience_s == 3.0
+
+def refusal(call, **arguments):
+    try:
+        call(**arguments)
+    except ValueError as error:
+        return str(error)
+
+assert refusal(LaunchSpec, function=print, patience_s=0.1) == "patience_s=0.1 must be at least 0.5"
+inline = LaunchSpec(function=print, engine="inline", patience_s=2.0)
+assert "patience_s=2.0" in refusal(notebook.run_spec, spec=inline, dashboard="none")
+assert "it is short" in refusal(LaunchSpec, function=print, is_detached=True, patience_s=2.0)
+with nblaunch.Session(num_processes=1, backend="cpu") as session:
+    from nblaunch.session.session import run_in_session
+    assert "patience_s=2.0" in refusal(run_in_session, session=session, spec=LaunchSpec(function=print, patience_s=2.0))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_new_setting_is_declared_in_one_file(tmp_path: Path) -> None:
+    copy = shutil.copytree(
+        Path(nblaunch.__file__).parent, tmp_path / "nblaunch", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    spec = copy / "spec.py"
+    text = spec.read_text(encoding="utf-8")
+    before = "    has_breakpoints: bool = False\n"
+    assert text.count(before) == 1
+    spec.write_text(text.replace(before, _A_NEW_SETTING), encoding="utf-8")
+    (tmp_path / "check.py").write_text(_WHAT_IT_DOES)
+    done = subprocess.run(
+        [sys.executable, "check.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,11 +1,15 @@
-"""Converters of the values of settings: each converts and checks a value of a command line, a file or a Python call.
+"""One setting, and converters of its values: from the text of a command line or a file, or from a Python call.
 
-Files are read as texts (``files.py``), so that values have one form there and on the command line.
+Files are read as text (``config/files.py``), so that values have one form there and on the command line. A Python call
+is read more strictly: text does not stand for a number there.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.env import as_flag
-from nblaunch.spec import parse_num_nodes
+
+_MACHINES = re.compile(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?")
 
 
 class Converter(ABC):
@@ -23,11 +28,20 @@ class Converter(ABC):
 
     @abstractmethod
     def convert(self, value: Any) -> Any:
-        """Convert ``value``, a text or what a Python call has passed, to the type of the setting.
+        """Convert the text of a command line, or a value of a file, to the type of the setting.
 
         Raises:
             ValueError: ``value`` is invalid. The message ends a sentence, as in ``must be a whole number``.
         """
+
+    def accept(self, value: Any) -> Any:
+        """Return an argument of a Python call in the form that the setting has.
+
+        Raises:
+            TypeError: it has another type. The message ends a sentence.
+            ValueError: it is invalid. The message ends a sentence.
+        """
+        return self.convert(value)
 
 
 @dataclass(frozen=True)
@@ -42,10 +56,21 @@ class Whole(Converter):
         number = _number(value)
         if number is None or number != int(number):
             raise ValueError("must be a whole number")
+        return self._bounded(int(number))
+
+    def accept(self, value: Any) -> int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            return self._bounded(operator.index(value))  # of NumPy's integers, too
+        except TypeError:
+            raise TypeError(f"must be a whole number, but is a {type(value).__name__}") from None
+
+    def _bounded(self, number: int) -> int:
         if number < self.least or (self.most is not None and number > self.most):
             most = f" and at most {self.most}" if self.most is not None else ""
             raise ValueError(f"must be at least {self.least}{most}")
-        return int(number)
+        return number
 
 
 @dataclass(frozen=True)
@@ -55,10 +80,15 @@ class Machines(Converter):
     metavar = "N|MIN:MAX"
 
     def convert(self, value: Any) -> int | str:
-        try:
-            return parse_num_nodes(value)
-        except (TypeError, ValueError):
-            raise ValueError("must be a whole number of at least 1, or min:max as in 1:4") from None
+        match = _MACHINES.fullmatch(str(value))
+        if match is None:
+            raise ValueError("must be a whole number of at least 1, or 'min:max' as in '1:4'")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if low < 1:
+            raise ValueError("must be at least 1")
+        if low > high:
+            raise ValueError("has a minimum above its maximum, and must be 'min:max' as in '1:4'")
+        return low if low == high else f"{low}:{high}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,17 @@ class Number(Converter):
         number = _number(value)
         if number is None:
             raise ValueError("must be a number" + (" or none" if self.is_optional else ""))
-        if number < self.least:
+        return self._bounded(number)
+
+    def accept(self, value: Any) -> float | None:
+        if value is None and self.is_optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"must be a number, but is a {type(value).__name__}")
+        return self._bounded(value)
+
+    def _bounded(self, number: float) -> float:
+        if not number >= self.least:  # also refuses NaN
             raise ValueError(f"must be at least {self.least:g}")
         return number
 
@@ -93,6 +133,12 @@ class Flag(Converter):
             if isinstance(value, str) and value.strip():
                 return as_flag(value)
         raise ValueError("must be true or false")
+
+    def accept(self, value: Any) -> bool:
+        # "no" would count as true; NumPy's booleans print like Python's.
+        if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):
+            raise TypeError(f"must be True or False, but is a {type(value).__name__}")
+        return bool(value)
 
 
 @dataclass(frozen=True)
@@ -125,17 +171,47 @@ class Choice(Converter):
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         return found
 
+    def accept(self, value: Any) -> str:
+        match = [choice for choice in self.choices if isinstance(value, str) and choice == value.lower()]
+        if not match:
+            raise ValueError(f"is unknown; valid are {', '.join(map(repr, self.choices))}")
+        return match[0]
+
 
 @dataclass(frozen=True)
 class Text(Converter):
-    """Any non-empty text."""
+    """Any non-empty text; in a Python call also an empty one, which means the default.
+
+    Args:
+        metavar: for the help.
+        example: for messages.
+    """
 
     metavar: str = "TEXT"
+    example: str = ""
 
     def convert(self, value: Any) -> str:
         if isinstance(value, (bool, Mapping, list)) or not str(value).strip() or "\0" in str(value):
             raise ValueError("must be a text")
         return str(value)
+
+    def accept(self, value: Any) -> str:
+        if not isinstance(value, str):
+            like = f" such as {self.example!r}" if self.example else ""
+            raise TypeError(f"must be a text{like}, but is a {type(value).__name__}")
+        return value
+
+
+@dataclass(frozen=True)
+class Folder(Text):
+    """The path of a folder."""
+
+    metavar: str = "FOLDER"
+
+    def accept(self, value: Any) -> str:
+        if not isinstance(value, (str, os.PathLike)):
+            raise TypeError(f"must be the path of a folder, but is a {type(value).__name__}")
+        return os.fspath(value)
 
 
 @dataclass(frozen=True)
@@ -166,6 +242,30 @@ class Pairs(Converter):
         if not pairs or any(not (key.strip() and equals) for key, equals, _ in pairs):
             raise ValueError("must be pairs such as timeout=900,join_timeout=600")
         return {key.strip(): _as_value(content.strip()) for key, _, content in pairs}
+
+    def accept(self, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"must be a dict such as {{'timeout': 60}}, but is a {type(value).__name__}")
+        return value
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table of settings: an option, a key of configuration files, an argument of ``nblaunch.launch``.
+
+    Args:
+        name: of the option, the key and the argument.
+        converter: converts and checks values.
+        default: None = chosen at the launch.
+        meaning: one line, for help and for comments in files.
+        group: key of ``GROUPS`` in ``config/settings.py``.
+    """
+
+    name: str
+    converter: Converter
+    default: Any
+    meaning: str
+    group: str
 
 
 def _as_value(value: Any) -> Any:
