@@ -1,47 +1,41 @@
-"""Walking nested batches and outputs: lists, tuples, named tuples and mappings of tensors.
+"""Walking nested batches and outputs: sequences, mappings and dataclasses of tensors.
 
-Structure and types are kept; leaves are replaced. Nothing here communicates.
+Structure and types are kept (``containers.py``); leaves are replaced. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
+from nblaunch.training.collectives import containers
+from nblaunch.training.collectives.containers import check_independent, children, rebuilt
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """Return the items of ``generator`` in a sequence of the type of ``obj``, a named tuple for instance."""
-    cls = type(obj)
-    return cls(*generator) if hasattr(obj, "_fields") else cls(generator)
+    return containers.rebuilt_sequence(obj, list(generator))
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """Replace every leaf of ``data`` by ``function(leaf)``. Leaves are all but lists, tuples and mappings."""
-    if isinstance(data, torch.Tensor):
+    """Replace every leaf of ``data`` by ``function(leaf)``; see :func:`children` for what is not a leaf."""
+    parts = children(data)
+    if parts is None:
         return function(data)
-    if isinstance(data, (list, tuple)):
-        return honor_type(data, [map_leaves(function, item) for item in data])
-    if isinstance(data, Mapping):
-        # A plain-dict constructor is the one thing that dict, OrderedDict, UserDict and model outputs share.
-        return type(data)({key: map_leaves(function, value) for key, value in data.items()})  # type: ignore[call-arg]
-    return function(data)
+    return rebuilt(data, [map_leaves(function, part) for part in parts])
 
 
 def leaves(data: Any) -> Iterator[Any]:
     """Return the leaves of ``data`` in order."""
-    if isinstance(data, (list, tuple)):
-        for item in data:
-            yield from leaves(item)
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from leaves(value)
-    else:
+    parts = children(data)
+    if parts is None:
         yield data
+    else:
+        for part in parts:
+            yield from leaves(part)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
@@ -120,15 +114,15 @@ def send_to_device(
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:  # a ``to`` that knows no ``non_blocking``
             return tensor.to(device)
-    if isinstance(tensor, (list, tuple)):
-        return honor_type(tensor, [send_to_device(item, device, non_blocking, skipped) for item in tensor])
-    if is_mapping:
-        moved = {
-            key: value if key in skipped else send_to_device(value, device, non_blocking, skipped)
-            for key, value in tensor.items()
-        }
-        return type(tensor)(moved)
-    return tensor
+    parts = children(tensor)
+    if parts is None:
+        return tensor
+    keys = list(tensor) if is_mapping else [None] * len(parts)
+    moved = [
+        part if key in skipped else send_to_device(part, device, non_blocking, skipped)
+        for key, part in zip(keys, parts, strict=True)
+    ]
+    return rebuilt(tensor, moved)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -168,18 +162,22 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return first
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
-    if isinstance(first, (list, tuple)):
-        return honor_type(first, [concatenate([one[i] for one in data], dim) for i in range(len(first))])
+    check_independent("concatenate", first)
     if isinstance(first, Mapping):
-        joined = {key: concatenate([one[key] for one in data], dim) for key in first}
-        return type(first)(joined)  # type: ignore[call-arg]
-    raise TypeError(f"only tensors in lists, tuples and mappings can be joined, not a {type(first).__name__}")
+        return rebuilt(first, [concatenate([one[key] for one in data], dim) for key in first])
+    columns = [children(one) for one in data]
+    if columns[0] is None:
+        raise TypeError(
+            f"only tensors in lists, tuples and mappings can be joined, not a {type(first).__name__}"
+        )
+    return rebuilt(first, [concatenate(parts, dim) for parts in zip(*columns, strict=True)])
 
 
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """Return ``tensor[tensor_slice]`` of every tensor. The rank is there for functions that cut in another way."""
+    check_independent("slice_tensors", data)
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -224,7 +222,7 @@ def listify(data: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class TensorInformation:
+class TensorInformation(containers.Leaf):
     """What it takes to make a tensor that another process will fill."""
 
     shape: torch.Size

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from nblaunch import context, env
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
-from nblaunch.training.collectives import nested
+from nblaunch.training.collectives import containers, nested
 from nblaunch.training.joining import is_distributed, join, waiting
 from nblaunch.training.options import check_choice
 from nblaunch.wire import signing
@@ -200,6 +200,8 @@ def broadcast_alike(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    if operation != "broadcast":
+        containers.check_independent(operation, data)
     if _compares_first():
         _check_alike(operation, _describe(operation, data))
 
@@ -247,14 +249,14 @@ def _describe(operation: str, data: Any) -> str:
             return f"{data.ndim} dimensions {data.dtype}"
         is_row = operation == "gather" and data.ndim == 0
         return f"{[1] if is_row else list(data.shape)} {data.dtype}"
-    if isinstance(data, (list, tuple)):
-        return f"[{', '.join(_describe(operation, item) for item in data)}]"
-    if isinstance(data, Mapping):
-        items = [
-            f"{_ADDRESS.sub('', str(key))}: {_describe(operation, value)}" for key, value in data.items()
-        ]
-        return f"{{{', '.join(items)}}}"
-    return type(data).__name__
+    parts = containers.children(data)
+    if parts is None:
+        return type(data).__name__
+    described = [_describe(operation, part) for part in parts]
+    if not isinstance(data, Mapping):
+        return f"[{', '.join(described)}]"
+    items = [f"{_ADDRESS.sub('', str(key))}: {text}" for key, text in zip(data, described, strict=True)]
+    return f"{{{', '.join(items)}}}"
 
 
 def _pickled(value: Any) -> torch.Tensor:

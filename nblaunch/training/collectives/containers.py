@@ -1,0 +1,183 @@
+"""Containers of batches and outputs: what is in one, and the same container with other contents.
+
+Sequences, mappings, dataclasses and attrs classes are containers. A container keeps its class, its keys, its attributes
+(``default_factory``, ``maxlen``, what a subclass adds), whatever arguments its constructor takes: a copy gets the new
+contents. Only a container that can't be copied is made by its constructor, and what that makes is compared.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import dataclasses
+from collections import UserList, deque
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+class Leaf:
+    """Base of classes whose instances are leaves, though they are dataclasses or sequences."""
+
+    __slots__ = ()
+
+
+# Sequences of characters and numbers; no tensor can be in them.
+_LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, array.array, torch.Size, type, Leaf)
+
+
+def children(data: Any) -> Sequence[Any] | None:
+    """Return what is directly in a container, in order; None where ``data`` is a leaf."""
+    kind = type(data)
+    if kind is list or kind is tuple:
+        return data
+    if kind is dict:
+        return list(data.values())
+    if isinstance(data, _LEAVES):
+        return None
+    if isinstance(data, Mapping):
+        return list(data.values())
+    if isinstance(data, Sequence):
+        return list(data)
+    names = _field_names(data)
+    return None if names is None else [getattr(data, name) for name in names]
+
+
+def rebuilt(data: Any, values: list[Any]) -> Any:
+    """Return a container like ``data`` with ``values`` in place of its children; ``data`` stays as it is.
+
+    Raises:
+        TypeError: the class can't be copied with other contents.
+    """
+    kind = type(data)
+    if kind is list:
+        return values
+    if kind is tuple:
+        return tuple(values)
+    if isinstance(data, Mapping):
+        contents = dict(zip(data, values, strict=True))
+        return contents if kind is dict else _rebuilt_mapping(data, contents)
+    if isinstance(data, Sequence):
+        return rebuilt_sequence(data, values)
+    return _rebuilt_fields(data, values)
+
+
+def rebuilt_sequence(data: Any, values: list[Any]) -> Any:
+    """Return a sequence like ``data`` with ``values`` in it, of which there may be another number."""
+    if isinstance(data, tuple):
+        return _rebuilt_tuple(data, values)
+    if isinstance(data, (list, deque, UserList)):
+        made: Any = copy.copy(data)
+        made.clear()
+        made.extend(values)
+        return made
+    if _are_identical(data, values):
+        return data
+    if isinstance(data, MutableSequence):
+        return _filled(data, dict(enumerate(values)))
+    return _constructed(data, values, lambda made: _are_identical(made, values))
+
+
+def check_independent(operation: str, data: Any) -> None:
+    """Raise TypeError for a container whose tensors describe each other, and can't be joined or cut one by one."""
+    for part in children(data) or ():
+        check_independent(operation, part)
+    if isinstance(data, PackedSequence):
+        raise TypeError(
+            f"{operation} can't join or cut a PackedSequence: its rows belong to time steps, not to samples. Pass what "
+            "torch.nn.utils.rnn.pad_packed_sequence returns for it"
+        )
+
+
+def _field_names(data: Any) -> list[str] | None:
+    """Return the names of the fields of a dataclass or an attrs class; None where ``data`` is of another kind."""
+    if dataclasses.is_dataclass(data):
+        return [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)]
+    attributes = getattr(type(data), "__attrs_attrs__", None)
+    return None if attributes is None else [attribute.name for attribute in attributes]
+
+
+def _rebuilt_fields(data: Any, values: list[Any]) -> Any:
+    names = _field_names(data) or []
+    if all(getattr(data, name) is value for name, value in zip(names, values, strict=True)):
+        return data
+    made = copy.copy(data)  # its constructor may take other arguments, or none
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # also where it is frozen
+    return made
+
+
+def _rebuilt_tuple(data: tuple[Any, ...], values: list[Any]) -> Any:
+    kind: Any = type(data)
+    try:
+        made = tuple.__new__(kind, values)  # the class's own may take other arguments, or change them
+    except TypeError:
+        made = kind(values)  # Python refuses the above for those of torch.return_types
+    if hasattr(data, "__dict__"):
+        vars(made).update(vars(data))
+    return made
+
+
+def _rebuilt_mapping(data: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
+    if isinstance(data, MutableMapping):  # dict is one, too
+        return _filled(data, contents)
+    if _holds(data, contents):
+        return data
+    return _constructed(data, contents, lambda made: _holds(made, contents))
+
+
+def _filled(data: Any, contents: dict[Any, Any]) -> Any:
+    """Return a copy of a mutable container with ``contents`` assigned to its keys or positions."""
+    before = {key: data[key] for key in contents}
+    made = _copied(data)
+    try:
+        for key, value in contents.items():
+            made[key] = value
+    except Exception as error:
+        raise _not_rebuilt(data, f"{type(error).__name__}: {error}") from error
+    if not all(data[key] is value for key, value in before.items()):
+        for key, value in before.items():
+            data[key] = value
+        raise _not_rebuilt(data, "copy.copy returns one that shares its contents; give it a __copy__")
+    if type(made) is not type(data) or len(made) != len(data):
+        raise _not_rebuilt(data, f"copy.copy returns a {type(made).__name__} of length {len(made)}")
+    return made
+
+
+def _copied(data: Any) -> Any:
+    """Return a copy that shares no contents: of containers with one inside, that one is copied, too."""
+    made = copy.copy(data)
+    if not isinstance(data, (dict, list)) and not hasattr(type(data), "__copy__"):
+        for name, value in vars(made).items() if hasattr(made, "__dict__") else ():
+            if isinstance(value, (dict, list)):
+                vars(made)[name] = copy.copy(value)
+    return made
+
+
+def _constructed(data: Any, contents: Any, is_right: Any) -> Any:
+    """Return what the class of an immutable container makes of ``contents``, which is what it has to hold then."""
+    try:
+        made = type(data)(contents)
+    except Exception as error:
+        raise _not_rebuilt(data, f"{type(error).__name__}: {error}") from error
+    if not is_right(made):
+        raise _not_rebuilt(data, "its constructor makes another one of these contents")
+    return made
+
+
+def _not_rebuilt(data: Any, reason: str) -> TypeError:
+    return TypeError(
+        f"can't make a {type(data).__name__} with other tensors in it ({reason}). Pass a dict, list or tuple instead"
+    )
+
+
+def _are_identical(data: Any, values: list[Any]) -> bool:
+    return len(data) == len(values) and all(ours is value for ours, value in zip(data, values, strict=True))
+
+
+def _holds(data: Any, contents: dict[Any, Any]) -> bool:
+    return len(data) == len(contents) and all(
+        key in data and data[key] is value for key, value in contents.items()
+    )
