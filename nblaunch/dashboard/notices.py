@@ -12,21 +12,17 @@ progress.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from operator import attrgetter
 from statistics import median, median_low
 
 from nblaunch import formatting
-from nblaunch.dashboard.view import JobView, RankView, replace
+from nblaunch.dashboard.view import WINDOW_S, JobView, RankView, RatePoint, replace
 from nblaunch.events import WorkerState
 from nblaunch.formatting import rate, whole_duration
-
-SLOW_RATIO = 1.3
-"""A rank is slow if its step takes this many times as long as the usual one."""
-
-_MIN_SPAN_S = 3.0  # seconds of measurement before a rate is compared
-_MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
 
 
 @dataclass(frozen=True)
@@ -56,14 +52,35 @@ def notices(view: JobView) -> tuple[Notice, ...]:
 # --- slow ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """How long a rank must be how many times slower before a notice says so.
+
+    A busy machine delays ranks at random: a small difference must last longer than a large one to be one of the ranks.
+
+    Args:
+        ratio: duration of a step, in usual ones.
+        span_s: of measurement.
+        num_parts: of that span; the rank must be so slow in each of them.
+    """
+
+    ratio: float
+    span_s: float
+    num_parts: int
+
+
+SLOW_RATIO = 1.3
+"""A rank is slow if its step takes this many times as long as the usual one."""
+
+_CLAIMS = (_Claim(SLOW_RATIO, WINDOW_S - 1.0, 8), _Claim(3.0, 3.0, 3))
+_MIN_STEPS = 3  # that a rate is compared by
+
+_MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
+
+
 def _slow_ranks(view: JobView) -> list[Notice]:
     """Find ranks whose step rate is far below that of the others."""
-    step_s = {
-        rank.rank: 1 / rank.steps_per_s
-        for rank in view.ranks
-        if rank.steps_per_s and _is_measured(view, rank)
-    }
-    slower = _slower(step_s)
+    step_s, slower = _slower_for_long(view, attrgetter("time_s", "steps"))
     if not slower:
         return []
     own_s, usual_s = _own_and_usual(step_s, slower)
@@ -73,10 +90,7 @@ def _slow_ranks(view: JobView) -> list[Notice]:
 
 def _slow_in_step(view: JobView) -> list[Notice]:
     """Find ranks that make the others wait at every step, as in data parallel training, where all rates are equal."""
-    busy_s = {
-        rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
-    }
-    slower = _slower(busy_s)
+    busy_s, slower = _slower_for_long(view, attrgetter("busy_time_s", "busy_steps"))
     if not slower:
         return []
     own_s, usual_s = _own_and_usual(busy_s, slower)
@@ -90,11 +104,68 @@ def _slow_in_step(view: JobView) -> list[Notice]:
     return [Notice("slow", tuple(slower), text)]
 
 
-def _slower(seconds: Mapping[int, float]) -> dict[int, float]:
+def _slower_for_long(
+    view: JobView, measure: Callable[[RatePoint], tuple[float, int]]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return rank -> seconds of a step, and the ranks that are slower by one of the claims -> how many times.
+
+    Args:
+        view: of the job.
+        measure: returns the seconds and the steps that had been counted at a point.
+    """
+    for claim in _CLAIMS:
+        spans = {
+            rank.rank: _last_points(rank, claim.span_s) for rank in view.ranks if _is_measured(view, rank)
+        }
+        spans = {rank: points for rank, points in spans.items() if points}
+        whole = _step_seconds({rank: (points[0], points[-1]) for rank, points in spans.items()}, measure)
+        slower = _slower(whole, claim.ratio)
+        for part in range(claim.num_parts if slower else 0):
+            ends = {rank: _ends_of_part(points, part, claim.num_parts) for rank, points in spans.items()}
+            slower_now = _slower(_step_seconds(ends, measure), claim.ratio)
+            slower = {rank: times for rank, times in slower.items() if rank in slower_now}
+        if slower:
+            return whole, slower
+    return {}, {}
+
+
+def _last_points(rank: RankView, span_s: float) -> tuple[RatePoint, ...]:
+    """Return the fewest last points that cover a span and enough steps; none where all do not."""
+    points = rank.rate_points
+    if len(points) < _MIN_STEPS:
+        return ()
+    newest = points[-1]
+    first = bisect_right(points, newest.time_s - span_s, key=attrgetter("time_s")) - 1
+    first = min(first, len(points) - _MIN_STEPS)
+    while first >= 0 and newest.steps - points[first].steps < _MIN_STEPS:
+        first -= 1
+    return points[first:] if first >= 0 else ()
+
+
+def _ends_of_part(points: Sequence[RatePoint], part: int, num_parts: int) -> tuple[RatePoint, RatePoint]:
+    """Return the first and last point of a part; parts have a step at least, and overlap where there are few steps."""
+    last = len(points) - 1
+    first = min(part * last // num_parts, last - 1)
+    return points[first], points[max((part + 1) * last // num_parts, first + 1)]
+
+
+def _step_seconds(
+    ends: Mapping[int, tuple[RatePoint, RatePoint]], measure: Callable[[RatePoint], tuple[float, int]]
+) -> dict[int, float]:
+    """Return rank -> seconds of a step between two points, of ranks that have taken steps there."""
+    seconds = {}
+    for rank, (first, last) in ends.items():
+        (from_s, from_step), (to_s, to_step) = measure(first), measure(last)
+        if to_step > from_step and to_s > from_s:
+            seconds[rank] = (to_s - from_s) / (to_step - from_step)
+    return seconds
+
+
+def _slower(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
     """Return ranks far above the usual duration -> how many times; empty if that are more than half of them."""
     usual_s = median_low(seconds.values()) if len(seconds) > 1 else 0.0
     slower = {
-        rank: own_s / usual_s for rank, own_s in sorted(seconds.items()) if own_s >= SLOW_RATIO * usual_s > 0
+        rank: own_s / usual_s for rank, own_s in sorted(seconds.items()) if own_s >= ratio * usual_s > 0
     }
     return slower if len(slower) <= len(seconds) // 2 else {}
 
@@ -113,11 +184,8 @@ def _are_slower(slower: Mapping[int, float]) -> str:
 
 
 def _is_measured(view: JobView, rank: RankView) -> bool:
-    """Return whether the rate is current and covers enough steps to be compared."""
-    if not rank.steps_per_s or len(rank.rate_points) < 2 or (rank.state.is_final and not view.is_over):
-        return False
-    first, last = rank.rate_points[0], rank.rate_points[-1]
-    return last.time_s - first.time_s >= _MIN_SPAN_S and last.steps - first.steps >= 3
+    """Return whether the rate of a rank is current."""
+    return bool(rank.steps_per_s) and not (rank.state.is_final and not view.is_over)
 
 
 # --- losses --------------------------------------------------------------------------------------------------------

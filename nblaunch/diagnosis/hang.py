@@ -104,6 +104,11 @@ class _Rank:
         """Whether its stack has changed between checks."""
         return len({check.position.stack for _, check in self.checks}) > 1
 
+    @property
+    def is_importing(self) -> bool:
+        """Whether it imports a library, and gets on with it: ranks that start together on a busy machine take long."""
+        return self.position.is_importing and (self.has_moved or not self.is_idle(alone=True))
+
     def is_idle(self, *, alone: bool) -> bool:
         """Return whether its thread (``alone``), or all its threads and processes, use no processor time."""
         (first_s, first), (last_s, last) = self.checks[0], self.checks[-1]
@@ -159,6 +164,10 @@ class HangDetector:
         for rank, known in ranks.items():
             known.checks.append((now_s, checks[rank]))
         if not any(known.num_started == len(_CHECKS_AT) for known in ranks.values()):
+            return None
+        if any(known.checks and known.is_importing for known in ranks.values()):
+            for rank, known in ranks.items():  # all of them: the others may wait for it
+                known.restart_checks(now_s, self._num_messages.get(rank, 0))
             return None
         moved_s = max(known.moved_s for known in self._ranks.values())  # of any rank of the job
         hung: list[int] = []

@@ -47,6 +47,8 @@ _LONG_WORK_FILES = (
 )
 """Files of compilation and checkpoints, where one call may take long without any sign of progress."""
 
+_IMPORT_SYSTEM = "<frozen importlib."
+
 _BOOTSTRAP = "nblaunch/worker/bootstrap.py"
 _STAGES = (
     ("nblaunch/wire/outbox.py", "put_value", "what it returned is being pickled"),
@@ -90,12 +92,14 @@ class Position:
         waiting_in: the collective that it has entered, as ``all_reduce``; empty if none.
         is_long_work: it compiles, or writes or reads a checkpoint.
         stack: of the thread that runs the function, innermost first.
+        is_importing: it imports a library.
     """
 
     where: str
     waiting_in: str = ""
     is_long_work: bool = field(default=False, compare=False)
     stack: tuple[StackFrame, ...] = field(default=(), compare=False, repr=False)
+    is_importing: bool = field(default=False, compare=False)
 
     @property
     def waits_for_ranks(self) -> bool:
@@ -191,7 +195,10 @@ def position_of(text: str) -> Position | None:
     is_long_work = not waiting_in and any(
         part in frame.filename for part in _LONG_WORK_FILES for frame in inner
     )
-    return Position(_stage(thread.frames) + described[0], waiting_in, is_long_work, thread.frames)
+    is_importing = any(frame.filename.startswith(_IMPORT_SYSTEM) for frame in inner)
+    return Position(
+        _stage(thread.frames) + described[0], waiting_in, is_long_work, thread.frames, is_importing
+    )
 
 
 def _stage(frames: Sequence[StackFrame]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -128,6 +129,29 @@ def test_the_slow_one_of_ranks_in_step_is_the_one_that_computes_longest() -> Non
         "rank 2: 1.8 times slower than the others (90 against 50 ms a step without its waits), "
         "which slows down all ranks"
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_delays_of_a_busy_machine_are_no_slow_rank(seed: int) -> None:
+    """Each rank computes 20 ms a step, and loses the processor for 100 ms on average at every tenth."""
+    draw = random.Random(seed)
+    view, now_s, busy_s = view_of(started(2)), 5.0, [0.0, 0.0]
+    for step in range(1, 801):
+        spent_s = [0.02 + (draw.random() < 0.1) * draw.expovariate(10) for _ in busy_s]
+        busy_s = [before_s + more_s for before_s, more_s in zip(busy_s, spent_s, strict=True)]
+        now_s += max(spent_s)
+        readings = [
+            sample(rank, step, step_time_s=now_s, busy_time_s=busy_s[rank], busy_steps=step)
+            for rank in range(2)
+        ]
+        view = fold_readings(view, readings, START_S + now_s)
+        assert notices(view) == ()
+
+
+def test_a_slightly_slow_rank_is_named_once_it_was_so_for_the_whole_window() -> None:
+    busy_s = [0.05, 0.05, 0.07]
+    assert notices(in_step(busy_s, step_s=0.05)) == ()  # five seconds
+    assert texts(in_step(busy_s))[0].startswith("rank 2: 1.4 times slower than the others (70 against 50 ms")
 
 
 def test_what_costs_the_others_nothing_is_not_slow() -> None:

@@ -100,6 +100,24 @@ def test_what_may_take_any_time(
     assert position_of(text).is_long_work == is_long_work
 
 
+def test_an_import_is_one_of_a_library_and_not_what_a_module_of_the_user_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nblaunch.diagnosis.stacks.is_user_file", lambda name: name.startswith("/home/"))
+    frames = [
+        (f"{TORCH}/__init__.py", 9, "<module>"),
+        ("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
+        ("/home/me/train.py", 14, "train"),
+        BOOTSTRAP,
+    ]
+    position = position_of(dump(*frames))
+    assert position is not None
+    assert position.is_importing
+    position = position_of(dump(("/home/me/model.py", 3, "<module>"), *frames[1:]))
+    assert position is not None
+    assert not position.is_importing
+
+
 def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted() -> None:
     text = dump(("/home/me/other.py", 3, "helper")) + dump(
         ("/home/me/train.py", 14, "train"), BOOTSTRAP, thread="Thread"

@@ -25,6 +25,7 @@ class Is:
         line: where it is.
         waiting_in: as of a position.
         is_long_work: likewise.
+        is_importing: likewise.
         cpu: processor seconds of its thread by now; None = unknown.
         others_cpu: of other threads and children.
         outputs: lines by now.
@@ -35,6 +36,7 @@ class Is:
     line: int = 1
     waiting_in: str = ""
     is_long_work: bool = False
+    is_importing: bool = False
     cpu: float | None = 0.0
     others_cpu: float = 0.0
     outputs: int = 0
@@ -42,7 +44,7 @@ class Is:
     @property
     def look(self) -> Check:
         stack = (StackFrame("train.py", self.line, "train"),)
-        position = Position(f"line {self.line}", self.waiting_in, self.is_long_work, stack)
+        position = Position(f"line {self.line}", self.waiting_in, self.is_long_work, stack, self.is_importing)
         return Check(position, self.cpu, None if self.cpu is None else self.cpu + self.others_cpu)
 
 
@@ -131,6 +133,7 @@ def printing(rank: Rank) -> Rank:
         ({0: then(steps, 12.0, moves)}, (), (0,)),
         ({0: lambda t: Is(cpu=t, is_long_work=True), 1: waits}, (), (0, 1)),
         ({0: lambda t: Is(cpu=None)}, (0,), ()),
+        ({0: lambda t: Is(is_importing=True), 1: waits}, (0, 1), ()),
     ],
     ids=[
         "silent",
@@ -148,6 +151,7 @@ def printing(rank: Rank) -> Rank:
         "steps, then Python that moves",
         "one saves and one waits",
         "processor time unknown",
+        "an import that stands still",
     ],
 )
 def test_what_is_found_once(
@@ -164,8 +168,17 @@ def test_what_is_found_once(
         {0: steps, 1: waits},
         {0: then(waits, 30.0, steps), 1: then(steps, 30.0, waits)},
         {0: lambda t: Is(signs=int(t / 9.5), line=1)},
+        {0: lambda t: Is(is_importing=True, cpu=t), 1: waits},
+        {0: lambda t: Is(is_importing=True, line=int(t)), 1: sleeps},
     ],
-    ids=["steps", "one evaluates and one waits", "they take turns", "slow steps"],
+    ids=[
+        "steps",
+        "one evaluates and one waits",
+        "they take turns",
+        "slow steps",
+        "one imports and one waits",
+        "one imports from a slow disk",
+    ],
 )
 def test_a_job_that_goes_on_is_left_alone(ranks: dict[int, Rank]) -> None:
     assert findings(ranks, until_s=39.0) == []

@@ -234,6 +234,33 @@ def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, body: s
     assert_as_before(shared)
 
 
+def test_ranks_that_import_for_long_do_not_hang(shared: Kernel, tmp_path: Path) -> None:
+    """Rank 0 imports a library for longer than the timeout, rank 1 waits for it."""
+    library = f"""
+import time
+end = time.monotonic() + {2.5 * TIMEOUT_S}
+while time.monotonic() < end:
+    sum(range(1000))
+"""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "slow_library.py").write_text(library)
+    cell = shared.run(
+        f"""
+def train(folder):
+    import sys
+    from nblaunch import PartialState
+    state = PartialState()
+    if state.is_main_process:
+        sys.path.insert(0, folder)
+        import slow_library
+    state.wait_for_everyone()
+notebook_launcher(train, ({str(tmp_path / "site-packages")!r},), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop")
+"""
+    )
+    assert "may be a hang" not in cell.shown
+    assert_as_before(shared)
+
+
 def test_ranks_that_work_do_not_hang(shared: Kernel) -> None:
     """Slow steps, a long evaluation, a checkpoint, a bar: each part longer than the timeout, each step shorter."""
     cell = shared.run(
