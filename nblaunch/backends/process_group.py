@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from nblaunch import packages
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
 """Environment of a worker. A rank with a short function would close its connections while others open theirs."""
+
+_GLOO = ":gloo"
 
 _SETTLE_S = 0.005
 _TIMEOUT = timedelta(minutes=5)
@@ -81,6 +84,40 @@ def _raise_time_limits() -> None:
     if _is_timeout_extended and c10d is not None:
         # What groups take that are given none; torch has no public way to set it.
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = _DEBUGGED_TIMEOUT
+
+
+def wait_for_members_alone() -> None:
+    """Let ``new_group(ranks)`` wait for the members of the group, where it would wait for all ranks of the job.
+
+    ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each group, whoever is in it. A program in which
+    the members alone call ``new_group`` would then hang, though it runs under torchrun. Members open their connections
+    in that call where the group has gloo; with other backends later, so that there is nothing to wait for.
+    """
+    packages.when_imported("torch.distributed.distributed_c10d", _replace_barrier)
+
+
+def _replace_barrier(c10d: Any) -> None:
+    # torch has no public way to choose who takes part in this barrier (torch 2.13).
+    wait_for = getattr(c10d, "_store_based_barrier", None)
+    if wait_for is None:
+        return
+
+    def wait_for_members(
+        rank: int, store: Any, group_name: str, count: int, *args: Any, **kwargs: Any
+    ) -> None:
+        world = c10d._world
+        group = next((group for group, name in world.pg_names.items() if name == group_name), None)
+        if group is None:
+            return  # this rank is not a member
+        members = sorted(world.pg_group_ranks[group])
+        if len(members) == world.default_pg.size():
+            wait_for(rank, store, group_name, count, *args, **kwargs)
+        elif any(part.endswith(_GLOO) for part in c10d.get_backend_config(group).split(",")):
+            # Each rank counts its groups by itself, so that two groups may have the same name.
+            key = f"{group_name}/{','.join(map(str, members))}"
+            wait_for(rank, store, key, len(members), *args, **kwargs)
+
+    c10d._store_based_barrier = wait_for_members
 
 
 def name_next_group(name: str) -> None:
@@ -169,7 +206,7 @@ def leave_at_exit() -> None:
     dist: Any = sys.modules["torch.distributed"]
     groups = dist.distributed_c10d._world.pg_map
     configs = [dist.get_backend_config(group) for group in groups]  # each as "cpu:gloo,cuda:nccl"
-    if any(not part.endswith(":gloo") for config in configs for part in config.split(",")):
+    if any(not part.endswith(_GLOO) for config in configs for part in config.split(",")):
         leave()
 
 

@@ -179,6 +179,7 @@ class _Worker:
         kernel_only.leave_kernel(kernel_streams)
         payload.send_cells_by_value()
         libraries.count_progress(self.slot)
+        process_group.wait_for_members_alone()
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)
         backend.prepare_worker(assignment.topology)

@@ -7,6 +7,7 @@ import pytest
 from tests.kernels import Kernel
 
 CELL = """
+import torch
 import torch.distributed as dist
 from nblaunch import Accelerator, notebook_launcher
 
@@ -17,13 +18,33 @@ def join():
 def build():
     return Accelerator().process_index
 
+def group_all():
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1, 2, 3])
+    dist.new_group([2, 3])
+    return dist.get_rank()
+
+def group_members():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank % 2:
+        total = torch.tensor(rank)
+        dist.all_reduce(total, group=dist.new_group([1, 3]))
+        assert total == 4
+    return rank
+
 def launch(function, times):
     again = (notebook_launcher(function, (), 4, backend="cpu", dashboard="none", return_all=True) for _ in range(times))
     return {str(found) for found in again}
 """
 
 
-@pytest.mark.parametrize("function", ["join", "build"])
+@pytest.mark.parametrize("function", ["join", "build", "group_all"])
 def test_a_function_may_return_as_soon_as_it_has_joined(shared: Kernel, function: str) -> None:
     shared.run(CELL)
     assert shared.run(f"launch({function}, 12)").value == {"[0, 1, 2, 3]"}
+
+
+def test_a_group_may_be_formed_by_its_members_alone(shared: Kernel) -> None:
+    shared.run(CELL)
+    assert shared.run("launch(group_members, 3)").value == {"[0, 1, 2, 3]"}
