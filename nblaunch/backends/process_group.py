@@ -89,9 +89,9 @@ def _raise_time_limits() -> None:
 def wait_for_members_alone() -> None:
     """Let ``new_group(ranks)`` wait for the members of the group, where it would wait for all ranks of the job.
 
-    ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each group, whoever is in it. A program in which
-    the members alone call ``new_group`` would then hang, though it runs under torchrun. Members open their connections
-    in that call where the group has gloo; with other backends later, so that there is nothing to wait for.
+    ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each new group. A program in which the members
+    alone call ``new_group`` would then hang, though it runs under torchrun. The barrier stays for groups with gloo,
+    whose members open their connections in that call; other backends open theirs later.
     """
     packages.when_imported("torch.distributed.distributed_c10d", _replace_barrier)
 

@@ -44,6 +44,7 @@ from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import output, process_control
 from nblaunch.worker.failure import describe_failure
+from nblaunch.worker.inheritance import random_states
 
 _MAX_NAME = 24  # characters of the function's name in the job's id
 _REMEDY = "without detach=True, where workers are forked from the notebook, nothing needs to be pickled"
@@ -94,6 +95,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     name = re.sub(r"\W+", "-", spec.function_name.rpartition(".")[2]).strip("-_")[:_MAX_NAME] or "job"
     job_id = f"{name}-{secrets.token_hex(3)}"
     call = save_call((spec.function, spec.args), _REMEDY)
+    random_states.move_on()
     try:
         record = Record(
             spec.without_call(),

@@ -27,7 +27,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
-from nblaunch.launcher.attempt import Attempt, start_attempt
+from nblaunch.launcher.attempt import Attempt, RunningAttempt, start_attempt
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.joblog import JobLog
@@ -42,6 +42,8 @@ from nblaunch.start_methods.saved_call import SavedCall, save_call
 from nblaunch.topology import Topology
 from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.worker_commands import CommandConnection
+from nblaunch.worker.inheritance import random_states
+from nblaunch.worker.inheritance.random_states import RandomStates
 
 _REMEDY = (
     "workers that start when the launching call has returned (background=True with max_restarts or with several "
@@ -100,6 +102,7 @@ class JobRunner(Job):
         self.past_failures: list[str] = []
         self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
+        self._random_states: RandomStates | None = None
         self._supervisor: Supervisor | None = None
 
     # --- from the start to the end -------------------------------------------------------------------------------
@@ -164,9 +167,11 @@ class JobRunner(Job):
             self._start_attempt()
 
     def _prepare_starts(self) -> None:
-        """Emit what may go wrong, and save the call for starts that come later."""
+        """Emit what may go wrong, and save the call and random states for starts that come later."""
         for warning in self.plan.warnings:
             self.emit(Note.of_job(warning, "warning"))
+        if self.spec.max_restarts > 0:
+            self._random_states = RandomStates.of_this_process()
         if self.plan.starts_later:
             self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
 
@@ -312,7 +317,7 @@ class JobRunner(Job):
         self.emit(self._make_attempt().start_event())
 
     def _start_attempt(self) -> None:
-        running = start_attempt(self._make_attempt())
+        running = self._start_from_launch_states()
         connections = running.connections
         self.command_connections = connections.commands
         self.debugger = DebugClient(connections.debug) if connections.debug else None
@@ -320,6 +325,21 @@ class JobRunner(Job):
         self._supervisor = Supervisor(
             running, self.requests, self.emit, self.emit_readings, self.debugger, on_prompts
         )
+
+    def _start_from_launch_states(self) -> RunningAttempt:
+        """Start the workers with the random states of the launch; move this process's generators on, once.
+
+        A restart replays the numbers of the first attempt, as a script that runs again with its seed.
+        """
+        attempt = self._make_attempt()
+        if self.attempt == 0:
+            running = start_attempt(attempt)
+            random_states.move_on()
+            return running
+        if self._saved is not None or self._random_states is None:
+            return start_attempt(attempt)
+        with self._random_states.in_place():
+            return start_attempt(attempt)
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers that have been started to their end; return the report, and rank -> what it left."""

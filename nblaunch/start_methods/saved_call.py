@@ -7,13 +7,10 @@ returned saves it at the launch: whatever the kernel does meanwhile, every attem
 from __future__ import annotations
 
 import os
-import pickle
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from nblaunch import env
 from nblaunch.errors import PayloadError
@@ -23,6 +20,7 @@ from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import output
+from nblaunch.worker.inheritance.random_states import RandomStates
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,7 @@ class SavedCall:
 
     Args:
         fd: memory file of the call, see ``wire/payload.py``.
-        random_states: of this process, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
-            must not be imported before the number of threads is set.
+        random_states: of this process, so that a fresh worker draws the numbers that a forked one would.
         environment: all variables.
         path: where modules are looked for.
         folder: the working folder; None where it had been removed.
@@ -42,7 +39,7 @@ class SavedCall:
     """
 
     fd: int
-    random_states: bytes
+    random_states: RandomStates
     environment: Mapping[str, str]
     path: Sequence[str]
     folder: str | None
@@ -55,7 +52,7 @@ class SavedCall:
         """Return the call in the memory file ``fd``, with what else this process has at present."""
         return cls(
             fd=fd,
-            random_states=pickle.dumps(_random_states()),
+            random_states=RandomStates.of_this_process(),
             environment=env.snapshot(),
             path=tuple(sys.path),
             folder=present_folder(),
@@ -74,7 +71,7 @@ class SavedCall:
     def load(self) -> tuple[FunctionCall, int]:
         """Return the call, and the address of its memory file; put the states of random generators back."""
         loaded = payload.load_mapped_with_address(self.fd)
-        _restore_random_states(pickle.loads(self.random_states))
+        self.random_states.restore()
         return loaded
 
     def close(self) -> None:
@@ -119,30 +116,6 @@ def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedC
         yield own
     finally:
         own.close()
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of the generators that this process has loaded."""
-    states: dict[str, Any] = {"random": random.getstate()}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy"] = numpy.random.get_state()
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        states["torch"] = torch.get_rng_state().numpy().tobytes()
-    return states
-
-
-def _restore_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["random"])
-    if "numpy" in states:
-        import numpy
-
-        numpy.random.set_state(states["numpy"])
-    if "torch" in states:
-        import torch
-
-        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
 
 
 def present_folder() -> str | None:

@@ -13,13 +13,13 @@ READERS = {
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
     "nblaunch.start_methods.interpreter": "assignments in an inherited memory file that its launcher made",
-    "nblaunch.start_methods.saved_call": "states of generators, in the same memory file as these assignments",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
     "nblaunch.wire.worker_commands": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
     "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; or see nblaunch.detached.folder",
     "nblaunch.training.strategies.shard_files": "metadata of shards, of which no other classes are made than they need",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
+    "nblaunch.worker.inheritance.random_states": "with these assignments, or pickled in the same process",
 }
 """Modules that read pickles, each with the reason why no other process can have written them."""
 

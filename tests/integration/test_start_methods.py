@@ -303,9 +303,14 @@ def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> Non
     cell = shared.run(
         DRAWS
         + """
-random.seed(3); np.random.seed(4); torch.manual_seed(5)
-drawn = {method: notebook_launcher(draw, num_processes=2, start_method=method, return_all=True)
-         for method in ("fork", "forkserver", "spawn")}
+def seed():
+    random.seed(3); np.random.seed(4); torch.manual_seed(5)
+
+drawn = {}
+for method in ("fork", "forkserver", "spawn"):
+    seed()
+    drawn[method] = notebook_launcher(draw, num_processes=2, start_method=method, return_all=True)
+seed()
 drawn, draw()
 """
     )

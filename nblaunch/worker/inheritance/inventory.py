@@ -71,11 +71,12 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "random generators",
         fork=Way(
-            Treatment.KEPT, "`random`, NumPy and torch continue from the kernel's states, alike on all ranks"
+            Treatment.KEPT,
+            "`random`, NumPy's global generator and torch's on the CPU have the kernel's states, alike on all ranks "
+            "and in each attempt; then the kernel's move on, so that the next launch draws other numbers. A generator "
+            "that is an object (`numpy.random.default_rng()`, `torch.Generator`) is copied: the next launch replays it",
         ),
-        fresh=Way(
-            Treatment.KEPT, "`random`, NumPy and torch continue from the kernel's states, alike on all ranks"
-        ),
+        fresh=Way(Treatment.KEPT, "the same"),
     ),
 )
 """Ordered by what users meet first."""

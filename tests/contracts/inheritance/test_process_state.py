@@ -41,15 +41,63 @@ def test_the_environment_is_the_kernels_and_the_workers_own(kernel: Kernel, star
 
 
 @contract("random generators")
-def test_generators_continue_from_the_kernels_states(kernel: Kernel, start_method: str) -> None:
+def test_generators_begin_as_the_kernels_which_then_move_on(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import random, numpy, torch, nblaunch\n"
-        "random.seed(5); numpy.random.seed(5); torch.manual_seed(5)\n"
-        "def draw(): return random.random(), float(numpy.random.rand()), torch.rand(1).item()"
+        "def draw():\n"
+        "    return [random.random() for _ in range(50)] + numpy.random.rand(50).tolist() + torch.rand(50).tolist()\n"
+        "def seed(): random.seed(5); numpy.random.seed(5); torch.manual_seed(5)\n"
+        "def launch():\n"
+        f"    return nblaunch.notebook_launcher(draw, num_processes=2, start_method={start_method!r}, "
+        "dashboard='none', return_all=True)"
     )
     kernel.run(
-        f"values = nblaunch.notebook_launcher(draw, num_processes=2, start_method={start_method!r}, "
-        "dashboard='none', return_all=True)\n"
-        "random.seed(5); numpy.random.seed(5); torch.manual_seed(5)\n"
-        "assert values == [draw()] * 2, values"
+        "seed()\n"
+        "first, second = launch(), launch()\n"
+        "after = draw()\n"
+        "seed()\n"
+        "assert first == [draw()] * 2, first\n"
+        "assert second[0] == second[1] and not set(first[0]) & set(second[0]), second\n"
+        "assert not set(second[0]) & set(after), after\n"
+        "seed()\n"
+        "assert [launch(), launch()] == [first, second], 'the same seed gives the same launches'\n"
+        "assert draw() == after"
     )
+
+
+def test_a_restart_replays_the_numbers_of_the_first_attempt(kernel: Kernel) -> None:
+    kernel.run(
+        "import os, random, numpy, torch, nblaunch\n"
+        "def draw(): return random.random(), float(numpy.random.rand()), torch.rand(1).item()\n"
+        "def train():\n"
+        "    print(draw())\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('once')\n"
+        "    return draw()"
+    )
+    kernel.run(
+        "random.seed(5); numpy.random.seed(5); torch.manual_seed(5)\n"
+        "value = nblaunch.notebook_launcher(train, num_processes=2, max_restarts=1, dashboard='none')\n"
+        "assert nblaunch.last_job().attempt == 1\n"
+        "after = draw()\n"
+        "random.seed(5); numpy.random.seed(5); torch.manual_seed(5)\n"
+        "draw()\n"
+        "assert value == draw(), value\n"
+        "assert value != after"
+    )
+
+
+def test_another_global_generator_of_numpy_is_inherited_and_moves_on(kernel: Kernel) -> None:
+    kernel.run(
+        "import numpy, nblaunch\n"
+        "def draw(): return numpy.random.get_bit_generator().__class__.__name__, numpy.random.rand(50).tolist()\n"
+        "def launch(start_method):\n"
+        "    return nblaunch.notebook_launcher(draw, num_processes=1, start_method=start_method, dashboard='none')"
+    )
+    for kind in ("PCG64", "SFC64"):
+        kernel.run(
+            f"numpy.random.set_bit_generator(numpy.random.{kind}(5))\n"
+            "first, second = launch('forkserver'), launch('fork')\n"
+            f"numpy.random.set_bit_generator(numpy.random.{kind}(5))\n"
+            f"assert first == draw() and first[0] == {kind!r}, first\n"
+            "assert not set(first[1]) & set(second[1]), second"
+        )

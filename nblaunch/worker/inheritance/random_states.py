@@ -1,0 +1,112 @@
+"""States of the random generators of a process: ``random``, NumPy's global generator, torch's generator on the CPU.
+
+All workers of a launch begin with the states that the kernel has at the launch, under every start method and in every
+attempt. Then the kernel's generators move on, as if the function had run in the cell: the next launch draws other
+numbers, and a seed that is set before a launch still decides all that follow.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch import packages
+
+_SEED_BITS = 256
+_TORCH_SEED_BYTES = 8  # a state begins with the seed that initial_seed() returns
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """States of the generators that a process had loaded at one moment.
+
+    Args:
+        random: of ``random``.
+        numpy: pickled, since reading it imports NumPy; None where NumPy was not loaded.
+        torch: None where torch was not loaded.
+    """
+
+    random: tuple[Any, ...]
+    numpy: bytes | None
+    torch: bytes | None
+
+    @classmethod
+    def of_this_process(cls) -> RandomStates:
+        """Return the present states. Imports nothing."""
+        numpy: Any = sys.modules.get("numpy.random")
+        torch: Any = sys.modules.get("torch")
+        return cls(
+            random=random.getstate(),
+            numpy=None if numpy is None else pickle.dumps(numpy.get_state(legacy=False)),
+            torch=None if torch is None else torch.get_rng_state().numpy().tobytes(),
+        )
+
+    def restore(self) -> None:
+        """Put this process's generators into these states: of libraries that are not imported yet, at their import."""
+        random.setstate(self.random)
+        if self.numpy is not None:
+            packages.when_imported("numpy.random", self._restore_numpy)
+        if self.torch is not None:
+            packages.when_imported("torch", self._restore_torch)
+
+    def _restore_numpy(self, numpy_random: Any) -> None:
+        assert self.numpy is not None
+        state = pickle.loads(self.numpy)
+        kind = state["bit_generator"]
+        if kind != numpy_random.get_state(legacy=False)["bit_generator"]:
+            numpy_random.set_bit_generator(getattr(numpy_random, kind)())
+        numpy_random.set_state(state)
+
+    def _restore_torch(self, torch: Any) -> None:
+        assert self.torch is not None
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have this process's generators in these states for the block, and in the present ones after it."""
+        present = RandomStates.of_this_process()
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()
+
+
+def move_on() -> None:
+    """Move this process's generators on to states that follow from the present ones and share no numbers with them.
+
+    Each gets a seed that it draws itself: to draw one number alone would give the next launch the same numbers, one
+    place further on.
+    """
+    random.seed(random.getrandbits(_SEED_BITS))
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        _move_numpy_on(numpy)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        _move_torch_on(torch)
+
+
+def _move_numpy_on(numpy_random: Any) -> None:
+    if numpy_random.get_state(legacy=False)["bit_generator"] == "MT19937":
+        numpy_random.seed(numpy_random.randint(0, 1 << 32, _SEED_BITS // 32, dtype="uint32"))
+        return
+    # The user has put another generator in its place, which the global functions can't seed.
+    generator = numpy_random.get_bit_generator()
+    if hasattr(generator, "jumped"):
+        generator.state = generator.jumped().state
+    else:
+        seed = generator.random_raw(_SEED_BITS // 64)
+        generator.state = type(generator)(numpy_random.SeedSequence(seed.tolist())).state
+
+
+def _move_torch_on(torch: Any) -> None:
+    seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+    state = torch.Generator().manual_seed(seed).get_state()
+    state[:_TORCH_SEED_BYTES] = torch.get_rng_state()[:_TORCH_SEED_BYTES]  # initial_seed() stays the user's
+    torch.set_rng_state(state)
