@@ -645,16 +645,21 @@ class Accelerator(AcceleratorProperties):
         """
         load_state.load_state(self._checkpoints, self._saver, input_dir, load_kwargs, **model_options)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: Any, per_rank: bool | None = None) -> None:
         """Have ``save_state`` and ``load_state`` include these objects, in workers, too, if it is called in a cell.
+
+        ``save_state`` calls ``state_dict()`` on every rank. Tensors of which ranks hold shards, as averages of the
+        weights of a sharded model, are written in full, and can be loaded on any number of ranks.
 
         Args:
             *objects: have ``state_dict()`` and ``load_state_dict(state)``.
+            per_rank: True: each rank writes its own state, which can be loaded on the same number of ranks. False: all
+                ranks load rank 0's. None: each rank has its own where the states differ, buffers of modules aside.
 
         Raises:
             ValueError: some have not; lists them. None is registered then.
         """
-        self._checkpoints.register(objects)
+        self._checkpoints.register(objects, per_rank)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes whole weights.

@@ -169,7 +169,7 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _registered_in(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was registered with an Accelerator, for :func:`_register`."""
-    return {"_checkpoints": parts["_checkpoints"].registered(), "_trackers": list(parts["_trackers"].starts)}
+    return {"_checkpoints": parts["_checkpoints"].handed_over(), "_trackers": list(parts["_trackers"].starts)}
 
 
 def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:

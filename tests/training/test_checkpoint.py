@@ -358,7 +358,7 @@ def test_a_checkpoint_replaces_its_files_and_no_others(tmp_path: Path) -> None:
     (folder / "mine" / "notes.txt").write_text("keep")
     accelerator.save_state(folder)
     _step(accelerator, model, optimizer)
-    accelerator._checkpoints.custom.clear()
+    accelerator._checkpoints.registered.clear()
     accelerator.save_state(folder, safe_serialization=False)
     assert sorted(safe_save.files_below(folder)) == [
         "mine/notes.txt",

@@ -212,7 +212,7 @@ class _Owner:
 
 def test_an_accelerator_is_pickled_with_what_was_registered() -> None:
     owner = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(_Owner()))))
-    assert owner.accelerator._checkpoints.custom == [owner]
+    assert [one.obj for one in owner.accelerator._checkpoints.registered] == [owner]
 
 
 def test_a_trigger_may_be_what_an_unpickled_accelerator_is_used_for_first() -> None:

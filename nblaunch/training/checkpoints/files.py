@@ -4,6 +4,7 @@ Names are those that users of Hugging Face Accelerate know:
 
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name
+    custom_checkpoint_<i>_rank<rank>.pkl, where a rank has another state of a registered object than rank 0
 
 Where ranks hold shards of models, weights and optimizers lie in folders instead, a file of each rank in them:
 ``pytorch_model_fsdp_0`` and ``optimizer_0`` for FSDP2.
@@ -73,9 +74,9 @@ def numbered(name: str, index: int) -> str:
     return name if index == 0 else f"{stem}_{index}{dot}{suffix}"
 
 
-def custom(index: int) -> str:
-    """Return the name of the file of the n-th registered object."""
-    return f"custom_checkpoint_{index}.pkl"
+def custom(index: int, rank: int = 0) -> str:
+    """Return the name of the file of the n-th registered object, or of a rank's own state of it."""
+    return f"custom_checkpoint_{index}.pkl" if rank == 0 else f"custom_checkpoint_{index}_rank{rank}.pkl"
 
 
 def random_states(rank: int) -> str:
@@ -116,6 +117,7 @@ class Manifest:
         sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
         files: size in bytes of every file, by its path in the folder.
         checksums: of every file, likewise.
+        places: which tensors in files of registered objects ranks held in shards, see ``registered.py``.
     """
 
     world_size: int
@@ -127,6 +129,7 @@ class Manifest:
     sharded_by: str = ""
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
+    places: dict[str, dict[str, list[int | None]]] = field(default_factory=dict)
 
     def write(self, folder: Path, known: Mapping[str, str] | None = None) -> Manifest:
         """Write the manifest, last of all files of ``folder``; return it with their sizes and checksums.

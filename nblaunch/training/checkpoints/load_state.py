@@ -19,9 +19,10 @@ import torch
 
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.training.arguments import argument_of
-from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files, registered, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.load_weights import check_weights, load_weights
+from nblaunch.training.checkpoints.registered import SavedStates
 from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.collectives import operations, rng
@@ -117,7 +118,7 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
     manifest = files.read_manifest(folder)
     if manifest is None:
         found = len(list(folder.glob("custom_checkpoint_*.pkl")))
-        _check_custom(folder, found, len(live.custom))
+        _check_custom(folder, found, len(live.registered))
         return None
     if manifest.sharded_by and manifest.sharded_by != live.strategy.name:
         raise CheckpointError(
@@ -129,7 +130,7 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
         saved, here = getattr(manifest, kind), len(getattr(live.preparer, kind))
         if here > saved:
             raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
-    _check_custom(folder, manifest.custom, len(live.custom))
+    _check_custom(folder, manifest.custom, len(live.registered))
     # Each rank reads a share of the files, which all then find in the file system's cache.
     files.check_files(folder, manifest, live.rank, live.world_size)
     return manifest
@@ -228,9 +229,10 @@ class _Checkpoint:
         if live.scaler is not None and (folder / files.SCALER_NAME).is_file():
             saved = files.read_object(folder / files.SCALER_NAME, **self._on_cpu)
             yield partial(live.scaler.load_state_dict, saved)
-        for index, obj in enumerate(live.custom):
-            saved = files.read_object(folder / files.custom(index), owner=obj, **self._on_cpu)
-            yield partial(obj.load_state_dict, saved)
+        states = SavedStates(folder, self.manifest, live.rank, live.world_size, self._on_cpu)
+        for index, one in enumerate(live.registered):
+            saved = states.read(one, index)
+            yield partial(registered.load, one.obj, saved, states.places(index), live.preparer.models)
         # Last, because loading may draw random numbers.
         yield self._read_random_states()
 

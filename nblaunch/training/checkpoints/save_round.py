@@ -3,6 +3,8 @@
     rank 0    opens a round ── who comes? ── decides: who is present, which folder ── writes ──> reports ── outcome
     others    where they are: in save_state, or in which collective      ──> write their own files, report ──> outcome
 
+Before they write, they compare the states of registered objects, if rank 0 has any.
+
 Rank 0 waits until every other rank has come or has *passed*. A rank has passed if it has begun a collective that rank 0
 has not: it waits there for rank 0, so it can't come to this round. That is how ``if accelerator.is_main_process:
 save_state()`` is recognised, without a clock. A rank that has left the process group has passed as well. The counts are
@@ -19,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +43,7 @@ _STOP_S = 5.0  # for the last message of a process that ends
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
 
 T = TypeVar("T")
-Message = TypeVar("Message", "Round", "Whereabouts", "Report", "SaveOutcome")
+Message = TypeVar("Message", "Round", "Whereabouts", "States", "Report", "SaveOutcome")
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -57,6 +59,7 @@ class Round:
     folder: str = ""  # where they write to; empty if the save has failed, see its SaveOutcome
     target: str = ""  # the checkpoint's folder at last
     iteration: int = 0  # the number in its automatic name
+    compares: bool = False  # the ranks compare States
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,14 @@ class Whereabouts:
     is_present: bool  # it has come to ``save_state``
     has_left: bool  # it has left the process group, or its process ends
     collectives: dict[str, int]  # how many it has begun, by process group
+
+
+@dataclass(frozen=True)
+class States:
+    """What a rank's states of registered objects look like, a text for each; rank 0's once it has those of all."""
+
+    number: int
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,7 @@ class _Mail:
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(_PREFIX, own)
 
-    def post(self, key: str, message: Round | Whereabouts | Report | SaveOutcome) -> None:
+    def post(self, key: str, message: Round | Whereabouts | States | Report | SaveOutcome) -> None:
         try:
             self._store.set(key, schema.dump(message).decode())
         except RuntimeError as error:
@@ -195,10 +206,38 @@ class Coordinator(_Side):
         is_ahead = any(count > own.get(group, count) for group, count in found.collectives.items())
         return False if is_ahead else None
 
-    def begin(self, folder: str, target: str, iteration: int) -> None:
-        """Let the present ranks write to ``folder``."""
+    def begin(self, folder: str, target: str, iteration: int, compares: bool = False) -> None:
+        """Let the present ranks write to ``folder``, once they have compared states if ``compares``."""
         self._is_decided, self._target = True, target
-        self._mail.post("round", Round(self._number, True, tuple(self.present), folder, target, iteration))
+        round = Round(self._number, True, tuple(self.present), folder, target, iteration, compares)
+        self._mail.post("round", round)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks are present, so that they can gather."""
+        return len(self.present) == dist.get_world_size() - 1
+
+    def states_of_others(self) -> dict[int, tuple[str, ...]]:
+        """Wait for the States of the present ranks, and return them by rank.
+
+        Raises:
+            CheckpointError: a rank has failed before.
+        """
+        with waiting():
+            return {rank: _wait_for(partial(self._states_of, rank)) for rank in self.present}
+
+    def _states_of(self, rank: int) -> tuple[str, ...] | None:
+        states = self._mail.read(f"states/{rank}", States)
+        if states is not None and states.number == self._number:
+            return states.texts
+        report = self._report_of(rank)
+        if report is not None:
+            raise CheckpointError(report.problem)
+        return None
+
+    def publish_states(self, texts: Sequence[str]) -> None:
+        """Let the others know rank 0's states."""
+        self._mail.post("states/0", States(self._number, tuple(texts)))
 
     def wait_for_reports(self) -> dict[str, str]:
         """Wait until the present ranks have written their files, and return the checksums that these know.
@@ -255,6 +294,8 @@ class Participant(_Side):
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0
+        self.is_complete = False  # all ranks are present in the round that was taken last
+        self.compares = False  # and they compare states
         with suppress(CheckpointError):  # who comes to a round raises the same
             before = self._mail.read("round", Round)
             if before is not None:  # of another Participant, before the state of the process was reset
@@ -285,11 +326,30 @@ class Participant(_Side):
                 self._num_taken = found.number
                 if self._rank in found.present:
                     self._is_present = False
+                    self.is_complete = len(found.present) == dist.get_world_size() - 1
+                    self.compares = found.compares
                     return found
         if not self._thread.is_alive():
             left = CheckpointError(f"rank {self._rank} can't save: it has left the process group")
             raise self._problem or left
         return None
+
+    def compare_states(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """Let rank 0 know this rank's states, and return rank 0's.
+
+        Raises:
+            CheckpointError: rank 0 has given up.
+        """
+        self._mail.post(f"states/{self._rank}", States(self._num_taken, tuple(texts)))
+        with waiting():
+            return _wait_for(self._states_of_main)
+
+    def _states_of_main(self) -> tuple[str, ...] | None:
+        failure = self.failure_of(self._num_taken)
+        if failure is not None:
+            raise CheckpointError(failure)
+        states = self._mail.read("states/0", States)
+        return states.texts if states is not None and states.number == self._num_taken else None
 
     def report(self, number: int, problem: str = "", checksums: Mapping[str, str] | None = None) -> None:
         """Let rank 0 know that this rank's files of round ``number`` are written, or what kept them from it."""

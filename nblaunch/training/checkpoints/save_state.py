@@ -96,8 +96,10 @@ class Saver:
             shared.save_round = Coordinator(backend) if live.rank == 0 else Participant(backend, live.rank)
         return shared.save_round
 
-    def _collect(self, folder: Path, safe: bool, asynchronous: bool) -> Snapshot:
-        return collect(self._live, folder, safe, self._copies if asynchronous else None)
+    def _collect(
+        self, folder: Path, safe: bool, asynchronous: bool, side: Coordinator | Participant | None
+    ) -> Snapshot:
+        return collect(self._live, folder, safe, self._copies if asynchronous else None, side)
 
     # --- the main process ----------------------------------------------------------------------------------------
 
@@ -110,8 +112,9 @@ class Saver:
             self._judge_absence(passed)
             staging = self._open(target)
             if coordinator is not None:
-                coordinator.begin(str(staging.folder), str(target), self._project.iteration)
-            snapshot = self._collect(staging.folder, safe, asynchronous)
+                compares = bool(self._live.registered)
+                coordinator.begin(str(staging.folder), str(target), self._project.iteration, compares)
+            snapshot = self._collect(staging.folder, safe, asynchronous, coordinator)
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
             raise
@@ -137,8 +140,8 @@ class Saver:
             self._is_warned = True
             warn(
                 f"save_state was called {who}: the other ranks have gone on to another collective, or ended. Their "
-                "random states are not in the checkpoint. Call it on all ranks to continue training exactly, or with "
-                "main_process_only=True"
+                "random states, and states of registered objects that differ from rank 0's, are not in the checkpoint. "
+                "Call it on all ranks to continue training exactly, or with main_process_only=True"
             )
 
     def _open(self, target: Path) -> Staging:
@@ -215,7 +218,7 @@ class Saver:
         target = Path(round.target)
         try:
             with self._reporting_errors(participant, round):
-                snapshot = self._collect(self._folder_of(round), safe, asynchronous)
+                snapshot = self._collect(self._folder_of(round), safe, asynchronous, participant)
         except CheckpointError:
             if not asynchronous or participant.failure_of(round.number) is None:
                 raise

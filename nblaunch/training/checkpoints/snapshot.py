@@ -11,7 +11,6 @@ files that DeepSpeed itself reads are unpickled.
 from __future__ import annotations
 
 import copy
-import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch.training.checkpoints import files, model_files
 from nblaunch.training.checkpoints.files import Manifest
+from nblaunch.training.checkpoints.registered import Places, Registered, as_bytes, capture
+from nblaunch.training.checkpoints.save_round import Coordinator, Participant
 from nblaunch.training.collectives import dtensor, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
@@ -47,7 +48,7 @@ class CheckpointedObjects:
         project: says where checkpoints go, and how many are kept.
 
     Attributes:
-        custom: the registered objects.
+        registered: the registered objects.
         save_hooks: called before weights are written, by the numbers of their handles.
         load_hooks: called before weights are read, likewise.
     """
@@ -56,7 +57,7 @@ class CheckpointedObjects:
         self.shared = shared
         self.preparer = preparer
         self.project = project
-        self.custom: list[Any] = []
+        self.registered: list[Registered] = []
         self.save_hooks: Hooks = OrderedDict()
         self.load_hooks: Hooks = OrderedDict()
 
@@ -90,7 +91,7 @@ class CheckpointedObjects:
         """Return a new list of the user's own modules: hooks call ``save_pretrained`` and the like on them."""
         return [bare_module(model) for model in self.preparer.models]
 
-    def register(self, objects: Sequence[Any]) -> None:
+    def register(self, objects: Sequence[Any], per_rank: bool | None = None) -> None:
         """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""
         unfit = [
             f"Item at index {position} ({type(obj).__name__})"
@@ -103,18 +104,19 @@ class CheckpointedObjects:
             raise ValueError(
                 f"objects to register need state_dict and load_state_dict, which these lack: {'; '.join(unfit)}"
             )
-        self.custom.extend(objects)
+        self.registered.extend(Registered(obj, per_rank) for obj in objects)
 
-    def registered(self) -> tuple[list[Any], list[Callable[..., Any]], list[Callable[..., Any]]]:
+    def handed_over(self) -> tuple[list[Registered], list[Callable[..., Any]], list[Callable[..., Any]]]:
         """Return registered objects, save hooks and load hooks, for :meth:`take_over`."""
-        return list(self.custom), list(self.save_hooks.values()), list(self.load_hooks.values())
+        return list(self.registered), list(self.save_hooks.values()), list(self.load_hooks.values())
 
     def take_over(
-        self, registered: tuple[Sequence[Any], Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]]
+        self,
+        registered: tuple[Sequence[Registered], Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]],
     ) -> None:
         """Register what was registered in another process. Hooks get new handles: numbers are per process."""
         objects, save_hooks, load_hooks = registered
-        self.custom.extend(objects)
+        self.registered.extend(objects)
         for hooks, carried in ((self.save_hooks, save_hooks), (self.load_hooks, load_hooks)):
             for hook in carried:
                 add_hook(hooks, hook)
@@ -150,11 +152,20 @@ class Snapshot:
 
 
 def collect(
-    live: CheckpointedObjects, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
+    live: CheckpointedObjects,
+    folder: Path,
+    safe_serialization: bool,
+    copies: CpuCopies | None = None,
+    side: Coordinator | Participant | None = None,
 ) -> Snapshot:
     """Return what this rank saves; all that save call it. Hooks, and strategies with shards, may write to ``folder``.
 
-    Without ``copies`` it is the live states; with them it is their copies, so that training can go on.
+    Args:
+        live: the objects of this process.
+        folder: of the checkpoint.
+        safe_serialization: weights in safetensors' format.
+        copies: what training can go on beside; None: the live states themselves.
+        side: this rank's of the round in which ranks save; None: it saves alone.
     """
     is_main = live.rank == 0
     saves_models = is_main or live.strategy.holds_shards  # all that hold shards: then it is a collective
@@ -163,9 +174,10 @@ def collect(
         weights = [] if is_sharded else _full_weights(live)
         optimizers = _full_optimizers(live) if saves_models and not is_sharded else []
         weights = _run_hooks(live, folder, weights)
-        manifest = _manifest(live, is_sharded, len(weights))
+        registered = capture(live.registered, live.rank, side)
+        manifest = _manifest(live, is_sharded, len(weights), registered.places)
         objects: dict[str, Any] = _common_objects(live, optimizers) if is_main else {}
-        objects |= _own_objects(live)
+        objects |= registered.objects | _own_objects(live)
         weights = weights if is_main else []
         if copies is not None:
             weights, objects = copies.take((weights, objects), "objects")
@@ -224,7 +236,9 @@ def _run_hooks(
     return list(weights)
 
 
-def _manifest(live: CheckpointedObjects, is_sharded: bool, num_models: int) -> Manifest:
+def _manifest(
+    live: CheckpointedObjects, is_sharded: bool, num_models: int, places: dict[str, Places]
+) -> Manifest:
     prepared = live.preparer
     return Manifest(
         world_size=live.world_size,
@@ -232,8 +246,9 @@ def _manifest(live: CheckpointedObjects, is_sharded: bool, num_models: int) -> M
         optimizers=len(prepared.optimizers),
         schedulers=len(prepared.schedulers),
         loaders=len(prepared.loaders),
-        custom=len(live.custom),
+        custom=len(live.registered),
         sharded_by=live.strategy.name if is_sharded else "",
+        places=places,
     )
 
 
@@ -249,9 +264,6 @@ def _common_objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any
         objects[files.numbered(files.SAMPLER, index)] = resuming.capture(loader, live.shared)
     if live.scaler is not None:
         objects[files.SCALER_NAME] = live.scaler.state_dict()
-    for index, obj in enumerate(live.custom):
-        # As bytes at once: what a user's object holds can't be known, nor copied safely.
-        objects[files.custom(index)] = _as_bytes(obj.state_dict())
     return objects
 
 
@@ -259,19 +271,13 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
     """Return the states of random generators and loaders that every rank has of its own."""
     # Of loaders that know where they are: what they read differs from rank to rank.
     objects = {
-        files.loader_state(index, live.rank): _as_bytes(loader.state_dict())
+        files.loader_state(index, live.rank): as_bytes(loader.state_dict())
         for index, loader in enumerate(live.preparer.loaders)
         if loader.use_stateful_dataloader and (live.rank == 0 or loader.reads_on_every_rank)
     }
     generators = rng.capture_states(live.shared.process.backend)
     generators["step"] = live.preparer.accumulation.step
-    return {**objects, files.random_states(live.rank): _as_bytes(generators)}
-
-
-def _as_bytes(state: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+    return {**objects, files.random_states(live.rank): as_bytes(generators)}
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -68,6 +68,29 @@ def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
     return DTensor(held, spec, requires_grad=False)
 
 
+def dimensions(shard: Any) -> list[int | None]:
+    """Return which dimension of its full tensor each dimension of the mesh shards; None: none, as for replicas."""
+    return [place.dim if hasattr(place, "dim") else None for place in shard.placements]
+
+
+def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence[Any]) -> Any:
+    """Return this rank's shard of ``full`` along ``dims``, as :func:`dimensions` returns them.
+
+    Args:
+        full: the same on all ranks.
+        dims: for each dimension of a mesh.
+        others: shards, of which the first on a mesh of so many dimensions lends its mesh; else ``full`` is returned.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    like = next((one for one in others if one.device_mesh.ndim == len(dims)), None)
+    if like is None:
+        return full
+    places = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    with waiting():
+        return distribute_tensor(full.to(local(like).device), like.device_mesh, places)
+
+
 def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Apply :func:`shard_like` to every tensor of a state dict, by its name."""
     return {

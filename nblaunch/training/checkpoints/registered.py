@@ -1,0 +1,340 @@
+"""States of registered objects in a checkpoint, as an average of weights or a buffer of samples.
+
+    custom_checkpoint_<i>.pkl            rank 0's state; a tensor of which ranks hold shards is written in full
+    custom_checkpoint_<i>_rank<r>.pkl    the state of a rank that differs from rank 0's, without the shards
+
+Ranks compare their states when they save together. A state that is the same on all ranks, and one in shards, can be
+loaded on any number of ranks. States that differ belong to their ranks, and need the same number of ranks.
+
+The buffers of a module are not compared: replicas keep their own statistics of batch normalisation, and checkpoints
+hold those of rank 0, as for prepared models.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nblaunch import formatting
+from nblaunch.errors import CheckpointError
+from nblaunch.training.checkpoints import files
+from nblaunch.training.checkpoints.files import Manifest
+from nblaunch.training.checkpoints.save_round import Coordinator, Participant
+from nblaunch.training.collectives import dtensor, nested
+from nblaunch.training.strategies.dtensor_strategy import load_by_places
+from nblaunch.training.strategies.replicated import checksum
+from nblaunch.wire.weights import is_sharded, versions_of, with_versions
+
+Places = dict[str, list[int | None]]
+"""Position of a leaf in a nested state -> the dimension that each dimension of the mesh shards; None: none."""
+
+
+@dataclass(eq=False)
+class Registered:
+    """An object that checkpoints include.
+
+    Args:
+        obj: has ``state_dict`` and ``load_state_dict``.
+        per_rank: whether each rank has a state of its own; None: where the states differ.
+    """
+
+    obj: Any
+    per_rank: bool | None = None
+
+
+@dataclass
+class Captured:
+    """The states that this rank writes.
+
+    Args:
+        objects: bytes, by the name of the file.
+        places: of the leaves that ranks hold in shards, by the name of rank 0's file.
+    """
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    places: dict[str, Places] = field(default_factory=dict)
+
+
+def as_bytes(state: Any) -> bytes:
+    """Return a state as the contents of a file."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Participant | None) -> Captured:
+    """Return the states of registered objects that this rank writes.
+
+    Args:
+        registered: the objects.
+        rank: of this process.
+        side: of the round in which ranks save together; None: this process saves alone.
+
+    Raises:
+        CheckpointError: a state can't be written so that it can be read again; on all ranks.
+    """
+    captured = Captured()
+    if isinstance(side, Participant) and not side.compares:  # rank 0 has none
+        return captured
+    states = [one.obj.state_dict() for one in registered]
+    can_gather = side is not None and side.is_complete
+    looks: list[str] = []
+    main: Sequence[str] = ()
+    if side is not None and (registered or rank != 0):
+        looks = [_look(one.obj, state) for one, state in zip(registered, states, strict=True)]
+        main = _main_looks(side, looks)
+    for index, (one, state) in enumerate(zip(registered, states, strict=True)):
+        name = files.custom(index)
+        shards = {number: leaf for number, leaf in enumerate(nested.leaves(state)) if is_sharded(leaf)}
+        if shards:
+            if not can_gather and dtensor.num_sharded(state):
+                raise _not_gathered(one.obj)
+            captured.places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
+            state = _like(state, dtensor.gather(state, keep=rank == 0))
+        if rank == 0:
+            # As bytes at once: what a user's object holds can't be known, nor copied safely.
+            captured.objects[name] = as_bytes(state)
+        elif _is_own(one, looks[index], main[index : index + 1]):
+            captured.objects[files.custom(index, rank)] = as_bytes(state)
+    return captured
+
+
+def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequence[str]:
+    """Return how rank 0's states look; raise on all ranks where shards don't fit together."""
+    if isinstance(side, Participant):
+        return side.compare_states(looks)
+    own = [_shapes(look) for look in looks]
+    for rank, theirs in side.states_of_others().items():
+        shapes = [_shapes(look) for look in theirs]
+        if own != shapes and any(own + shapes):
+            raise CheckpointError(
+                f"the registered objects hold shards of other tensors on rank {rank} than on rank 0: "
+                f"{shapes!r:.200} and {own!r:.200}. Register the same objects, in the same order, on all ranks"
+            )
+    side.publish_states(looks)
+    return looks
+
+
+def _is_own(one: Registered, look: str, main: Sequence[str]) -> bool:
+    """Return whether this rank's state is written beside rank 0's, which looks like ``main``, if there is one."""
+    return one.per_rank is not False and (bool(one.per_rank) or [look] != list(main))
+
+
+def _not_gathered(obj: Any) -> CheckpointError:
+    return CheckpointError(
+        f"the state of the registered {type(obj).__name__} has tensors of which every rank holds a shard; call "
+        "save_state on all ranks, without main_process_only"
+    )
+
+
+def _like(state: Any, mapped: Any) -> Any:
+    """Return ``mapped`` with the versions of modules that ``state`` carries, of which it is a copy."""
+    versions = versions_of(state) if isinstance(state, Mapping) else None
+    return mapped if versions is None else with_versions(mapped, versions)
+
+
+def _look(obj: Any, state: Any) -> str:
+    """Return what ranks compare of a state: a checksum of all but its shards, and the shapes of their full tensors.
+
+    Raises:
+        CheckpointError: shards are hidden in objects, where they can't be gathered.
+    """
+    shapes = [tuple(leaf.shape) for leaf in nested.leaves(state) if is_sharded(leaf)]
+    compared = state
+    if isinstance(obj, nn.Module) and isinstance(state, Mapping):
+        buffers = dict(obj.named_buffers())
+        compared = {name: value for name, value in state.items() if name not in buffers}
+    value, num_shards = _summed_up(compared)
+    if num_shards > len(shapes):
+        raise CheckpointError(
+            f"the state of the registered {type(obj).__name__} has tensors of which every rank holds a shard inside of "
+            "other objects, where they can't be gathered. Have state_dict() return them in dicts, lists or tuples"
+        )
+    return f"{value:08x} {' '.join('x'.join(map(str, shape)) or 'scalar' for shape in shapes)}"
+
+
+def _shapes(look: str) -> str:
+    return look.partition(" ")[2]
+
+
+def _summed_up(state: Any) -> tuple[int, int]:
+    """Return a checksum of all of a state but its shards, and the number of these."""
+    try:
+        return _Sum(is_by_value=True).of(state)
+    except (ValueError, RecursionError):  # it contains itself
+        return _Sum(is_by_value=False).of(state)
+
+
+class _Sum(pickle.Pickler):
+    """Sums up a pickle without keeping it.
+
+    Args:
+        is_by_value: equal objects count as equal whether or not they are one object.
+    """
+
+    def __init__(self, is_by_value: bool) -> None:
+        super().__init__(self, protocol=4)  # of a file it needs the method write alone
+        self.fast = is_by_value
+        self._value = 0
+        self._shards: set[int] = set()
+
+    def of(self, state: Any) -> tuple[int, int]:
+        self.dump(state)
+        return self._value, len(self._shards)
+
+    def write(self, data: Any) -> int:
+        self._value = zlib.crc32(data, self._value)
+        return len(data)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, (set, frozenset)):  # in an order that differs between processes
+            return "set", sorted(_summed_up(item) for item in obj)
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if is_sharded(obj):
+            self._shards.add(id(obj))
+            return "shard"
+        return str(obj.dtype), tuple(obj.shape), _checksum(obj.detach())
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    try:
+        return checksum(tensor.cpu())
+    except (RuntimeError, TypeError, NotImplementedError):  # of another layout, as a sparse one
+        return zlib.crc32(as_bytes(tensor))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+class SavedStates:
+    """States of registered objects in the folder of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: its own; None where it is another tool's.
+        rank: of this process.
+        world_size: of this job.
+        reading: arguments of ``torch.load``.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest | None, rank: int, world_size: int, reading: Mapping[str, Any]
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._rank = rank
+        self._world_size = world_size
+        self._reading = reading
+
+    def read(self, one: Registered, index: int) -> Any:
+        """Return this rank's state of the n-th registered object, its tensors in full.
+
+        Raises:
+            CheckpointError: the file is damaged, or has states of other ranks than there are.
+        """
+        name, places = files.custom(index), self.places(index)
+        # Of tensors that ranks share out, each rank reads its own part from the pages of the file.
+        mapped = {"mmap": True} if places and self._reading.get("map_location") == "cpu" else {}
+        state = files.read_object(self._folder / name, owner=one.obj, **{**mapped, **self._reading})
+        if any(is_sharded(leaf) for leaf in nested.leaves(state)):
+            raise CheckpointError(
+                f"{self._folder / name} holds rank 0's shards alone, as Hugging Face Accelerate writes them: those of "
+                "the other ranks are lost. Start this object anew, from the weights that the checkpoint has in full"
+            )
+        own = self._own_file(one, index)
+        if own is None:
+            return state
+        rest = files.read_object(self._folder / own, owner=one.obj, **self._reading)
+        return _with_shards(rest, state, places)
+
+    def places(self, index: int) -> Places:
+        """Return which leaves of the n-th object's state ranks held in shards."""
+        return self._manifest.places.get(files.custom(index), {}) if self._manifest is not None else {}
+
+    def _own_file(self, one: Registered, index: int) -> str | None:
+        """Return the name of the file with this rank's own state; None where rank 0's is that of all."""
+        manifest = self._manifest
+        if manifest is None or one.per_rank is False:
+            return None
+        others = [
+            rank for rank in range(1, manifest.world_size) if files.custom(index, rank) in manifest.files
+        ]
+        if others and manifest.world_size != self._world_size:
+            raise CheckpointError(
+                f"registered object {index}, a {type(one.obj).__name__}, had another state on "
+                f"{formatting.ranks(others)} than on rank 0 when {manifest.world_size} processes saved it, and "
+                f"{self._world_size} can't share these out. Start {manifest.world_size} processes, or give all of them "
+                "rank 0's state: register_for_checkpointing(obj, per_rank=False)"
+            )
+        return files.custom(index, self._rank) if self._rank in others else None
+
+
+def _with_shards(own: Any, main: Any, places: Places) -> Any:
+    """Return a rank's own state with the tensors of rank 0's in the places of shards."""
+    if not places:
+        return own
+    full = list(nested.leaves(main))
+    numbers = iter(range(len(full)))
+
+    def put(leaf: Any) -> Any:
+        number = next(numbers)
+        return full[number] if str(number) in places else leaf
+
+    return _like(own, nested.map_leaves(put, own))
+
+
+def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> None:
+    """Load a state of full tensors into an object, which gets this rank's shards of what it holds in shards.
+
+    Args:
+        obj: whose own state says which tensors these are.
+        state: as it was read.
+        places: of the leaves that ranks held in shards, for what the object does not have yet.
+        models: prepared; their shards lie on the mesh of such leaves.
+    """
+    shards = [one for model in models for one in model.parameters() if is_sharded(one)]
+    if not shards and not places:
+        obj.load_state_dict(state)
+        return
+    if isinstance(obj, torch.optim.Optimizer):  # whose own state may be empty before its first step
+        load_by_places(obj, state)
+        return
+    counterparts = _counterparts(state, obj.state_dict())
+    numbers = iter(range(1 << 62))
+
+    def place(leaf: Any) -> Any:
+        number, like = next(numbers), next(counterparts)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if like is None and str(number) in places:
+            return dtensor.shard_along(leaf, places[str(number)], shards)
+        return dtensor.shard_like(leaf, like)
+
+    obj.load_state_dict(_like(state, nested.map_leaves(place, state)))
+
+
+def _counterparts(state: Any, other: Any) -> Iterator[Any]:
+    """Yield, for each leaf of ``state`` in order, the leaf in the same place of ``other``; None where it has none."""
+    if isinstance(state, (list, tuple)):
+        others = (
+            other if isinstance(other, (list, tuple)) and len(other) == len(state) else [None] * len(state)
+        )
+        for item, its in zip(state, others, strict=True):
+            yield from _counterparts(item, its)
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _counterparts(value, other.get(key) if isinstance(other, Mapping) else None)
+    else:
+        yield None if isinstance(other, (list, tuple, Mapping)) else other
