@@ -222,10 +222,10 @@ class LaunchSpec:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    backend: str = _set("auto", None, "device family; auto = the best one here", group="devices")
     num_processes: int | None = _set(
         None, Whole(1), "processes of all machines together; default: one per device", group="processes"
     )
+    backend: str = _set("auto", None, "device family; auto = the best one here", group="devices")
     threads_per_process: int | None = _set(
         None,
         Whole(1),
