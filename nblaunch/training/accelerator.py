@@ -29,6 +29,7 @@ from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.safe_save import make_folder
 from nblaunch.training.checkpoints.save_state import Saver
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, add_hook
+from nblaunch.training.collectives import metrics
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.joining import JoinedProcess
@@ -471,24 +472,21 @@ class Accelerator(AcceleratorProperties):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what ranks computed for their batches, each sample of the dataset exactly once.
 
-        Samples that completed the last batch of an epoch are dropped: with that batch, all rows are cut to the number
-        of samples that it has, in a lone process, too. All ranks must call it for every batch, with whole batches: the
-        first dimension is that of samples. A loss may be repeated per row of a full batch. :meth:`gather` cuts nothing.
+        Samples that completed the last batch are dropped: rows of tensors, items of sequences of objects; where sizes
+        don't show them, that is a ValueError. What has one row per rank is kept. All ranks must call it for each batch.
 
         Args:
-            input_data: tensor or nested structure of tensors; anything else must be an iterable per rank and is
-                gathered with pickle, as a list.
-            use_gather_object: gather with pickle in any case.
+            input_data: tensor, or nested structure of tensors and sequences of other objects, which are pickled.
+            use_gather_object: gather with pickle in any case: a list of tensors has one item per sample then.
 
         Example::
 
             for inputs, labels in eval_loader:
-                predictions = model(inputs).argmax(dim=-1)
-                predictions, labels = accelerator.gather_for_metrics((predictions, labels))
+                predictions, labels = accelerator.gather_for_metrics((model(inputs).argmax(dim=-1), labels))
                 num_correct += (predictions == labels).sum()
         """
         window, num_ranks = self._preparer.accumulation, self._preparer.shared.num_data_ranks
-        return self._operations.gather_for_metrics(input_data, use_gather_object, window, num_ranks)
+        return metrics.gather_for_metrics(input_data, use_gather_object, window, num_ranks)
 
     def gather_object(self, items: Any) -> Any:
         """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.

@@ -2,7 +2,7 @@
 
 All ranks must call the same function, with tensors of the same shape and type, but for ``pad_across_processes`` and
 those of objects. While a rank waits in one, the board says so. In a lone process they return their argument, ``reduce``
-a copy of it. ``gather_for_metrics`` drops the rows that completed a loader's last round. A rank that has not joined its
+a copy of it. A rank that has not joined its
 job yet joins it at the first one.
 
 Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from nblaunch import context, env
 from nblaunch.errors import DistributedOperationException, warn
-from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import containers, nested
 from nblaunch.training.joining import is_distributed, join, waiting
 from nblaunch.training.options import check_choice
@@ -126,57 +125,10 @@ def gather_object(object: Any) -> Any:
     return [item for part in parts for item in part]
 
 
-def gather_for_metrics(
-    data: Any, use_gather_object: bool, accumulation: AccumulationState, num_data_ranks: int | None = None
-) -> Any:
-    """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
-
-    Args:
-        data: as there, with ``use_gather_object``.
-        accumulation: has the loader that is being read.
-        num_data_ranks: ranks with different data, of which others may have the same; None: all.
-    """
-    is_object = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nested.leaves(data))
-    num_alike = world_size() // (num_data_ranks or world_size())
-    if is_object:
-        if not use_gather_object and _compares_first():
-            _check_alike("gather", _OBJECTS)
-        gathered = gather_object(data) if num_alike == 1 else _gather_of_data_ranks(data, num_alike)
-    else:
-        gathered = gather(data)
-        if num_alike > 1:
-            gathered = nested.map_leaves(lambda leaf: _rows_of_data_ranks(leaf, num_alike), gathered)
-    loader = accumulation.active_loader
-    if loader is None or not loader.end_of_dataloader:
-        return gathered
-    remainder = accumulation.remainder
-    # A shard may complete the last batch.
-    if remainder < 0 and loader.shard is not None and not _drops_last(loader):
-        warn(
-            "how many samples completed the loader's last batch is not known, so they are still among the gathered "
-            "ones. With a batch_size, and num_workers=0, they can be distinguished."
-        )
-    if remainder <= 0:
-        return gathered
-    if is_object:
-        return gathered[:remainder] if isinstance(gathered, Sequence) else gathered
-    return nested.map_leaves(lambda leaf: leaf[:remainder] if leaf.ndim else leaf, gathered)
-
-
-def _gather_of_data_ranks(data: Any, num_alike: int) -> list[Any]:
-    """Gather an iterable per rank, and keep those of every ``num_alike``-th: ranks between have the same data."""
-    return [item for one in gather_object([data])[::num_alike] for item in one]
-
-
-def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
-    """Return the rows of every ``num_alike``-th rank: ranks between have the same data."""
-    parts = gathered.reshape(world_size(), -1, *gathered.shape[1:])
-    return parts[::num_alike].flatten(0, 1)
-
-
-def _drops_last(loader: Any) -> bool:
-    batch_sampler = getattr(loader, "batch_sampler", None)  # a loader of the user's own may have neither
-    return bool(getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False))
+def check_that_all_have_objects() -> None:
+    """Raise on every rank where some have objects for metrics and others have none, if that is compared at all."""
+    if _compares_first():
+        _check_alike("gather", _OBJECTS)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:

@@ -36,6 +36,10 @@ class DataLoaderStateMixin:
     remainder = -1
     shard: Any = None
     """What knows how many rows of the last global batch are real; None where nothing is ever added."""
+    completed_rows = 0
+    """Rows of the last global batch with those that complete it; of a full one, where nothing does; 0: not known."""
+    adds_nothing = False
+    """Whether the last batch stays as short as it is."""
     is_uneven = False
     """Whether some ranks get fewer batches than others; True where that is not known in advance."""
 

@@ -9,6 +9,7 @@ while it reads is sent to the others, which would wait for ever.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -81,6 +82,11 @@ class DataLoaderDispatcher(PreparedLoader):
     def batches_per_round(self) -> int:  # type: ignore[override]
         """Batches of the underlying order that make one of this rank's."""
         return 1 if self.split_batches else self.num_processes
+
+    @property
+    def completed_rows(self) -> int:  # type: ignore[override]
+        """Rows of the last round with those that complete it."""
+        return math.ceil(self.remainder / self.num_processes) * self.num_processes
 
     def __len__(self) -> int:
         batches = super().__len__()

@@ -280,8 +280,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
         if self._drops_last or not is_known:
             return -1
+        if isinstance(self.shard, IterableDatasetShard) and self.num_workers > 1:
+            return -1  # each process that reads completes the end of its own part
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
+
+    @property
+    def completed_rows(self) -> int:  # type: ignore[override]
+        """Rows of the last global batch with those that complete it; of a full one, where nothing does."""
+        if self.shard is not None and self._is_shard_read_here:
+            return self.shard.completed_rows
+        return self.total_batch_size
+
+    @property
+    def adds_nothing(self) -> bool:  # type: ignore[override]
+        """Whether the last batch stays as short as it is."""
+        return self.shard is None and self.num_processes == 1
 
     @property
     def is_uneven(self) -> bool:  # type: ignore[override]

@@ -43,7 +43,7 @@ class BatchSamplerShard(BatchSampler):
             whole batches. Otherwise some ranks may get one batch less, or a shorter one.
 
     ``tail_rows`` is known once an epoch was read to its end: how many rows of the last global batch are real; 0 where
-    nothing was added to it.
+    nothing was added to it. ``completed_rows`` is the number of its rows with those that were added.
 
     Raises:
         ValueError: ``split_batches`` with a batch size that ranks don't divide, or with a batch sampler that has no
@@ -65,7 +65,7 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
-        self.tail_rows = 0
+        self.tail_rows = self.completed_rows = 0
         self._check()
 
     def _check(self) -> None:
@@ -184,8 +184,10 @@ class BatchSamplerShard(BatchSampler):
         """Return a round with a batch for every rank; what is missing is taken from the ``first`` round."""
         missing = self.num_processes - len(batch_round)
         if self.batch_size is None:  # batches may have any size, so that only their number can be made even
+            completed = [*batch_round, *islice(_cycle(first), missing)]
             self.tail_rows = sum(map(len, batch_round)) if missing else 0
-            return [*batch_round, *islice(_cycle(first), missing)]
+            self.completed_rows = sum(map(len, completed))
+            return completed
         if not missing and all(len(batch) >= self._global_size for batch in batch_round):
             return batch_round
         return self._complete(batch_round, self.num_processes, list(chain.from_iterable(first)))
@@ -213,8 +215,9 @@ class BatchSamplerShard(BatchSampler):
         """
         rows = [index for batch in batch_round for index in batch]
         size = max(self._global_size, math.ceil(len(rows) / num_batches))
-        self.tail_rows = len(rows) % (size * num_batches)
-        rows += islice(_cycle(head), size * num_batches - len(rows))
+        self.completed_rows = size * num_batches
+        self.tail_rows = len(rows) % self.completed_rows
+        rows += islice(_cycle(head), self.completed_rows - len(rows))
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
@@ -278,6 +281,11 @@ class IterableDatasetShard(IterableDataset):
         self.process_index = process_index
         self.split_batches = split_batches
         self.tail_rows = 0
+
+    @property
+    def completed_rows(self) -> int:
+        """Rows of the last global batch with those that complete it."""
+        return self._block * self.num_processes
 
     @property
     def _block(self) -> int:

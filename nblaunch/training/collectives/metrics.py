@@ -1,0 +1,280 @@
+"""``gather_for_metrics``: what ranks computed for their batches, each sample of the dataset once.
+
+    rank 0    {"scores": rows 0 1, "texts": ["a", "b"]}  ┐
+    rank 1    {"scores": rows 2 0, "texts": ["c", "a"]}  ┴─> {"scores": rows 0 1 2, "texts": ["a", "b", "c"]}
+
+The last batch of an epoch is completed with samples from its start. Real samples come first in the gathered rows, so
+that those added are cut off at the end. Whether an item belongs to a sample is decided by its size alone:
+
+    as many rows as the completed batch has samples   one per sample: cut
+    one row per rank                                  a value of the rank's batch, such as a loss: all are kept
+    any other number                                  an error: it can't be known which rows belong to which sample
+
+Tensors are gathered as tensors. Beside them, and in place of them, there may be other objects, which are pickled:
+
+    a sequence of objects, a list of dicts            one item per sample; becomes one list of all ranks
+    another object, as a number or a text             a value of the rank; becomes a list with one item per rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nblaunch.errors import DistributedOperationException, warn
+from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.collectives import containers, nested, operations
+
+
+def gather_for_metrics(
+    data: Any, use_gather_object: bool, accumulation: AccumulationState, num_data_ranks: int | None = None
+) -> Any:
+    """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
+
+    Args:
+        data: as there, with ``use_gather_object``.
+        accumulation: has the loader that is being read.
+        num_data_ranks: ranks with different data, of which others may have the same; None: all.
+
+    Raises:
+        ValueError: samples were added to the last batch, and ``data`` has something that can't be cut.
+    """
+    num_ranks = num_data_ranks or operations.world_size()
+    num_alike = operations.world_size() // num_ranks
+    is_object = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nested.leaves(data))
+    if is_object:
+        if not use_gather_object:
+            operations.check_that_all_have_objects()
+        gathered = _gather_objects(data, use_gather_object, num_alike)
+    else:
+        gathered = operations.gather(data)
+        if num_alike > 1:
+            gathered = nested.map_tensors(lambda rows: _rows_of_data_ranks(rows, num_alike), gathered)
+    tail = _tail_of(accumulation, num_ranks)
+    if tail is not None:
+        gathered = tail.cut(gathered)
+    return nested.map_leaves(_as_list, gathered) if is_object else gathered
+
+
+def _as_list(leaf: Any) -> Any:
+    return list(leaf) if isinstance(leaf, _Column) else leaf
+
+
+def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
+    """Return the rows of every ``num_alike``-th rank: ranks between have the same data."""
+    parts = gathered.reshape(operations.world_size(), -1, *gathered.shape[1:])
+    return parts[::num_alike].flatten(0, 1)
+
+
+# --- structures with objects ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Slot(containers.Leaf):
+    """The place of a tensor in a structure whose other parts are pickled."""
+
+    position: int
+
+
+class _Column(containers.Leaf, list[Any]):
+    """Items of all ranks."""
+
+
+def _gather_objects(data: Any, use_gather_object: bool, num_alike: int) -> Any:
+    if operations.world_size() == 1:
+        return data
+    if _is_column(data, use_gather_object):
+        return _Column(_items_of_data_ranks(data, num_alike))
+    tensors: list[torch.Tensor] = []
+    structure = _without_tensors(data, tensors, use_gather_object)
+    everyones = operations.gather_object([structure])[::num_alike]
+    _check_structures(everyones)
+    gathered = [
+        _rows_of_data_ranks(rows, num_alike) if num_alike > 1 else rows for rows in operations.gather(tensors)
+    ]
+    return _merged(everyones, gathered)
+
+
+def _items_of_data_ranks(data: Any, num_alike: int) -> list[Any]:
+    if num_alike == 1:
+        return list(operations.gather_object(data))
+    return [item for items in operations.gather_object([data])[::num_alike] for item in items]
+
+
+def _is_column(data: Any, use_gather_object: bool) -> bool:
+    """Return whether ``data`` has an object per sample, rather than several columns of them."""
+    if isinstance(data, Mapping) or _is_record(data):
+        return False
+    parts = containers.children(data)
+    if parts is None:  # an iterable of another kind, as a set or an array
+        return True
+    if use_gather_object:
+        return True
+    if not any(isinstance(part, torch.Tensor) or containers.children(part) is not None for part in parts):
+        return True
+    # Dicts beside each other are those of samples; lists beside each other may be columns, in a tuple.
+    kinds = {tuple(part) if isinstance(part, Mapping) else type(part) for part in parts}
+    is_uniform = len(kinds) == 1 and not isinstance(parts[0], torch.Tensor)
+    return is_uniform and (isinstance(parts[0], Mapping) or not isinstance(data, tuple))
+
+
+def _is_record(data: Any) -> bool:
+    """Return whether ``data`` has fields with names: a named tuple, a dataclass."""
+    is_sequence = isinstance(data, Sequence)
+    return nested.is_namedtuple(data) or (not is_sequence and containers.children(data) is not None)
+
+
+def _without_tensors(data: Any, tensors: list[torch.Tensor], use_gather_object: bool) -> Any:
+    """Return ``data`` with a :class:`_Slot` in place of each tensor, which goes to ``tensors``, and with columns."""
+    if isinstance(data, torch.Tensor):
+        if use_gather_object:
+            return _Column(data) if data.ndim else data
+        tensors.append(data)
+        return _Slot(len(tensors) - 1)
+    parts = containers.children(data)
+    if parts is None:
+        return data
+    if _is_column(data, use_gather_object):
+        return _Column(data)
+    return containers.rebuilt(data, [_without_tensors(part, tensors, use_gather_object) for part in parts])
+
+
+def _check_structures(everyones: Sequence[Any]) -> None:
+    described = [_describe(structure) for structure in everyones]
+    if len(set(described)) > 1:
+        listing = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(described))
+        raise DistributedOperationException(
+            f"gather_for_metrics was called with structures that don't go together on all ranks:{listing}"
+        )
+
+
+def _describe(structure: Any) -> str:
+    parts = containers.children(structure)
+    if parts is None:
+        if isinstance(structure, _Slot):
+            return "a tensor"
+        return "objects" if isinstance(structure, _Column) else "an object"
+    described = [_describe(part) for part in parts]
+    if isinstance(structure, Mapping):
+        described = [f"{key}: {text}" for key, text in zip(structure, described, strict=True)]
+    return f"{type(structure).__name__}({', '.join(described)})"
+
+
+def _merged(everyones: Sequence[Any], gathered: Sequence[torch.Tensor]) -> Any:
+    """Return one structure out of those of all ranks, which are alike."""
+    first = everyones[0]
+    if isinstance(first, _Slot):
+        return gathered[first.position]
+    if isinstance(first, _Column):
+        return _Column(item for column in everyones for item in column)
+    if isinstance(first, Mapping):
+        return containers.rebuilt(
+            first, [_merged([one[key] for one in everyones], gathered) for key in first]
+        )
+    parts = containers.children(first)
+    if parts is None:
+        return None if all(one is None for one in everyones) else _Column(everyones)
+    columns = zip(*(containers.children(one) or () for one in everyones), strict=True)
+    return containers.rebuilt(first, [_merged(column, gathered) for column in columns])
+
+
+# --- the last batch ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """The last batch of all ranks.
+
+    Args:
+        samples: how many it has.
+        completed: to how many it was completed; in a lone process, which completes none, rows of a full batch. 0: not
+            known.
+        num_ranks: ranks with different data.
+        is_lone: nothing was added.
+    """
+
+    samples: int
+    completed: int
+    num_ranks: int
+    is_lone: bool
+
+    def cut(self, gathered: Any) -> Any:
+        """Return what ranks gathered without the samples that were added."""
+        if isinstance(gathered, torch.Tensor):
+            return self._cut_tensor(gathered)
+        parts = containers.children(gathered)
+        if parts is None or (self.is_lone and _is_column(gathered, False)):
+            return self._cut_items(gathered)
+        is_list = isinstance(gathered, Sequence) and not isinstance(gathered, tuple)
+        per_rank = self.completed // self.num_ranks
+        if is_list and not self.is_lone and len(parts) == per_rank > 1 and all(map(self._is_of_ranks, parts)):
+            raise self._unclear(f"a list of {len(parts)} tensors with one row")
+        return containers.rebuilt(gathered, [self.cut(part) for part in parts])
+
+    def _is_of_ranks(self, part: Any) -> bool:
+        return isinstance(part, torch.Tensor) and part.ndim > 0 and len(part) == self.num_ranks
+
+    def _cut_tensor(self, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.ndim or not self._is_cut(len(rows), f"a tensor of shape {list(rows.shape)}"):
+            return rows
+        if self.is_lone and self.completed % self.samples == 0 and not bool((rows == rows[:1]).all()):
+            raise self._unclear(
+                f"a tensor of shape {list(rows.shape)}"
+            )  # several rows of each, or padded by hand
+        return rows[: self.samples]
+
+    def _cut_items(self, items: Any) -> Any:
+        if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+            return items
+        is_cut = self._is_cut(len(items), f"a list of {len(items)} objects")
+        if not is_cut:
+            return items
+        return _Column(items[: self.samples]) if isinstance(items, _Column) else items[: self.samples]
+
+    def _is_cut(self, length: int, what: str) -> bool:
+        """Return whether ``length`` rows are those of samples. ValueError where that is not clear."""
+        if length == self.completed or not self.completed:
+            return True
+        if self.is_lone or length == self.num_ranks:
+            return False
+        raise self._unclear(what)
+
+    def _unclear(self, what: str) -> ValueError:
+        added = f"was completed to {self.completed}" if not self.is_lone else "is not full"
+        return ValueError(
+            f"gather_for_metrics can't know which rows of {what} belong to which sample: the last batch of all ranks "
+            f"has {self.samples} samples and {added}. It drops the added samples of tensors with one row per sample, "
+            "and of lists with one item per sample (a list of tensors: with use_gather_object=True). Give it such, or "
+            "gather this with accelerator.gather, which cuts nothing, and drop the rows of the added samples yourself"
+        )
+
+
+def _are_alike(rows: torch.Tensor) -> bool:
+    """Return whether one value was repeated, which may be NaN."""
+    return bool(((rows == rows[:1]) | (rows != rows)).all())
+
+
+def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
+    """Return the last batch where it is in hand and has to be cut."""
+    loader = accumulation.active_loader
+    if loader is None or not loader.end_of_dataloader:
+        return None
+    samples = accumulation.remainder
+    # A shard may complete the last batch.
+    if samples < 0 and loader.shard is not None and not _drops_last(loader):
+        warn(
+            "how many samples completed the loader's last batch is not known, so they are still among the gathered "
+            "ones. With a batch_size, and num_workers=0, they can be distinguished."
+        )
+    is_whole = samples == loader.completed_rows
+    if samples <= 0 or is_whole or (loader.adds_nothing and num_ranks > 1):
+        return None
+    return _Tail(samples, loader.completed_rows, num_ranks, loader.adds_nothing)
+
+
+def _drops_last(loader: Any) -> bool:
+    batch_sampler = getattr(loader, "batch_sampler", None)  # a loader of the user's own may have neither
+    return bool(getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False))
