@@ -3,6 +3,7 @@
 proc.py          /proc and /sys: states, memory and processor time of processes; folders of control groups
 descendants.py   finds and ends every process that workers have started, wherever they went
 memory.py        memory of processes, limits of the host, glibc's allocator
+heap.py          Python's objects, which the collector leaves alone while processes are forked
 descriptors.py   file descriptors: which ones forked processes must not keep, and waiting for any of several
 disk.py          room in files: freed, and why there is none
 gpus.py          NVIDIA's GPUs, which of them workers may use, and readings of devices

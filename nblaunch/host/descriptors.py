@@ -24,6 +24,11 @@ def keep_from_children(*fds: int) -> None:
     _kernel_only.update(fds)
 
 
+def is_kept_from_children(fd: int) -> bool:
+    """Return whether ``fd`` is registered by :func:`keep_from_children`."""
+    return fd in _kernel_only
+
+
 @contextmanager
 def forks_held_back() -> Iterator[None]:
     """Let forks of other threads wait while the block runs.

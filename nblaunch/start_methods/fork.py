@@ -15,7 +15,6 @@ parent and child then start fresh ones when they next need them.
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import random
 import re
@@ -32,13 +31,14 @@ from typing import ClassVar
 from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
-from nblaunch.host import proc
+from nblaunch.host import heap, proc
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.start_methods.worker_group import Children, WorkerGroup, kill_and_reap
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, output, process_control
+from nblaunch.worker.inheritance.files import KernelFiles
 
 
 def start(
@@ -62,23 +62,20 @@ def fork_workers(
     assignments = [
         replace(own, parent_pid=parent_pid, restricts_threads=not is_paused) for own in assignments
     ]
-    with (
-        _originals_opened(assignments) as originals,
-        _frozen_heap(),
-        process_control.signals_blocked(),
-        warnings.catch_warnings(),
-    ):
-        # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for assignment in assignments:
-            try:
-                pid = os.fork()
-            except OSError as error:
-                kill_and_reap(pids.values())  # those that were started before this one was refused
-                raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
-            if pid == 0:
-                _run_worker(assignment, assignments, load_call, board, originals)
-            pids[assignment.rank] = pid
+    with _originals_opened(assignments) as originals:
+        files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
+        with heap.frozen(), process_control.signals_blocked(), warnings.catch_warnings():
+            # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for assignment in assignments:
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    kill_and_reap(pids.values())  # those that were started before this one was refused
+                    raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
+                if pid == 0:
+                    _run_worker(assignment, assignments, load_call, board, originals, files)
+                pids[assignment.rank] = pid
     return pids
 
 
@@ -95,18 +92,30 @@ def _run_worker(
     load_call: Callable[[], FunctionCall],
     board: Board,
     originals: Originals | None,
+    files: KernelFiles,
 ) -> None:
     """Run the worker in the child. Never returns, whatever happens."""
     try:
+        files.renew()
         for other in assignments:
             if other is not own:
                 for fd in other.own_fds:
                     os.close(fd)
-        bootstrap.run(own, load_call, board.slot(own.rank), originals)
+        bootstrap.run(own, load_call, board.slot(own.rank), originals, files)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _own_fds(assignments: Sequence[Assignment], originals: Originals | None) -> set[int]:
+    """Return the descriptors that the workers get for nblaunch itself."""
+    fds = {fd for own in assignments for fd in (*own.own_fds, own.board_fd)}
+    return fds if originals is None else {*fds, originals.fd}
+
+
+def _ranks(assignments: Sequence[Assignment]) -> range:
+    return range(assignments[0].rank, assignments[-1].rank + 1)
 
 
 def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], FunctionCall]:
@@ -129,25 +138,6 @@ def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals |
     finally:
         if originals is not None:
             os.close(originals.fd)
-
-
-_FROZEN_BY_PYTHON = 2000
-"""Python 3.12 starts with some hundred frozen objects; a frozen heap with torch in it has 200,000."""
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Keep the collector of the workers away from the objects they share with the kernel.
-
-    A collection writes to the header of every object it looks at, which would copy the page it lies on.
-    """
-    was_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
 
 
 def _refusal(error: OSError, started: int, wanted: int) -> str:

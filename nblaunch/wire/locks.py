@@ -17,7 +17,7 @@ memory."""
 
 
 class WorkerLocks:
-    """A lock and a semaphore, as one worker holds them; neither waits for the other.
+    """Two locks and a semaphore, as one worker holds them; none waits for another.
 
     Args:
         fd: descriptor of the file that all workers lock; -1 = there are no other workers, and nothing waits.
@@ -38,6 +38,10 @@ class WorkerLocks:
         Workers whose ranks differ by a multiple of ``MAX_HOLDERS`` wait for each other, also while a place is free.
         """
         return self._locked(self._slot)
+
+    def moment(self) -> AbstractContextManager[None]:
+        """Return a context manager for some instructions of nblaunch's own, also inside the other two."""
+        return self._locked(MAX_HOLDERS + 1)
 
     def detach(self) -> None:
         """Wait for no lock any more, in a process forked by the worker: that may hold it, and wait for this process."""

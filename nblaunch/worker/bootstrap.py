@@ -4,6 +4,7 @@
     output           descriptors 1 and 2 to the log file, 0 to /dev/null; ``sys.stdin``, ``stdout``, ``stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
     inheritance      what belongs to the kernel alone is undone; plain text for HTML; Trainers of a cell renewed
+    files            several ranks that write to a file of the kernel are noticed
     payload          what is defined in cells is sent by value to processes that multiprocessing starts afresh
     libraries        steps, bars and parameters are counted as progress
     context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
@@ -49,6 +50,7 @@ from nblaunch.worker import libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.inheritance import kernel_only
+from nblaunch.worker.inheritance.files import KernelFiles
 
 if TYPE_CHECKING:
     from nblaunch.worker.debugger import Debugger
@@ -59,6 +61,7 @@ def run(
     load_call: Callable[[], FunctionCall],
     slot: Slot | None = None,
     originals: Originals | None = None,
+    files: KernelFiles | None = None,
 ) -> NoReturn:
     """Run the worker that ``assignment`` describes, then end the process.
 
@@ -68,10 +71,11 @@ def run(
             pickled function is shown like any other.
         slot: its slot of the board, where the caller has the board mapped already.
         originals: where the launcher's tensors of the call can be read; None where they can't.
+        files: that the process had open from which this one was forked; None in a fresh interpreter.
     """
     exit_code = 1
     try:
-        exit_code = _Worker(assignment, slot).run(load_call, originals)
+        exit_code = _Worker(assignment, slot, files).run(load_call, originals)
     except BaseException:
         # an error of nblaunch, a last interrupt, or a function that has closed all descriptors: the log has it.
         output.append_to_log(assignment.log_path, traceback.format_exc())
@@ -85,9 +89,10 @@ class _Worker:
     Args:
         assignment: what the rank has to do.
         slot: as in :func:`run`.
+        files: likewise.
     """
 
-    def __init__(self, assignment: Assignment, slot: Slot | None) -> None:
+    def __init__(self, assignment: Assignment, slot: Slot | None, files: KernelFiles | None = None) -> None:
         process_control.lead_posix_session()
         process_control.end_with_parent(assignment.parent_pid)
         process_control.reset_signals()
@@ -98,6 +103,7 @@ class _Worker:
         self.interrupts = process_control.Interrupts(self.slot)
         self.child_handler = process_control.ChildHandler()
         self.sender = EventSender(assignment.event_fd)
+        self.files = files
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
         self._debugger: Debugger | None = None
@@ -205,6 +211,8 @@ class _Worker:
                 is_launched=True,
             )
         )
+        if self.files is not None:
+            self.files.watch(assignment.rank, self.locks, self._warn)
         self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)
         backend.set_reporters(note=self._note, compiling=self._show_compiling, fact=self._report_fact)
@@ -266,6 +274,10 @@ class _Worker:
         if self.assignment.rank == 0:
             self.sender.send(Note.of_job(text))
 
+    def _warn(self, text: str) -> None:
+        """Warn about the job as a whole, from the rank that has noticed."""
+        self.sender.send(Note.of_job(text, "warning"))
+
     def _report_fact(self, name: str, text: str) -> None:
         """Report a fact for the head of the table from the first rank."""
         if self.assignment.rank == 0:
@@ -289,6 +301,8 @@ class _Worker:
             if multiprocessing.process._children or multiprocessing.util._finalizer_registry:  # type: ignore[attr-defined]
                 multiprocessing.util._exit_function()  # type: ignore[attr-defined]
             open_files.write_left_open()
+            if self.files is not None:
+                self.files.end()
             if exit_code == 0:
                 # NCCL waits for what was begun with other ranks; after a failure, until the launcher kills them all.
                 process_group.leave_at_exit()

@@ -1,7 +1,7 @@
 """Files that the function leaves open. Python closes a script's at its end, which ``os._exit`` leaves out.
 
-Files of the kernel are not this worker's to write: what a fork has copied of their buffers, the kernel writes itself.
-They are in the heap that is frozen for the fork, which the collector does not list.
+Files of the kernel are the business of ``inheritance/written_files.py``. They are in the heap that is frozen for the
+fork, which the collector does not list.
 """
 
 from __future__ import annotations

@@ -161,6 +161,11 @@ def flush_before_fork() -> None:
             stream.flush()
 
 
+def flush_c_streams() -> None:
+    """Write what C code has buffered in streams that it has opened (``fopen``), as the end of a program does."""
+    _fflush(None)
+
+
 def append_to_log(log_path: str, text: str) -> None:
     """Append ``text`` to the log, also where descriptors 1 and 2 are no longer what they were."""
     flush()

@@ -55,7 +55,45 @@ class Kind:
     fresh: Way
 
 
+_NOT_PICKLED = "can't be pickled: a `PayloadError` names the variable before any process starts"
+
 KINDS: tuple[Kind, ...] = (
+    Kind(
+        "files open for reading",
+        fork=Way(
+            Treatment.RENEWED,
+            "a position of its own in each file, from where the kernel stood, also in files that are deleted or open "
+            "for writing as well; processes of a `DataLoader` have one each, too; locks stay with the kernel",
+        ),
+        fresh=Way(Treatment.REFUSED, f"an open file {_NOT_PICKLED}"),
+    ),
+    Kind(
+        "files open for writing",
+        fork=Way(
+            Treatment.KEPT,
+            "all ranks write at the position that they share with the kernel, and nothing is lost or written twice; a "
+            "line names a file in which ranks may damage each other's data",
+        ),
+        fresh=Way(Treatment.REFUSED, f"an open file {_NOT_PICKLED}"),
+    ),
+    Kind(
+        "folders",
+        fork=Way(Treatment.RENEWED, "a listing that has begun goes on in each rank by itself"),
+        fresh=Way(Treatment.REFUSED, f"a listing that has begun {_NOT_PICKLED}"),
+    ),
+    Kind(
+        "pipes and sockets",
+        fork=Way(Treatment.KEPT, "shared with the kernel and all ranks: each byte reaches one reader"),
+        fresh=Way(Treatment.REFUSED, f"a connection {_NOT_PICKLED}"),
+    ),
+    Kind(
+        "memory maps",
+        fork=Way(Treatment.KEPT, "shared with the kernel, as the map was made"),
+        fresh=Way(
+            Treatment.REFUSED,
+            f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with its numbers",
+        ),
+    ),
     Kind(
         "exit handlers",
         fork=Way(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nblaunch.start_methods import fork
+from nblaunch.host import heap
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +23,20 @@ def test_the_collector_has_its_objects_back(num_before: int, monkeypatch: pytest
     count = gc.get_freeze_count
     with monkeypatch.context() as patched:
         patched.setattr(gc, "get_freeze_count", lambda: num_before)
-        with fork._frozen_heap():
+        with heap.frozen():
             assert count() > 2000
     assert count() == 0
 
 
 def test_a_heap_that_the_user_froze_stays_frozen() -> None:
     gc.freeze()
-    with fork._frozen_heap():
+    with heap.frozen():
         pass
+    assert gc.get_freeze_count() > 2000
+
+
+def test_objects_of_a_frozen_heap_are_listed_and_stay_frozen() -> None:
+    held = [object()]
+    gc.freeze()
+    assert any(one is held for one in heap.all_objects())
     assert gc.get_freeze_count() > 2000

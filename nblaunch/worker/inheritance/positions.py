@@ -1,0 +1,189 @@
+"""Positions in files that a process has open, and positions of its own for a process that was forked from it.
+
+A fork copies descriptors. All copies of a descriptor share one *open file description*, which holds the position
+(open(2), "Open file descriptions"): where one process seeks, the others read. A forked process opens each file anew and
+puts it in the place of the copy, at the position that was noted before the fork. Locks stay with the kernel's.
+
+Python's buffers need nothing: a fork has copied what was read ahead, which ends where the descriptor stands.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nblaunch.host import descriptors
+
+_FOLDER = "/proc/self/fd"
+_FIRST = 3  # standard input and outputs are replaced by others
+_MAX_TRIED = 1024
+"""Numbers that are tried where the system does not list the descriptors of a process."""
+
+_PATH_ONLY = getattr(os, "O_PATH", 0)
+_ONLY_AT_FIRST = (
+    os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_NOFOLLOW | os.O_DIRECTORY | getattr(os, "O_TMPFILE", 0)
+)
+"""Flags about how a file was opened. Linux reports some of them later, too, with which the same file is refused."""
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A regular file or a folder that this process has open.
+
+    Args:
+        fds: its descriptors; more than one where they share a position, as ``os.dup`` makes them.
+        flags: with which it was opened.
+        position: where it stands.
+        device: of the file system.
+        inode: in that.
+    """
+
+    fds: tuple[int, ...]
+    flags: int
+    position: int
+    device: int
+    inode: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still there: threads open and close files at any time, as that of IPython's history does."""
+        try:
+            return self.is_at(self.fds[0])
+        except OSError:
+            return False
+
+    def is_at(self, fd: int) -> bool:
+        """Return whether ``fd`` has this file open."""
+        status = os.fstat(fd)
+        return (status.st_dev, status.st_ino) == (self.device, self.inode)
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether it is open for reading, or for reading and writing."""
+        return self.flags & os.O_ACCMODE != os.O_WRONLY
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether it is open for writing, or for reading and writing."""
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def name(self) -> str:
+        """Its path, as far as the system has one."""
+        try:
+            return os.readlink(f"{_FOLDER}/{self.fds[0]}")
+        except OSError:
+            return f"descriptor {self.fds[0]}"
+
+
+def open_files(own: Collection[int]) -> list[OpenFile]:
+    """Return the regular files and folders that this process has open now.
+
+    Args:
+        own: descriptors of nblaunch, which are left out. So are those that no child gets.
+    """
+    alike: dict[OpenFile, list[int]] = {}
+    for fd in _numbers():
+        if fd < _FIRST or fd in own or descriptors.is_kept_from_children(fd):
+            continue
+        try:
+            file = _look_at(fd)
+        except OSError:  # closed meanwhile
+            continue
+        if file is not None:
+            alike.setdefault(file, []).append(fd)
+    return [
+        replace(file, fds=tuple(shared))
+        for file, fds in alike.items()
+        for shared in _sharing(fds, file.flags)
+    ]
+
+
+def renew(files: Collection[OpenFile]) -> list[OpenFile]:
+    """Give this process positions of its own in files that it has inherited; return those where that is impossible."""
+    return [file for file in files if file.can_be_read and not _renew(file) and file.is_open]
+
+
+def _numbers() -> Iterator[int]:
+    """Yield the descriptors of this process, and maybe some that are closed."""
+    try:
+        yield from map(int, os.listdir(_FOLDER))
+    except OSError:
+        yield from range(_MAX_TRIED)
+
+
+def _look_at(fd: int) -> OpenFile | None:
+    """Return what ``fd`` has open, without descriptors; None where that is neither a file nor a folder.
+
+    Raises:
+        OSError: there is no such descriptor.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & _PATH_ONLY:  # which can't be read
+        return None
+    status = os.fstat(fd)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        return None
+    return OpenFile((), flags, os.lseek(fd, 0, os.SEEK_CUR), status.st_dev, status.st_ino)
+
+
+def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
+    """Return those of ``fds`` together that share an open file description, and so its flags.
+
+    Each descriptor in turn sets the description's flag ``O_NONBLOCK``, which says nothing about files and folders, by
+    one bit of its place among ``fds``; then each reads it. In all bits, it reads the place of the last that shares it.
+    """
+    if len(fds) == 1:
+        return [fds]
+    last = [0] * len(fds)
+    try:
+        for bit in range(len(fds).bit_length()):
+            for place, fd in enumerate(fds):
+                mark = os.O_NONBLOCK if place >> bit & 1 else 0
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK | mark)
+            for place, fd in enumerate(fds):
+                mark = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
+                last[place] |= bool(mark) << bit
+    finally:
+        for fd in fds:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    together: dict[int, list[int]] = {}
+    for place, fd in zip(last, fds, strict=True):
+        together.setdefault(place, []).append(fd)
+    return together.values()
+
+
+def _renew(file: OpenFile) -> bool:
+    """Open ``file`` anew in the place of its descriptors; return whether that succeeded."""
+    try:
+        opened = _open_again(file)
+    except OSError:
+        return False
+    try:
+        if not file.is_at(opened):  # a thread of the kernel has closed the file, and opened another
+            return False
+        if file.position:
+            os.lseek(opened, file.position, os.SEEK_SET)
+        for fd in file.fds:
+            os.dup2(opened, fd, inheritable=os.get_inheritable(fd))
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(opened)
+
+
+def _open_again(file: OpenFile) -> int:
+    """Open the very file, which may have been deleted or moved; where ``/proc`` leads nowhere, what has its name.
+
+    Raises:
+        OSError: this process may not, or there is no such file.
+    """
+    link, flags = f"{_FOLDER}/{file.fds[0]}", file.flags & ~_ONLY_AT_FIRST
+    try:
+        return os.open(link, flags)
+    except OSError:
+        return os.open(os.readlink(link), flags)

@@ -1,0 +1,215 @@
+"""Files that the kernel has open for writing when it forks workers: nothing is lost, nothing is written twice.
+
+    kernel ── WrittenFiles.of_this_process: finds Python's file objects, writes what they have buffered
+      └── fork ──> worker ── drop_c_buffers: what C streams of the kernel have buffered, the kernel writes
+                              ├── watch: writes of this rank are noticed
+                              └── end:   writes what this rank has buffered
+
+Ranks that write to one file share its position, so that no rank overwrites what another has written; but what one rank
+writes in pieces, another may tear. In a file that is open for reading, too, each rank has a position of its own
+(``positions.py``), so that ranks do overwrite each other. A warning names the file, once a second rank writes.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from nblaunch import formatting
+from nblaunch.host import heap
+from nblaunch.wire.locks import WorkerLocks
+from nblaunch.worker import output
+from nblaunch.worker.inheritance.positions import OpenFile
+
+Report = Callable[[str], None]
+"""Takes a sentence about a file that several ranks write to."""
+
+_KINDS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+"""Ordered from the outermost."""
+_SQLITE = b"SQLite format 3\0"  # source: https://www.sqlite.org/fileformat.html, 1.3
+
+_TORN = (
+    "{ranks} write to {name}, which a cell has opened: what one rank writes may stand in the middle of another's. "
+    "Open a file per rank inside the function, or write on one rank"
+)
+_OVERWRITTEN = (
+    "{ranks} write to {name}, which a cell has opened for reading and writing: each rank writes at a position of its "
+    "own and may overwrite what another has written. Open a file per rank inside the function, or write on one rank"
+)
+
+
+class WrittenFiles:
+    """The kernel's files that are open for writing.
+
+    Args:
+        files: descriptor -> file.
+        objects: descriptor -> Python's file objects, the outermost first, the raw one last.
+        ranks: that are forked.
+    """
+
+    def __init__(
+        self, files: Mapping[int, OpenFile], objects: Mapping[int, Sequence[Any]], ranks: range
+    ) -> None:
+        self._files = files
+        self._objects = objects
+        self.ranks = ranks
+        # Shared by the workers, per file: which have written; the last place says that this has been reported.
+        self._marks = mmap.mmap(-1, len(objects) * (len(ranks) + 1)) if objects else None
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether Python's file objects are among them."""
+        return bool(self._objects)
+
+    @classmethod
+    def of_this_process(cls, files: Collection[OpenFile], ranks: range) -> WrittenFiles:
+        """Find the file objects of ``files`` in this process, and write what they have buffered."""
+        written = {fd: file for file in files if file.can_be_written for fd in file.fds}
+        objects = _file_objects(written.keys())
+        # Of one that can't be written now, a worker's copy has the kernel's lines in it.
+        writable = {fd: of_file for fd, of_file in objects.items() if all(map(_flush, of_file))}
+        return cls(written, writable, ranks)
+
+    def drop_c_buffers(self) -> None:
+        """Drop a worker's copy of what C code has buffered."""
+        fds = self._files.keys() - self._objects.keys()
+        _drop_c_buffers([fd for fd in fds if self._files[fd].is_open])
+
+    def watch(self, rank: int, locks: WorkerLocks, report: Report) -> None:
+        """Notice what a worker writes."""
+        for index, (fd, of_file) in enumerate(self._objects.items()):
+            raw = of_file[-1]
+            note = partial(self._note_writer, index, rank, locks)
+            raw.write = partial(_write, raw, raw.write, self._files[fd], note, report)
+
+    def end(self) -> None:
+        """Write what this worker has buffered."""
+        for of_file in self._objects.values():
+            for file in of_file:
+                _flush(file)
+
+    def _note_writer(self, index: int, rank: int, locks: WorkerLocks) -> list[int]:
+        """Note that ``rank`` writes to a file; return all ranks that do where that is to be reported, else none."""
+        assert self._marks is not None
+        last = len(self.ranks)
+        marks = memoryview(self._marks)[index * (last + 1) : (index + 1) * (last + 1)]
+        with locks.moment():
+            marks[rank - self.ranks.start] = 1
+            ranks = [other for other in self.ranks if marks[other - self.ranks.start]]
+            if len(ranks) < 2 or marks[last]:
+                return []
+            marks[last] = 1
+            return ranks
+
+
+def _write(
+    raw: Any,
+    write: Callable[[Any], Any],
+    file: OpenFile,
+    note_writer: Callable[[], list[int]],
+    report: Report,
+    data: Any,
+) -> Any:
+    """Write in place of ``raw.write``, until what is written may damage what another rank writes."""
+    has_own_position = file.can_be_read and not file.flags & os.O_APPEND
+    if has_own_position or bytes(memoryview(data).cast("B")[-1:]) != b"\n":  # whole lines stay whole
+        vars(raw).pop("write", None)
+        if ranks := note_writer():
+            text = _OVERWRITTEN if has_own_position else _TORN
+            report(text.format(ranks=formatting.ranks(ranks), name=file.name))
+    return write(data)
+
+
+_last_look: tuple[dict[int, list[weakref.ref[Any]]], set[tuple[int, ...]]] = ({}, set())
+"""Descriptor -> file objects, and the identities of files that C code has opened. A look at all objects of a kernel
+takes 20 ms, and is not repeated for the same files."""
+
+
+def _file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
+    """Return descriptor -> this process's file objects, the outermost first, of those that Python has opened."""
+    global _last_look
+    identities = {fd: _identity(fd) for fd in fds if not _is_database(fd)}
+    objects = {fd: _seen_before(fd, identity) for fd, identity in identities.items()}
+    if None in objects.values():
+        objects = {fd: [] for fd in identities}
+        for file in _all_file_objects():
+            if (of_file := objects.get(_number(file))) is not None:
+                of_file.append(file)
+        complete = {
+            fd: of_file for fd, of_file in objects.items() if of_file and type(of_file[-1]) is io.FileIO
+        }
+        _last_look = (
+            {fd: [weakref.ref(file) for file in of_file] for fd, of_file in complete.items()},
+            {identity for fd, identity in identities.items() if fd not in complete},
+        )
+        return complete
+    return {fd: of_file for fd, of_file in objects.items() if of_file}
+
+
+def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
+    """Return the file objects of the last look; None where it is not known whether they are those of this file."""
+    objects, opened_by_c = _last_look
+    if identity in opened_by_c:
+        return []
+    files = [reference() for reference in objects.get(fd, ())]
+    return files if files and all(_number(file) == fd for file in files) else None
+
+
+def _identity(fd: int) -> tuple[int, ...]:
+    """Return what distinguishes a file from another that has the same descriptor, or inode, later."""
+    status = os.fstat(fd)
+    return fd, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_database(fd: int) -> bool:
+    """Return whether ``fd`` is a database of SQLite, as IPython's history is, which every kernel has open."""
+    try:
+        return os.pread(fd, len(_SQLITE), 0) == _SQLITE
+    except OSError:  # it is open for writing alone
+        return False
+
+
+def _all_file_objects() -> list[Any]:
+    """Return the file objects of this process, the outermost first. Those of derived classes run other code."""
+    files = [one for one in heap.all_objects() if type(one) in _KINDS]
+    return sorted(files, key=lambda file: _KINDS.index(type(file)))
+
+
+def _number(file: Any) -> int:
+    """Return the descriptor of a file object; -1 where it has none any more."""
+    try:
+        number: int = file.fileno()
+    except Exception:  # it is closed, or detached, or wraps an object of the user's own
+        return -1
+    return number
+
+
+def _flush(file: Any) -> bool:
+    """Write what ``file`` has buffered; return whether nothing is left in it."""
+    try:
+        file.flush()
+    except Exception:  # the disk is full, say; or the function has closed it
+        return False
+    return True
+
+
+def _drop_c_buffers(fds: Collection[int]) -> None:
+    """Drop what the kernel's C streams have buffered for ``fds``: the kernel itself writes it, once."""
+    if not fds:
+        return
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    kept = [(fd, os.dup(fd), os.get_inheritable(fd)) for fd in fds]
+    try:
+        for fd in fds:
+            os.dup2(null, fd, inheritable=False)
+        output.flush_c_streams()
+    finally:
+        for fd, copy, inheritable in kept:
+            os.dup2(copy, fd, inheritable=inheritable)
+            os.close(copy)
+        os.close(null)

@@ -1,0 +1,132 @@
+"""What the kernel has open: files, folders, pipes, memory maps, buffers of C."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.inheritance.contract import contract
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(60)
+
+LAUNCH = "nblaunch.notebook_launcher(function, num_processes=2, start_method={!r}, return_all=True, dashboard='none')"
+
+
+@contract("files open for reading")
+def test_each_rank_reads_on_from_where_the_kernel_stood(
+    kernel: Kernel, tmp_path: Path, start_method: str
+) -> None:
+    kernel.run(
+        "import nblaunch\n"
+        f"path = {str(tmp_path / 'numbers.txt')!r}\n"
+        "with open(path, 'w') as file: file.writelines(f'{number}\\n' for number in range(20000))\n"
+        "lines = iter(open(path, 'rb'))\n"
+        "begun = [int(next(lines)) for _ in range(5)]\n"
+        "def function(): return [int(line) for line in lines] == list(range(5, 20000))"
+    )
+    if start_method == "fork":
+        assert kernel.run(LAUNCH.format(start_method)).value == [True, True]
+        assert kernel.run("int(next(lines))").value == 5
+    else:
+        error = kernel.run(LAUNCH.format(start_method), raises="PayloadError").raised
+        assert "lines (TypeError: cannot pickle '_io.BufferedReader' object)" in error.value
+
+
+@contract("files open for writing")
+def test_what_kernel_and_ranks_write_is_all_there(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
+    kernel.run(
+        "import nblaunch\n"
+        f"path = {str(tmp_path / 'lines.txt')!r}\n"
+        "file = open(path, 'w')\n"
+        "file.write('kernel, before\\n')\n"
+        "def function(): file.write('rank\\n' * 3000)"
+    )
+    if start_method != "fork":
+        error = kernel.run(LAUNCH.format(start_method), raises="PayloadError").raised
+        assert "file (" in error.value
+        return
+    kernel.run(LAUNCH.format(start_method))
+    text = kernel.run("file.write('kernel, after\\n')\nfile.close()\nopen(path).read()").value
+    assert text.startswith("kernel, before\n")
+    assert text.endswith("kernel, after\n")
+    assert text.count("rank") == 6000
+    assert len(text) == len("kernel, before\nkernel, after\n") + 6000 * len("rank\n")
+
+
+def test_a_warning_names_a_file_that_several_ranks_write_to(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(
+        "import nblaunch, os\n"
+        f"written = open({str(tmp_path / 'written')!r}, 'wb')\n"
+        f"both = open({str(tmp_path / 'both')!r}, 'w+b')\n"
+        f"lines = open({str(tmp_path / 'lines')!r}, 'a')\n"
+        f"of_main = open({str(tmp_path / 'of_main')!r}, 'wb')\n"
+        "def function():\n"
+        "    for _ in range(3):\n"
+        "        written.write(b'x' * 20000)\n"
+        "        both.write(b'y' * 20000)\n"
+        "        print('a line', file=lines, flush=True)\n"
+        "        if os.environ['RANK'] == '0': of_main.write(b'z' * 20000)"
+    )
+    shown = kernel.run("nblaunch.notebook_launcher(function, num_processes=4)").shown
+    warnings = sorted(line for line in shown.splitlines() if line.startswith("warning: "))
+    assert [line.partition("write to ")[2].partition(". Open")[0] for line in warnings] == [
+        f"{tmp_path / 'both'}, which a cell has opened for reading and writing: each rank writes at a position of its "
+        "own and may overwrite what another has written",
+        f"{tmp_path / 'written'}, which a cell has opened: what one rank writes may stand in the middle of another's",
+    ]
+
+
+@contract("folders")
+def test_each_rank_lists_the_rest_of_a_folder(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
+    kernel.run(
+        "import nblaunch, os\n"
+        f"folder = {str(tmp_path / 'folder')!r}\n"
+        "os.mkdir(folder)\n"
+        "for number in range(2000): open(f'{folder}/{number}', 'w').close()\n"  # more than is read ahead
+        "entries = os.scandir(folder)\n"
+        "begun = {next(entries).name for _ in range(5)}\n"
+        "def function(): return begun | {entry.name for entry in entries} == set(map(str, range(2000)))"
+    )
+    if start_method == "fork":
+        assert kernel.run(LAUNCH.format(start_method)).value == [True, True]
+    else:
+        error = kernel.run(LAUNCH.format(start_method), raises="PayloadError").raised
+        assert "entries (TypeError: cannot pickle 'posix.ScandirIterator' object)" in error.value
+
+
+@contract("pipes and sockets")
+def test_a_pipe_is_shared_and_not_sent(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import nblaunch, os, socket\n"
+        "kernels, ranks = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "def function(): ranks.send(os.environ['RANK'].encode())"
+    )
+    if start_method == "fork":
+        kernel.run(LAUNCH.format(start_method))
+        assert kernel.run("sorted([kernels.recv(10), kernels.recv(10)])").value == [b"0", b"1"]
+    else:
+        error = kernel.run(LAUNCH.format(start_method), raises="PayloadError").raised
+        assert "ranks (TypeError: cannot pickle 'socket' object)" in error.value
+
+
+@contract("memory maps")
+def test_a_memory_map_has_its_files_bytes(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
+    kernel.run(
+        "import nblaunch, mmap, numpy\n"
+        f"path = {str(tmp_path / 'data')!r}\n"
+        "data = numpy.arange(50000); data.tofile(path)\n"
+        "array = numpy.memmap(path, dtype=data.dtype, mode='r')\n"
+        "with open(path, 'rb') as file: raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)\n"
+        "def function(): return bool((array == numpy.arange(50000)).all())\n"
+        "def function_of_raw(): return raw[:] == data.tobytes()"
+    )
+    assert kernel.run(LAUNCH.format(start_method)).value == [True, True]
+    launch_raw = LAUNCH.format(start_method).replace("(function", "(function_of_raw")
+    if start_method == "fork":
+        assert kernel.run(launch_raw).value == [True, True]
+    else:
+        assert "raw (TypeError: cannot pickle 'mmap.mmap' object)" in (
+            kernel.run(launch_raw, raises="PayloadError").raised.value
+        )
