@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import dashboard as dashboards
 from nblaunch import debugging, env
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
-from nblaunch.host import descriptors
+from nblaunch.host import descriptors, signal_handlers
 from nblaunch.launcher.debug_client import release_kept_failures
 from nblaunch.launcher.job import Job, Listener, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
@@ -289,6 +289,28 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
     """
     __tracebackhide__ = True
     check_flag("background", background)
+    job: Job | None = None
+    try:
+        with signal_handlers.held_back():
+            job = _prepared_job(spec, background=background, dashboard=dashboard)
+        del spec  # or a traceback, which IPython keeps, would keep the arguments by this frame
+        if isinstance(job, JobRunner):
+            job.run_in_background() if background else job.run()
+    except BaseException as error:
+        if isinstance(job, JobRunner):
+            job.end_unwatched(error)
+        elif job is not None:  # a detached one, and the handler of a signal has raised
+            job.cancel()
+        raise
+    if background:
+        job.raise_if_not_started()
+        return job
+    return job.result()
+
+
+def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
+    """Return the job of a spec: one that is detached runs, any other has not started."""
+    __tracebackhide__ = True
     descriptors.occupy_standard_ones()
     can_break = not (spec.is_elastic or spec.is_detached)
     if can_break and debugging.takes_breakpoints(background):
@@ -307,15 +329,8 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
     except BaseException as error:
         dashboards.close_refused(listeners, error)
         raise
-    del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
     dashboards.connect(listeners, job)
     remember(job)
-    if isinstance(job, JobRunner):  # a detached job runs already
-        if not background:
-            job.run()
-            return job.result()
-        job.run_in_background()
-    job.raise_if_not_started()
     return job
 
 

@@ -25,7 +25,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 
 from nblaunch.errors import LaunchError
-from nblaunch.host import descriptors
+from nblaunch.host import descriptors, signal_handlers
 
 _NO_WORKER = "no worker of the job runs"
 
@@ -204,13 +204,16 @@ def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
 def interrupts_as_requests(request: Callable[[], None]) -> Iterator[None]:
     """Let SIGINT call ``request()`` while the block runs, rather than raise an exception at a random line.
 
-    Only the main thread can do this; elsewhere nothing changes. The former handler is always put back.
+    Only the main thread can do this; elsewhere nothing changes. The former handler is always put back. A SIGINT that
+    was held back before the block is a request, too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGINT, lambda signum, frame: request())
     try:
+        if signal_handlers.take(signal.SIGINT):
+            request()
         yield
     finally:
         # getsignal() of a handler that was not set from Python is None, which signal() does not take back.

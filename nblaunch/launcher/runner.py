@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -27,6 +27,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
+from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt, RunningAttempt, start_attempt
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.job import Job, Listener
@@ -59,6 +60,9 @@ _KEPT = (
 
 _KEPT_S = 1800.0
 """How long workers are kept at most."""
+
+_LOOK_S = 0.05
+"""Between two looks for signals whose handlers are held back."""
 
 _LATE_INTERRUPT = (
     "every rank here has returned: weights are loaded, and last_job().result() returns the value"
@@ -100,6 +104,7 @@ class JobRunner(Job):
         super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
         self.command_connections: Mapping[int, CommandConnection] = {}
         self.past_failures: list[str] = []
+        self._has_begun = False
         self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
         self._random_states: RandomStates | None = None
@@ -116,7 +121,10 @@ class JobRunner(Job):
             KeyboardInterrupt: the job was interrupted and is done all the same, since the function has handled that
                 and returned on every rank, or had returned before: what follows in the cell must not run.
         """
-        with nullcontext() if self._is_inline else interrupts_as_requests(self.requests.interrupt):
+        with ExitStack() as stack:
+            if not self._is_inline:  # there the handlers are those of the function
+                stack.enter_context(signal_handlers.held_back())
+                stack.enter_context(interrupts_as_requests(self.requests.interrupt))
             self._start()
             self._finish()
         if self.status == "done" and self.requests.interrupts:
@@ -126,29 +134,60 @@ class JobRunner(Job):
         """Start the workers and go on in a thread; return when they run, or when they could not be started.
 
         An interrupt meanwhile ends the job, and this returns when it has ended.
+
+        Raises:
+            BaseException: what the handler of a signal has raised meanwhile; the job has ended.
         """
-        with interrupts_as_requests(self.requests.interrupt):
-            is_main = threading.current_thread() is threading.main_thread()
-            if is_main:
-                self._start()
-            begun = threading.Event()
-            thread = threading.Thread(
-                target=self._run_in_thread,
-                args=(not is_main, begun),
-                name=f"nblaunch-{self.log.path.name}",
-                daemon=True,
-            )
-            try:
-                thread.start()
-                begun.wait()
-            except RuntimeError as error:
-                text = f"the system refused the thread that watches the workers: {error}. Use or run fewer processes."
-                self._end(JobOutcome.of_error(LaunchError(text)))
-            self._launch_settled.wait()
+        with signal_handlers.held_back():
+            with interrupts_as_requests(self.requests.interrupt):
+                self._begin_in_background()
             if self.requests.interrupts:
                 self._ended.wait()
 
+    def _begin_in_background(self) -> None:
+        """Start the workers and the thread that watches them; return when they run, or can't be started."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main:
+            self._start()
+        begun = threading.Event()
+        thread = threading.Thread(
+            target=self._run_in_thread,
+            args=(not is_main, begun),
+            name=f"nblaunch-{self.log.path.name}",
+            daemon=True,
+        )
+        try:
+            thread.start()
+            begun.wait()
+        except RuntimeError as error:
+            text = f"the system refused the thread that watches the workers: {error}. Use or run fewer processes."
+            self._end(JobOutcome.of_error(LaunchError(text)))
+        self._wait_for_launch()
+
+    def _wait_for_launch(self) -> None:
+        """Wait until the workers run, or can't be started."""
+        try:
+            while not self._launch_settled.wait(_LOOK_S):
+                signal_handlers.run_arrived()
+            signal_handlers.run_arrived()
+        except BaseException:  # raised by a handler, so that the caller does not get this job
+            self.requests.cancel()
+            self._ended.wait()
+            raise
+
+    def end_unwatched(self, error: BaseException) -> None:
+        """End the job, which ``error`` has taken from its caller; nothing if it has ended."""
+        with signal_handlers.held_back():
+            if not self.is_running:
+                return
+            if self._has_begun:
+                self.requests.cancel()
+                self._ended.wait()
+            else:
+                self._end(JobOutcome.of_error(error))
+
     def _start(self) -> None:
+        self._has_begun = True
         try:
             self._start_job()
         except BaseException as error:

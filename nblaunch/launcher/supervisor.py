@@ -35,6 +35,7 @@ from nblaunch.events import (
     StateSent,
     WorkerState,
 )
+from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
@@ -184,6 +185,7 @@ class Supervisor:
         while self._alive and not self._ends_with_kept_workers():
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
+            signal_handlers.run_arrived()  # an exception of the user's handler ends the job here
             self._reap()
             self._handle_requests()
             self._check_peers()
@@ -342,7 +344,11 @@ class Supervisor:
         elif self._escalation is not None:
             self._escalation.add_interrupt(now)
         else:
-            self._escalate_by(Escalation.after_interrupt(now, self._attempt.spec.interrupt_grace_s))
+            spec = self._attempt.spec
+            # One of a session comes this way while its workers start: no code of the user's runs, and none notices it.
+            self._escalate_by(
+                Escalation.after_interrupt(now, 0.0 if spec.is_session else spec.interrupt_grace_s)
+            )
 
     def _is_decided(self) -> bool:
         """Return whether the attempt's outcome stands while processes still run: a rank failed, or all have delivered.

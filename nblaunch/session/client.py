@@ -17,6 +17,7 @@ from typing import Any
 
 from nblaunch import debugging, formatting
 from nblaunch.errors import JobCancelled, LaunchError, PayloadError
+from nblaunch.host import signal_handlers
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
@@ -73,38 +74,58 @@ class SessionClient:
         self.busy_since_s = 0.0
         self.num_interrupts = 0
 
+    @contextmanager
+    def command(self) -> Iterator[None]:
+        """Let the block send one command, and do in this process what belongs to it.
+
+        From its first line to its last an interrupt is counted, and passed on to the ranks that are busy: it is raised
+        between no two lines of this process. Handlers of other signals are held back.
+
+        Raises:
+            RuntimeError: another thread's command runs.
+            KeyboardInterrupt: the block was interrupted, and has raised nothing.
+        """
+        with signal_handlers.held_back():
+            if not self._lock.acquire(blocking=False):
+                raise RuntimeError(BUSY)
+            try:
+                self.num_interrupts = 0  # before they are counted
+                with interrupts_as_requests(self.interrupt):
+                    yield
+                if self.num_interrupts:  # when all had been done: what follows in the cell must not run
+                    raise KeyboardInterrupt
+            finally:
+                self._lock.release()
+
     def request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
-        """Send a command to ranks, and wait for their replies.
+        """Send the command of a :meth:`command` block to ranks, and wait for their replies.
 
         Args:
             files: descriptors of files that each of them gets.
 
         Raises:
             LaunchError: the session has ended before.
-            RuntimeError: another thread's command runs.
+            KeyboardInterrupt: the block was interrupted before.
             WorkerDied: a rank has ended.
         """
         self.raise_if_ended()
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(BUSY)
-        self.num_interrupts = 0  # before they are counted
+        if self.num_interrupts:
+            raise KeyboardInterrupt
         try:
-            with interrupts_as_requests(self.interrupt):
-                return self._request(ranks, command, files)
+            return self._request(ranks, command, files)
         finally:
             self._replies_to_skip.update(self.busy)  # an error in this process came before their replies
             self.busy = set()
-            self._lock.release()
 
     def interrupt(self) -> None:
         """Interrupt the ranks that are busy; the second time kill all. Nothing while no command runs.
 
-        Safe in signal handlers and any thread.
+        Where all have replied it is only counted. Safe in signal handlers and any thread.
         """
         if not self._lock.locked():
             return
         self.num_interrupts += 1
-        if self.num_interrupts > 1:
+        if self.num_interrupts > 1 and self.busy:
             self._runner.requests.cancel()
         self._signal(self.busy)
 
@@ -124,14 +145,11 @@ class SessionClient:
 
         Raises:
             LaunchError: the session was closed, or the reason was raised before.
-            RuntimeError: another thread's command runs, which finds out as well.
             WorkerDied: a rank has ended.
         """
         __tracebackhide__ = True
         if self._runner.is_running:
             return
-        if self._lock.locked():
-            raise RuntimeError(BUSY)
         if self._connections:
             self.raise_end()
         raise LaunchError(_ENDED)
@@ -220,6 +238,7 @@ class SessionClient:
             self.raise_end()  # a process that a rank has left behind may keep its connection open
         self._output.pump()
         self.debugger.receive_available()
+        signal_handlers.run_arrived()  # an exception of the user's handler ends the command here
         if self.debugger.prompts and not self.num_interrupts:
             debugging.answer_prompt(self.debugger, self.interrupt)
         if self.num_interrupts:

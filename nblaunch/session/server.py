@@ -172,8 +172,11 @@ class _Server:
         function, args = payload.load_mapped(call_fd)
         returns_value = command.returns_all or self._topology.rank == 0
         delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
-        with self._child_handler:
-            value, has_exited = _call_until_exit(function, *args)
+        try:
+            with self._child_handler:
+                value, has_exited = _call_until_exit(function, *args)
+        finally:
+            self._is_interruptible = False  # what the function has made is sent whole
         output.show_pending_figures()
         returned = delivery.put_value(value, left_by_exit=has_exited)
         sent_states = {sent.path: sent for sent in delivery.put_states(returned.sends)}

@@ -20,6 +20,7 @@ from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.events import Event, ExitStatus, Note, Returned, Started
+from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, release_kept_failures
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
@@ -66,7 +67,7 @@ class RankCommands(ABC):
         """
         __tracebackhide__ = True
         session, ranks = self._target()
-        with HiddenLauncherFrames():
+        with HiddenLauncherFrames(), session._client.command():
             filename = f"<session command {next(_numbers)}>"
             restore_sources({filename: code})
             replies = session._execute(Execute(code=code, filename=filename), ranks)
@@ -83,7 +84,7 @@ class RankCommands(ABC):
         """
         __tracebackhide__ = True
         session, ranks = self._target()
-        with HiddenLauncherFrames():
+        with HiddenLauncherFrames(), session._client.command():
             with saved_values(values) as fd:
                 replies = session._request(ranks, SetVariables(), [fd])
             session._outcome(replies).with_traceback().raise_error()
@@ -164,10 +165,9 @@ class Session(RankCommands):
             "log_dir": log_dir,
         }
         self._failed: FailedCommand | None = None
-        self._late_value: tuple[Any, ...] = ()
+        self._value: tuple[Any, ...] = ()
         self._unloaded_weights: Mapping[ArgPath, dict[str, Any]] = {}
-        with HiddenLauncherFrames():
-            self._start()
+        self._start_whole()
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,10 @@ class Session(RankCommands):
         return self, self._ranks
 
     def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies:
-        """Execute code on ranks and show what they print meanwhile; return their replies, none of which has failed."""
+        """Execute code on ranks and show what they print meanwhile; return their replies, none of which has failed.
+
+        In a block of :meth:`SessionClient.command`.
+        """
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
         self._client.raise_if_ended()  # before anything is shown
@@ -247,18 +250,17 @@ class Session(RankCommands):
             return run_in_session(self, specs.pop(), dashboard=dashboard)
 
     def result(self) -> Any:
-        """Return what the function of the last :meth:`run` returned, if that was interrupted all the same.
+        """Return what the function of the last :meth:`run` returned.
 
-        It has handled the interrupt, or had returned before. The value is kept until the next command.
+        An interrupt costs no value of a function that has handled it and returned, or had returned before. The value
+        is kept until the next command.
 
         Raises:
-            RuntimeError: the last command was no such call.
+            RuntimeError: the last command was no call, or has not returned on every rank.
         """
-        if not self._late_value:
-            raise RuntimeError(
-                "the last command was no call that was interrupted and has returned on every rank"
-            )
-        return self._late_value[0]
+        if not self._value:
+            raise RuntimeError("the last command was no call of a function that has returned on every rank")
+        return self._value[0]
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
         """Return the trained weights of the last :meth:`run` that did not fit the kernel's modules, usually none.
@@ -379,18 +381,18 @@ class Session(RankCommands):
     def restart(self) -> None:
         """End the workers, and start new ones from the kernel as it is now. What the ranks had is gone."""
         __tracebackhide__ = True
-        with HiddenLauncherFrames():
-            self.close()
-            self._start()
+        self.close()
+        self._start_whole()
 
     def close(self) -> None:
         """End the workers. What runs on them is killed."""
-        self._end.detach()
-        self._failed = None
-        self._client.close()
-        if not self._runner.ends_within(_END_S):
-            self._runner.requests.cancel()
-            self._runner.wait()
+        with signal_handlers.held_back():
+            self._end.detach()
+            self._failed = None
+            self._client.close()
+            if not self._runner.ends_within(_END_S):
+                self._runner.requests.cancel()
+                self._runner.wait()
 
     def __enter__(self) -> Session:
         return self
@@ -405,6 +407,18 @@ class Session(RankCommands):
         return f"<Session of {self.num_processes} {self._runner.plan.backend.name} workers, {state}>"
 
     # --- start -------------------------------------------------------------------------------------------------------
+
+    def _start_whole(self) -> None:
+        """Start the workers; whatever is raised meanwhile, by handlers of signals, too, leaves none."""
+        __tracebackhide__ = True
+        try:
+            with HiddenLauncherFrames(), signal_handlers.held_back():
+                self._start()
+        except BaseException as error:
+            runner: JobRunner | None = getattr(self, "_runner", None)
+            if runner is not None:
+                runner.end_unwatched(error)
+            raise
 
     def _start(self) -> None:
         self._display_ids: set[tuple[int, str]] = set()
@@ -429,7 +443,7 @@ class Session(RankCommands):
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
         """Send ranks a command as :meth:`SessionClient.request` does; keep the frames where it fails until the next."""
         __tracebackhide__ = True
-        failed, self._failed, self._late_value = self._failed, None, ()
+        failed, self._failed, self._value = self._failed, None, ()
         self._unloaded_weights = {}
         if failed is not None:
             failed.release()
@@ -520,15 +534,16 @@ def run_in_session(
                 "session="
             )
     spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
-    session._client.raise_if_ended()  # before anything is shown
-    outcome = session._run_call(spec, dashboards.choose(dashboard))
-    outcome.with_traceback().raise_error()
-    values = [outcome.values.get(rank) for rank in session._ranks]
-    value = values if spec.return_all else values[0]
-    if session._client.num_interrupts:
-        session._late_value = (value,)
-        raise KeyboardInterrupt(_LATE_INTERRUPT)  # what follows in the cell must not run
-    return value
+    client = session._client
+    with client.command():
+        client.raise_if_ended()  # before anything is shown
+        outcome = session._run_call(spec, dashboards.choose(dashboard))
+        outcome.with_traceback().raise_error()
+        values = [outcome.values.get(rank) for rank in session._ranks]
+        session._value = (values if spec.return_all else values[0],)
+        if client.num_interrupts:
+            raise KeyboardInterrupt(_LATE_INTERRUPT)  # what follows in the cell must not run
+    return session.result()
 
 
 def execute_and_display(
@@ -536,7 +551,7 @@ def execute_and_display(
 ) -> dict[int, dict[str, Any]]:
     """Execute a command as :meth:`Session.execute` does; return rank -> the display of a last value, by MIME type."""
     __tracebackhide__ = True
-    with HiddenLauncherFrames():
+    with HiddenLauncherFrames(), session._client.command():
         replies = session._execute(command, ranks)
         return {
             rank: dict(received.reply.shown) for rank, received in replies.items() if received.reply.shown

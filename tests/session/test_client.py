@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from nblaunch.events import EpochEnded, Event, Fact, LogLines, Metric
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.session import client, output
-from nblaunch.session.client import SessionClient
+from nblaunch.session.client import Replies, SessionClient
 from nblaunch.session.output import SessionOutput
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect, send_reply
@@ -46,8 +47,12 @@ class Ranks:
         for worker, value in zip(self.workers, values, strict=True):
             worker.send(Reply(value=value))
 
+    def request(self) -> Replies:
+        with self.client.command():
+            return self.client.request([0, 1], SetVariables())
+
     def values(self) -> list[Any]:
-        replies = self.client.request([0, 1], SetVariables())
+        replies = self.request()
         return [received.value_of(rank) for rank, received in replies.items()]
 
 
@@ -65,7 +70,7 @@ def test_a_reply_whose_file_finds_no_descriptor_is_that_of_its_rank_alone(ranks:
     send_reply(ranks.workers[0], Reply.of_value(0, [1], fd), fd)
     ranks.workers[1].send(Reply(value=1))
     with no_descriptor_left():
-        replies = ranks.client.request([0, 1], SetVariables())
+        replies = ranks.request()
     os.close(fd)
     with pytest.raises(ValueError, match="no descriptor left"):
         replies[0].value_of(0)
@@ -98,7 +103,7 @@ def test_replies_to_a_command_that_an_error_in_the_kernel_has_ended_are_not_thos
     with monkeypatch.context() as patch:
         patch.setattr(ranks.output, "pump", fails)  # as a dashboard's error
         with pytest.raises(ZeroDivisionError):
-            ranks.client.request([0, 1], SetVariables())
+            ranks.request()
     ranks.workers[1].send(Reply(value=1))
     ranks.answer(2, 2)
     assert ranks.values() == [2, 2]
@@ -120,9 +125,25 @@ def test_an_interrupt_as_a_command_begins_is_one_of_it(ranks: Ranks, monkeypatch
         yield
 
     monkeypatch.setattr(client, "interrupts_as_requests", with_one_at_once)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.values()  # which sends nothing
+    assert ranks.client.num_interrupts == 1
+    monkeypatch.undo()
     ranks.answer(1, 1)
     assert ranks.values() == [1, 1]
-    assert ranks.client.num_interrupts == 1
+
+
+def test_an_interrupt_when_all_have_replied_is_counted_and_kills_none(ranks: Ranks) -> None:
+    def interrupt_late() -> None:
+        with ranks.client.command():
+            ranks.answer(1, 1)
+            ranks.client.request([0, 1], SetVariables())
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_late()
+    assert (ranks.client.num_interrupts, ranks.cancelled) == (2, [])
 
 
 def test_the_second_interrupt_of_a_command_kills_the_ranks(
@@ -135,7 +156,8 @@ def test_the_second_interrupt_of_a_command_kills_the_ranks(
         ranks.answer(1, 1)
 
     monkeypatch.setattr(ranks.output, "pump", interrupt_twice)
-    assert ranks.values() == [1, 1]
+    with pytest.raises(KeyboardInterrupt):
+        ranks.values()
     assert (ranks.client.num_interrupts, ranks.cancelled) == (2, [True])
 
 

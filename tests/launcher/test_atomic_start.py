@@ -1,0 +1,80 @@
+"""A signal whose handler raises, at any line of a launch: nothing is left, and the exception arrives as it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from nblaunch import last_job, notebook_launcher
+from tests.signals_at_lines import with_signal_at_line
+
+STRIDE = 37
+"""Lines between two launches; a prime, or the same lines of a loop would be hit."""
+
+
+class Limit(TimeoutError):
+    """Of the time of a cell; an OSError, as those are with which the system refuses something."""
+
+
+def on_alarm(number: int, frame: object) -> None:
+    raise Limit("the time of the cell is over")
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+def nothing() -> None:
+    """Do nothing, in a worker."""
+
+
+def launch() -> None:
+    notebook_launcher(nothing, num_processes=2, backend="cpu", dashboard="none")
+
+
+def launch_in_background() -> None:
+    job = notebook_launcher(nothing, num_processes=2, backend="cpu", dashboard="none", background=True)
+    job.result()
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize("call", [launch, launch_in_background])
+def test_a_handler_that_raises_at_any_line_leaves_nothing(call: object) -> None:
+    assert callable(call)
+    call()
+    before = children()
+    for number in range(1, 10_000, STRIDE):
+        place, error = with_signal_at_line(number, signal.SIGALRM, call)
+        if not place:
+            break
+        assert type(error) is Limit, (place, error)
+        job = last_job()
+        assert job is not None
+        job.wait(10)
+        assert children() == before, place
+        assert signal.getsignal(signal.SIGALRM) is on_alarm, place
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, place
+    assert number > 500, "few lines have run"
+
+
+def test_workers_have_the_handlers_of_the_kernel() -> None:
+    def send() -> str:
+        try:
+            os.kill(os.getpid(), signal.SIGALRM)
+        except Limit as limit:
+            return str(limit)
+        return ""
+
+    assert notebook_launcher(send, num_processes=1, backend="cpu", start_method="fork", dashboard="none") == (
+        "the time of the cell is over"
+    )

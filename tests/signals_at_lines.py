@@ -1,0 +1,53 @@
+"""A signal that comes between two given lines of nblaunch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import nblaunch
+
+_FOLDER = str(Path(nblaunch.__file__).parent)
+
+
+def with_signal_at_line(
+    number: int, signum: int, call: Callable[[], Any]
+) -> tuple[str, BaseException | None]:
+    """Call ``call``, and send this process a signal before the ``number``-th line of nblaunch that runs, from 1.
+
+    Each line of the main thread counts once, but those of ``__del__``, whose exceptions Python does not raise.
+
+    Returns:
+        The line, empty where fewer ran; what ``call`` has raised.
+    """
+    seen: set[tuple[CodeType, int]] = set()
+    place = ""
+    pid = os.getpid()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal place
+        code = frame.f_code
+        if place or not code.co_filename.startswith(_FOLDER) or code.co_name == "__del__":
+            return None
+        if event == "line" and os.getpid() == pid:
+            seen.add((code, frame.f_lineno))
+            if len(seen) == number:
+                place = f"{code.co_filename.removeprefix(_FOLDER)}:{frame.f_lineno} {code.co_name}"
+                signal.raise_signal(signum)
+        return trace
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+    except BaseException as error:
+        return place, error
+    return place, None
