@@ -14,6 +14,7 @@ from nblaunch.events import Note
 from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
+from nblaunch.wire.plain_names import without_wrappers_inside
 from nblaunch.wire.weights import (
     ShardedTensor,
     TensorShard,
@@ -42,7 +43,7 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
 
 def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     """Return ``state`` with full tensors; those that were not sent are copied from the kernel's ``module``."""
-    own = module.state_dict()
+    own = without_wrappers_inside(module).state_dict()
     full = {
         name: own[name].detach().clone() if isinstance(value, Unchanged) else _whole(value)
         for name, value in state.items()
@@ -178,6 +179,7 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
     if not _is_sent(state):
         return
     torch: Any = sys.modules["torch"]
+    module = without_wrappers_inside(module)
     own = module.state_dict()
     bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
     special = tuple(special_prefixes(module))
@@ -228,6 +230,7 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest. Modules that load in
     a way of their own are left to it: observers of quantisation-aware training take over other shapes, for one.
     """
+    module = without_wrappers_inside(module)
     special, own = tuple(special_prefixes(module)), module.state_dict()
     only_there = [name for name in state if name not in own and not name.startswith(special)]
     only_here = [name for name in own if name not in state and not name.startswith(special)]

@@ -33,7 +33,7 @@ from nblaunch.training.collectives import metrics
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.joining import JoinedProcess
-from nblaunch.training.models import bare_module, is_dispatched
+from nblaunch.training.models import is_dispatched, plain_module
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -307,7 +307,8 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: what ``prepare`` returned.
             keep_fp32_wrapper: False: also give the module its original ``forward`` back, without mixed precision.
-            keep_torch_compile: True: the module of a compiled model comes back compiled.
+            keep_torch_compile: True: the module of a compiled model comes back compiled. False: nothing of it is
+                compiled, parts included; where parts are, it is a copy that shares all parameters, with plain names.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -698,7 +699,7 @@ class Accelerator(AcceleratorProperties):
             model: what :meth:`prepare` returned.
             unwrap: False: with the names that its wrappers give them.
         """
-        return self._checkpoints.strategy.state_dict(bare_module(model) if unwrap else model)
+        return self._checkpoints.strategy.state_dict(plain_module(model) if unwrap else model)
 
     def save_model(
         self,

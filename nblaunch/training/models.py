@@ -12,8 +12,9 @@ What takes wrappers off:
 
     uncompiled                    an outermost OptimizedModule
     without_parallel_wrappers     those that communicate; what is inside may be compiled
-    bare_module                   all: the user's own module, whose names are on disk
-    extract_model_from_parallel   all, and puts torch.compile back if asked (``prepare.py``)
+    bare_module                   all around the user's own module
+    plain_module                  those inside it, too, in a copy with the same tensors: its names are on disk
+    extract_model_from_parallel   as these, and puts torch.compile back if asked (``prepare.py``)
 
 Where a device's tensors are of another kind than the CPU's, a module that moves gets new parameters: those it shared
 between layers are tied again, and optimizers that were built before get the new ones (:class:`Replacements`, which
@@ -39,6 +40,7 @@ from nblaunch import context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import TorchDynamoPlugin
+from nblaunch.wire.plain_names import without_wrappers_inside
 from nblaunch.wire.weights import is_quantised_weight, is_sharded
 
 
@@ -103,9 +105,14 @@ def wrappers_and_module(model: Any) -> Iterator[Any]:
 
 
 def bare_module(model: Any) -> Any:
-    """Return the user's own module: the one whose names are on disk."""
+    """Return the user's own module."""
     *_, bare = wrappers_and_module(model)
     return bare
+
+
+def plain_module(model: Any) -> Any:
+    """Return the user's own module without wrappers inside it: its names are on disk. See ``wire/plain_names.py``."""
+    return without_wrappers_inside(bare_module(model))
 
 
 def _inside(model: Any) -> Any:

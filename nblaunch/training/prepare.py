@@ -135,7 +135,7 @@ class Preparer:
 
     def _check_new(self, inner: torch.nn.Module) -> None:
         for position, known in enumerate(self.models):
-            if extract_model_from_parallel(known, keep_torch_compile=False) is inner:
+            if models.bare_module(known) is models.bare_module(inner):
                 raise ValueError(
                     f"this {type(inner).__name__} was prepared before, as model {position} of this Accelerator; "
                     "use what prepare returned then, or call free_memory() first"
@@ -240,7 +240,8 @@ def extract_model_from_parallel(
 ) -> Any:
     """Return the user's own module inside a prepared model; see ``Accelerator.unwrap_model``.
 
-    With ``recursive``, submodules are taken out of their wrappers, too, in place.
+    With ``recursive``, submodules are taken out of their wrappers, too, in place. Without ``keep_torch_compile``, what
+    is compiled inside the module is not in what is returned: where there is any, that is a copy with the same tensors.
     """
     nested = list(models.wrappers_and_module(model))
     module, compiled = nested[-1], next(filter(models.is_compiled_module, nested), None)
@@ -250,7 +251,9 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         for one in nested:
             precision.restore_forward(one)
-    return models.compiled_like(compiled, module) if keep_torch_compile and compiled is not None else module
+    if not keep_torch_compile:
+        return models.plain_module(module)
+    return models.compiled_like(compiled, module) if compiled is not None else module
 
 
 def is_peft_model(model: Any) -> bool:

@@ -19,6 +19,7 @@ from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
+from nblaunch.wire.plain_names import without_wrappers_inside
 from nblaunch.wire.weights import (
     is_fsdp1_module,
     is_fsdp_module,
@@ -131,7 +132,7 @@ class Delivery:
         Raises:
             RuntimeError: ``state_dict()`` would wait for the other ranks.
         """
-        module = self._modules[path]
+        module = without_wrappers_inside(self._modules[path])
         if any(map(is_fsdp1_module, module.modules())):
             raise RuntimeError(
                 "FSDP version 1 has sharded it, and can only gather it on all ranks at once; shards of version 2, "

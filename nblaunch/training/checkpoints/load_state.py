@@ -28,12 +28,11 @@ from nblaunch.training.checkpoints.snapshot import CheckpointedObjects
 from nblaunch.training.collectives import operations, rng
 from nblaunch.training.data import resuming
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.models import bare_module
+from nblaunch.training.models import plain_module
 from nblaunch.training.strategies.dtensor_strategy import in_own_order
+from nblaunch.wire.plain_names import plain_name
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
-_CHECKPOINTED = "_checkpoint_wrapped_module."
-"""In names of parameters of modules whose activations are checkpointed; not in files."""
 
 
 def load_state(
@@ -317,8 +316,8 @@ def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module],
         return state
     names: dict[int, set[str]] = {}
     for model in models:
-        for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), set()).add(name.replace(_CHECKPOINTED, ""))
+        for name, parameter in plain_module(model).named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), set()).add(plain_name(name))
     groups = optimizer.param_groups
     try:
         return in_own_order(

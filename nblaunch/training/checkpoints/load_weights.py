@@ -11,6 +11,7 @@ of Hugging Face Accelerate call. A device map that cuts a model into pieces is f
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,8 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.model_files import view_of
 from nblaunch.training.collectives import dtensor
-from nblaunch.training.models import bare_module
+from nblaunch.training.models import plain_module
+from nblaunch.wire.plain_names import plain_name
 from nblaunch.wire.weights import (
     is_sharded,
     quantised_entries,
@@ -42,6 +44,7 @@ _OF_ACCELERATE = (
 _OF_ITS_LOADING = ("keep_in_fp32_modules", "offload_8bit_bnb")
 """Those of load_checkpoint_in_model alone; the first leaves any model to Accelerate."""
 _MAX_NAMED = 8  # names in one message
+_MAX_NAMES_SHOWN = 3  # of a file, and of a model, that have none in common
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ def load_checkpoint_in_model(
     _check_arguments("load_checkpoint_in_model", others, (*_OF_ACCELERATE, *_OF_ITS_LOADING))
     if _is_cut(device_map) or (is_mixed and device_map is not None):
         others |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
-        from_accelerate("load_checkpoint_in_model")(bare_module(model), checkpoint, device_map, **others)
+        from_accelerate("load_checkpoint_in_model")(plain_module(model), checkpoint, device_map, **others)
         return
     place = torch.device(device_map[""]) if isinstance(device_map, Mapping) else None
     load_weights(model, _read(Path(checkpoint)), Path(checkpoint), strict, place, target)
@@ -139,7 +142,7 @@ def load_checkpoint_and_dispatch(
     weights = _read(Path(checkpoint))
     load_weights(model, weights, Path(checkpoint), strict, device, target)
     if target is not None:
-        _convert(bare_module(model), weights, target)
+        _convert(plain_module(model), weights, target)
     return model.to(device=device)
 
 
@@ -155,7 +158,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 def _convert(module: nn.Module, weights: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Convert the tensors of ``module`` that ``weights`` were loaded into, those of floating point."""
     state = module.state_dict()
-    saved, special = _without_wrapper(weights, state), tuple(special_prefixes(module))
+    saved, special = _in_own_names(weights, state), tuple(special_prefixes(module))
     for name, owner, tensor in list(_tensors(module)):
         is_loaded = name in saved or (name in state and name.startswith(special))
         if not (is_loaded and tensor.is_floating_point()):
@@ -194,9 +197,9 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
 
     Modules that load in a way of their own are left to it.
     """
-    module = bare_module(model)
+    module = plain_module(model)
     state = module.state_dict()
-    saved = _without_wrapper(model_files.read_weights(path), state)
+    saved = _in_own_names(model_files.read_weights(path), state)
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
     held = {views.get(name) for name in saved} - {None}  # what is tied to these may be left out
     frozen = quantised_entries(module, state).keys()
@@ -237,8 +240,8 @@ def load_weights(
         device: where what is on the meta device goes; None: the CPU.
         dtype: of what is on the meta device and of floating point; None: as the module says.
     """
-    module = bare_module(model)
-    rest = _without_wrapper(weights, module.state_dict())
+    module = plain_module(model)
+    rest = _in_own_names(weights, module.state_dict())
     done = _fill_bare(module, rest, device or torch.device("cpu"), dtype)
     state = module.state_dict()
     _add_twins(rest, state)
@@ -248,7 +251,11 @@ def load_weights(
         found = module.load_state_dict(with_versions(shards, versions_of(rest)), strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
-    if not strict or found is None:  # a method of the user's own may return nothing
+    if found is None:  # a method of the user's own may return nothing
+        return
+    if weights and not done and len(found.unexpected_keys) == len(rest):
+        raise CheckpointError(_describe_strangers(module, source, list(rest), list(state)))
+    if not strict:
         return
     lists = (("Missing", set(found.missing_keys) - done), ("Unexpected", set(found.unexpected_keys)))
     texts = [f"{what} key(s) in state_dict: {', '.join(sorted(names))}" for what, names in lists if names]
@@ -256,13 +263,38 @@ def load_weights(
         raise CheckpointError(f"{source} does not fit the {type(module).__name__}. {'; '.join(texts)}")
 
 
-def _without_wrapper(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``saved`` under the module's own names, where all begin with the ``module.`` of a parallel wrapper."""
-    if not own.keys() & saved.keys() and all(name.startswith("module.") for name in saved):
-        bare = {name.removeprefix("module."): value for name, value in saved.items()}
-        versions = versions_of(saved) or {}
-        return with_versions(bare, {name[len("module.") :]: kept for name, kept in versions.items()})
-    return with_versions(saved, versions_of(saved))
+def _in_own_names(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``saved`` under the module's own names.
+
+    Files may have what wrappers add: ``_orig_mod`` of torch.compile and the like anywhere, or the ``module.`` of a
+    parallel wrapper in front of all names.
+    """
+    names = {name: name if name in own else plain_name(name) for name in saved}
+    is_known = bool(own.keys() & set(names.values()))
+    front = "module." if not is_known and all(name.startswith("module.") for name in names.values()) else ""
+    names = {name: plain.removeprefix(front) for name, plain in names.items()}
+    count = Counter(names.values())  # of two names that would become one, both stay
+    renamed = {plain if count[plain] == 1 else name: saved[name] for name, plain in names.items()}
+    paths = {
+        path: plain_name(f"{path}.").removeprefix(front).removesuffix(".")
+        for path in versions_of(saved) or ()
+    }
+    versions = versions_of(saved)
+    return with_versions(renamed, versions and {paths[path]: kept for path, kept in versions.items()})
+
+
+def _describe_strangers(module: nn.Module, source: Path, saved: list[str], own: list[str]) -> str:
+    """Return the error for a file that has no name of the module."""
+    text = (
+        f"{source} has no weights of the {type(module).__name__}: no name is the same. The file has "
+        f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model {formatting.first(own, _MAX_NAMES_SHOWN)}"
+    )
+    for longer, shorter, where in ((saved, own, "in the file"), (own, saved, "in the model")):
+        end = next((name for name in shorter if longer[0].endswith(f".{name}")), None)
+        if end is not None:
+            text += f". {longer[0].removesuffix(end)!r} is in front of the names {where}: load them into that part"
+            break
+    return text
 
 
 def _add_twins(weights: dict[str, Any], own: Mapping[str, Any]) -> None:

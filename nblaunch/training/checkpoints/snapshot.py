@@ -28,7 +28,7 @@ from nblaunch.training.checkpoints.registered import Places, Registered, as_byte
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant
 from nblaunch.training.collectives import dtensor, rng
 from nblaunch.training.data import resuming
-from nblaunch.training.models import bare_module
+from nblaunch.training.models import plain_module
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import SharedState
@@ -89,7 +89,7 @@ class CheckpointedObjects:
 
     def models_for_hooks(self) -> list[Any]:
         """Return a new list of the user's own modules: hooks call ``save_pretrained`` and the like on them."""
-        return [bare_module(model) for model in self.preparer.models]
+        return [plain_module(model) for model in self.preparer.models]
 
     def register(self, objects: Sequence[Any], per_rank: bool | None = None) -> None:
         """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""
@@ -213,7 +213,7 @@ def _full_weights(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
     """Return full weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
     found: list[Mapping[str, Any]] = []
     for model in live.preparer.models:
-        module = bare_module(model)
+        module = plain_module(model)
         weights = live.strategy.state_dict(module)
         for name in quantised_entries(module, weights):
             if hasattr(weights[name], "__tensor_flatten__"):

@@ -24,7 +24,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, barrier
-from nblaunch.training.models import bare_module
+from nblaunch.training.models import plain_module
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.strategies.shard_files import loading
 from nblaunch.wire.weights import versions_of, with_versions
@@ -42,7 +42,7 @@ def save(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess
         if engine is not None:
             engine.save_checkpoint(str(folder), tag=_tag(index), save_latest=index == 0)
         elif process.topology.rank == 0:
-            torch.save(bare_module(model).state_dict(), folder / f"{_tag(index)}.bin")
+            torch.save(plain_module(model).state_dict(), folder / f"{_tag(index)}.bin")
 
 
 def load(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess) -> None:
@@ -56,7 +56,7 @@ def load(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder} has no {path.name} for model {index}")
         with loading(path):
-            bare_module(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            plain_module(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
 def _tag(index: int) -> str:
