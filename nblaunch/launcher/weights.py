@@ -18,6 +18,7 @@ from nblaunch.wire.plain_names import without_wrappers_inside
 from nblaunch.wire.weights import (
     ShardedTensor,
     TensorShard,
+    give_own_memory,
     is_quantised_weight,
     shape_mismatches,
     special_prefixes,
@@ -180,6 +181,7 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
         return
     torch: Any = sys.modules["torch"]
     module = without_wrappers_inside(module)
+    give_own_memory(module)
     own = module.state_dict()
     bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
     special = tuple(special_prefixes(module))

@@ -31,6 +31,7 @@ from nblaunch.training.precision import Precision
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.state import AcceleratorState, GradientState
 from nblaunch.training.strategies import Strategy
+from nblaunch.wire.weights import give_own_memory
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
 SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
@@ -100,6 +101,7 @@ class Preparer:
         inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
         moves = self._is_moved(placement) and not stays_in_place(inner, self.shared.process)
+        give_own_memory(inner)
         with self._replacing(inner):
             self.precision.convert_layers(inner, self.strategy.holds_shards)
         if self.strategy.casts_models and not evaluation_mode:

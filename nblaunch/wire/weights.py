@@ -151,6 +151,27 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return None if is_lazy or not hasattr(value, "shape") else tuple(value.shape)
 
 
+def give_own_memory(module: Any) -> None:
+    """Give each parameter and buffer of which elements share memory, as ``expand`` returns them, memory of its own.
+
+    Nothing can be copied into such a tensor: neither the weights of rank 0 nor those of a file. It stays the same
+    object, under all of its names.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if _overlaps(tensor):
+            tensor.data = tensor.detach().clone(memory_format=sys.modules["torch"].contiguous_format)
+
+
+def _overlaps(tensor: Any) -> bool:
+    """Return whether a tensor has more elements than its memory."""
+    torch: Any = sys.modules["torch"]
+    is_plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+    if not is_plain or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return bool(sum((size - 1) * stride for size, stride in steps) + 1 < tensor.numel())
+
+
 def is_sharded(value: Any) -> bool:
     """Return whether ``value`` is a tensor of which this rank holds a shard."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none

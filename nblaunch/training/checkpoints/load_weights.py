@@ -28,6 +28,7 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import plain_module
 from nblaunch.wire.plain_names import plain_name
 from nblaunch.wire.weights import (
+    give_own_memory,
     is_sharded,
     quantised_entries,
     shape_mismatches,
@@ -241,6 +242,7 @@ def load_weights(
         dtype: of what is on the meta device and of floating point; None: as the module says.
     """
     module = plain_module(model)
+    give_own_memory(module)
     rest = _in_own_names(weights, module.state_dict())
     done = _fill_bare(module, rest, device or torch.device("cpu"), dtype)
     state = module.state_dict()
