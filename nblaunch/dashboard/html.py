@@ -111,13 +111,14 @@ def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None 
 
 
 def title(view: JobView, table: Table) -> str:
-    """Return name, state and setting of the job, and a second line if its start method is not the usual one."""
+    """Return name, progress, state and setting of the job; a second line if its start method is not the usual one."""
     look = outcome_look(view.outcome)
     shape = _glyph(look.shape, look.colour)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start.start_method}: {view.start.reason}")}"' if view.start.reason else ""
     setting = f' <span style="{MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
-    return f"<div>{shape} {name}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
+    progress = f'{escape(table.progress)} <span style="{MUTED}">·</span> ' if table.progress else ""
+    return f"<div>{shape} {name}{progress}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
 
 
 def remarks(table: Table) -> str:

@@ -135,7 +135,7 @@ def _row(
         "step": _steps(rank),
         "steps/s": _rate(rank.steps_per_s),
         "samples/s": _rate(rank.samples_per_s),
-        "ETA": _eta(rank.state, rank.left_s),
+        "ETA": _eta(rank.left_s),
         "loss": "" if rank.loss is None else loss(rank.loss),
         "peak memory": _size(rank.host_peak_bytes),
         "peak device": _device(rank),
@@ -175,9 +175,7 @@ def _rate(per_s: float | None) -> str:
     return "" if per_s is None else rate(per_s) if per_s else "0"
 
 
-def _eta(state: WorkerState, left_s: float | None) -> str:
-    if state is WorkerState.DONE:
-        return whole_duration(0)
+def _eta(left_s: float | None) -> str:
     return "" if left_s is None else whole_duration(left_s)
 
 
@@ -220,7 +218,6 @@ def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, colu
     last = furthest_behind(view)
     (most, _), *_ = Counter(status.state for status in statuses).most_common(1)
     has_failed = any(rank.state is WorkerState.FAILED for rank in ranks)
-    is_done = all(rank.state is WorkerState.DONE for rank in ranks)
     rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
     samples_per_s = [rank.samples_per_s for rank in ranks if rank.samples_per_s is not None]
     losses = [rank.loss for rank in ranks if rank.loss is not None]
@@ -230,7 +227,7 @@ def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, colu
         "step": _steps(last),
         "steps/s": _rate(median(rates) if rates else 0.0 if is_still else None),
         "samples/s": _rate(sum(samples_per_s) if samples_per_s else None),
-        "ETA": _eta(WorkerState.DONE if is_done else WorkerState.RUNNING, view.left_s),
+        "ETA": _eta(view.left_s),
         "loss": loss(sum(losses) / len(losses)) if losses else "",
         "peak memory": _size(view.host_peak_bytes),
         "peak device": _size(sum(rank.device_peak_bytes or 0 for rank in ranks)),

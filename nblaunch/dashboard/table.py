@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from nblaunch import formatting
 from nblaunch.dashboard.notices import Notice, as_of_now, notices
-from nblaunch.dashboard.rows import Row, rows_of
+from nblaunch.dashboard.rows import Row, furthest_behind, rows_of
 from nblaunch.dashboard.view import EpochView, JobView, RankView
-from nblaunch.formatting import duration, loss, single_line, whole_duration
+from nblaunch.formatting import duration, loss, rate, single_line, whole_duration
 
 _NUM_FAILURE_LINES = 4
 _NUM_NOTES = 5
@@ -51,6 +51,7 @@ class Table:
         collapsed: ranks in lockstep, in words; empty if all ranks have a row.
         name: of the function that runs.
         headline: state of the job: ``running for 12 s``.
+        progress: how far it is: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
         setting: number of processes, backend, start method.
         fallback: why the start method is not the usual one; empty if it is.
         failures: ``(ranks, failure)``, root cause first.
@@ -67,6 +68,7 @@ class Table:
     collapsed: str
     name: str
     headline: str
+    progress: str
     setting: str
     fallback: str
     failures: tuple[tuple[str, str], ...]
@@ -89,6 +91,7 @@ def tabulate(view: JobView) -> Table:
         collapsed=collapsed,
         name=single_line(view.start.function_name) or "job",
         headline=headline(view),
+        progress=progress(view),
         setting=_setting(view),
         fallback=single_line(view.start.fallback),
         failures=_failures(view),
@@ -122,6 +125,32 @@ def headline(view: JobView) -> str:
         return f"{outcome} {duration(view.elapsed_s)}"
     # Whole seconds while it runs, because a table is published only when its text has changed.
     return f"running for {whole_duration(int(view.elapsed_s))}"
+
+
+def progress(view: JobView) -> str:
+    """Return how far the rank furthest behind is, and the loss and throughput of all; empty where nothing is known.
+
+    Where the number of epochs is unknown, the percentage is of the epoch, and no time left is shown.
+    """
+    if view.is_over or not view.ranks:
+        return ""
+    last = furthest_behind(view)
+    if not last.has_progress:
+        return ""
+    is_known = 0 < last.epoch <= last.num_epochs
+    losses = [rank.loss for rank in view.ranks if rank.loss is not None]
+    rates = [rank.samples_per_s for rank in view.ranks if rank.samples_per_s]
+    fraction = last.job_fraction
+    parts = [
+        f"epoch {last.epoch} of {last.num_epochs}" if is_known else f"epoch {last.epoch}" * bool(last.epoch),
+        ""
+        if fraction is None
+        else f"{int(100 * fraction)} %" + " of the epoch" * (last.epoch > 0 and not is_known),
+        "" if view.left_s is None or not last.epoch else f"{whole_duration(view.left_s)} left",
+        f"loss {loss(sum(losses) / len(losses))}" if losses else "",
+        f"{rate(sum(rates))} samples/s" if rates else "",
+    ]
+    return " · ".join(part for part in parts if part)
 
 
 def _setting(view: JobView) -> str:

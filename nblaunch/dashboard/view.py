@@ -299,15 +299,17 @@ class RankView:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds until the end of all epochs; None if unknown.
+        """The estimated seconds until the end of all epochs; None if unknown, as where their number is.
 
-        Where the number of epochs is unknown, until the end of the current loop.
+        Of a loop that trains nothing, until its end.
         """
         if self.state.is_final or self.total <= 0 or not self.steps_per_s:
             return None
         left_s = max(self.total - self.step, 0) / self.steps_per_s
-        if not 0 < self.epoch <= self.num_epochs:
+        if not self.epoch:
             return left_s
+        if self.epoch > self.num_epochs:
+            return None
         num_further = self.num_epochs - self.epoch
         if not self.is_evaluating:
             return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)

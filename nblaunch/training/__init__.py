@@ -29,6 +29,7 @@ The :class:`Accelerator`, and what it is built of:
     trusted_types.py which classes files of checkpoints may name
     tracking/        metrics and trackers
     board_reports.py what the launcher reads on the progress board: loops, loss, device memory, busy time
+    planned_epochs.py how many epochs the user's ``for`` loops will run
     utilities/       what scripts import beside the Accelerator
 
 The way of objects through ``prepare``:

@@ -13,6 +13,7 @@ slow loading and slow hosts, but no slow device.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
+from nblaunch.training.planned_epochs import epochs_left
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
 from nblaunch.wire.weights import is_sharded
 
@@ -146,9 +148,15 @@ class LoopStack:
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
 
     def _planned_epochs(self, epoch: int) -> int:
-        """Return how many epochs there will be in total, by the loop over epochs; 0 without one."""
+        """Return how many epochs there will be in total; 0 where it is unknown.
+
+        A loop by ``accelerator.progress`` says so; otherwise the ``for`` loops of the user's code do.
+        """
         outer = next((loop for loop in reversed(self._stack) if loop.is_over_epochs), None)
-        return epoch - 1 + outer.total - outer.step if outer is not None and outer.total > 0 else 0
+        if outer is not None:
+            return epoch - 1 + outer.total - outer.step if outer.total > 0 else 0
+        left = epochs_left(sys._getframe(2))
+        return epoch - 1 + left if left else 0
 
 
 class BusyTime:

@@ -88,6 +88,7 @@ def sample(rank: int, step: int, total: int = 1000, **fields: object) -> SlotRea
         "losses": LossCurve(step, width, tuple(1.0 / end for end in range(width, step + width, width))),
         "step_time_s": 5.0 + step / 10,
         "epoch": 1,
+        "num_epochs": 1,
         "loop": 1,
     }
     return SlotReading(rank, step=step, total=total, **{"steps_done": step, **values, **fields})  # type: ignore[arg-type]

@@ -483,7 +483,7 @@ def test_a_terminal_gets_few_lines_and_a_final_table() -> None:
     board.close()
     board.close()
     lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("train: running for 2 s; rank 0 training, epoch 1, step")
+    assert lines[0].startswith("train: running for 2 s; rank 0 training, epoch 1/1, step")
     progress = [line for line in lines if "running for" in line]
     assert 10 <= len(progress) <= 13
     assert lines[len(progress)].split()[:2] == ["rank", "state"]

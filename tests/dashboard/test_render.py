@@ -379,7 +379,7 @@ def test_progress_line_shows_the_slowest() -> None:
     view = fold_readings(trained(4), [sample(2, 60, state=WorkerState.WAITING)], START_S + 10)
     view = fold_readings(view, [], START_S + 11)
     line = progress_line(view)
-    assert line.startswith("train: running for 11 s; rank 2 waiting, epoch 1, step 60/1,000")
+    assert line.startswith("train: running for 11 s; rank 2 waiting, epoch 1/1, step 60/1,000")
     assert "rank" not in progress_line(trained(1))
 
 
@@ -433,3 +433,15 @@ def test_whatever_was_reported_can_be_rendered(story: list[Event | list[SlotRead
     num_lines = len(table.rows) + len(table.failures) + len(table.notes) + len(table.warnings) + 20
     num_lines += sum(1 + len(notice.lines) for notice in table.notices) + len(table.epochs.rows) + 2
     assert len(bundle["text/plain"].splitlines()) <= num_lines + 16
+
+
+def test_the_headline_says_how_far_the_job_is() -> None:
+    readings = [sample(rank, 100, num_epochs=10) for rank in range(2)]
+    view = fold_readings(trained(2), readings, START_S + 10)
+    assert tabulate(view).progress == "epoch 1 of 10 · 1 % · 16:30 left · loss 0.0099 · 640 samples/s"
+
+
+def test_the_headline_of_an_unknown_number_of_epochs_promises_no_end() -> None:
+    view = fold_readings(trained(1), [sample(0, 100, epoch=3, num_epochs=0)], START_S + 10)
+    assert tabulate(view).progress == "epoch 3 · 10 % of the epoch · loss 0.0099 · 320 samples/s"
+    assert view.left_s is None

@@ -7,8 +7,9 @@ from itertools import count
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch import Accelerator
+from nblaunch import Accelerator, context
 from nblaunch.backends.cpu import BACKEND, CpuBackend
 from nblaunch.events import Event
 from nblaunch.launcher.plan import plan_launch
@@ -204,3 +205,28 @@ def test_the_last_loss_and_memory_are_shown_though_no_loop_ended(
     assert all(one.device_peak_bytes > 1 for one in listener.readings), (
         "it is read again after the first step"
     )
+
+
+def train_for_epochs() -> list[int]:
+    """Train in the plainest of loops; return how many epochs were announced at the beginning of each."""
+    accelerator = Accelerator()
+    linear = torch.nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(
+        linear, torch.optim.SGD(linear.parameters(), lr=0.1), loader
+    )
+    announced = []
+    for _ in range(4):
+        for position, (batch,) in enumerate(loader):
+            if position == 0:
+                announced.append(context.current().slot.read(0).num_epochs)
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+    return announced
+
+
+def test_a_plain_loop_over_a_range_announces_its_number_of_epochs(nothing_left_behind: None) -> None:
+    spec = LaunchSpec(train_for_epochs, (), 2, backend="cpu", return_all=True)
+    runner = JobRunner(spec, plan_launch(spec), [])
+    runner.run()
+    assert runner.result() == [[4, 4, 4, 4]] * 2

@@ -1,0 +1,266 @@
+"""How many epochs a training function will run, read from the ``for`` loops that it is in.
+
+    def train():
+        for fold in range(5):                    # 5 x 10 epochs
+            for epoch in range(num_epochs):
+                for batch in loader:             # asked here: at the beginning of each epoch
+
+Python does not show the iterator of a running loop, so the loops are found in the source of the user's frames, and
+what they iterate over is evaluated from the variables there: numbers, names, attributes, ``range``, ``len``, bars such
+as tqdm around it. No code of the user runs. A loop that can't be read with certainty (``while``, an iterator, a counter
+that the body changes, another training loop that follows) makes the number unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import linecache
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+from nblaunch.user_code import is_own_file, is_user_file
+
+_BARS = frozenset({"tqdm", "trange", "tqdm_notebook", "track", "progress_bar", "master_bar", "enumerate"})
+_OPERATORS: dict[type[ast.operator], Any] = {
+    ast.Add: int.__add__,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.FloorDiv: int.__floordiv__,
+}
+_TRAINS = frozenset({"backward", "step"})
+_STANDARD = ("<frozen ", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_CALLERS = ("nblaunch.worker.", "nblaunch.session.", "nblaunch.start_methods.")
+_COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+
+
+class _UnknownError(Exception):
+    """A loop can't be read with certainty."""
+
+
+def epochs_left(frame: FrameType | None) -> int:
+    """Return how many epochs will run, with the one that begins in ``frame`` or a caller; 0 where it is unknown."""
+    left, length = 1, 1
+    try:
+        for loop, user_frame in _loops_around(frame):
+            position, size = _place_in(loop, user_frame)
+            left += (size - 1 - position) * length
+            length *= size
+    except _UnknownError:
+        return 0
+    except Exception:  # an object of the user's that does not behave: what is shown must not end a training
+        return 0
+    return left
+
+
+def _loops_around(frame: FrameType | None) -> Iterator[tuple[ast.For, FrameType]]:
+    """Yield the loops around the iteration that begins, innermost first, each with its frame.
+
+    Raises:
+        _UnknownError: the iteration is in a loop, or a library, that says nothing of its length.
+    """
+    is_first = True
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if is_user_file(filename):
+            if frame.f_code.co_name in _COMPREHENSIONS and not is_first:
+                raise _UnknownError
+            for loop in _loops_in(frame):
+                yield loop, frame
+            is_first = False
+        elif _begins_function(frame):
+            return
+        elif not (is_own_file(filename) or filename.startswith(_STANDARD) or is_first):
+            raise _UnknownError  # a library's loop over epochs, maybe
+        frame = frame.f_back
+
+
+def _begins_function(frame: FrameType) -> bool:
+    """Return whether ``frame`` is of the code that calls the user's function; what is above it is the kernel's."""
+    return str(frame.f_globals.get("__name__", "")).startswith(_CALLERS)
+
+
+def _loops_in(frame: FrameType) -> Sequence[ast.For]:
+    """Return the loops of a frame's function around the line where it is, innermost first."""
+    code = frame.f_code
+    body = _function_at(code.co_filename, code.co_name, code.co_firstlineno)
+    if body is None:
+        raise _UnknownError
+    loops: list[ast.For] = []
+    _descend(body, frame.f_lineno, loops)
+    return loops[::-1]
+
+
+def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For]) -> None:
+    """Add the loops in ``body`` around ``line``, outermost first."""
+    for index, statement in enumerate(body):
+        if not statement.lineno <= line <= (statement.end_lineno or statement.lineno):
+            continue
+        if any(_trains(later) for later in body[index + 1 :]):
+            raise _UnknownError  # another training follows
+        is_inside = isinstance(statement, (ast.For, ast.While)) and line >= statement.body[0].lineno
+        if isinstance(statement, ast.While) and is_inside:
+            raise _UnknownError
+        if isinstance(statement, ast.For) and is_inside and line <= _last_line(statement.body):
+            if _assigns(statement.body, _counter_of(statement)):
+                raise _UnknownError
+            loops.append(statement)
+        for inner in _blocks(statement):
+            _descend(inner, line, loops)
+        return
+
+
+def _blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        yield getattr(statement, name, ())
+    for name in ("handlers", "cases"):
+        yield from (part.body for part in getattr(statement, name, ()))
+
+
+def _last_line(body: Sequence[ast.stmt]) -> int:
+    return body[-1].end_lineno or body[-1].lineno
+
+
+def _trains(statement: ast.stmt) -> bool:
+    """Return whether a statement has a loop in which gradients are computed or an optimizer steps."""
+    return any(
+        isinstance(loop, (ast.For, ast.While))
+        and any(isinstance(node, ast.Attribute) and node.attr in _TRAINS for node in ast.walk(loop))
+        for loop in ast.walk(statement)
+    )
+
+
+def _counter_of(loop: ast.For) -> str:
+    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) and loop.target.elts else loop.target
+    if not isinstance(target, ast.Name):
+        raise _UnknownError
+    return target.id
+
+
+def _assigns(body: Sequence[ast.stmt], name: str) -> bool:
+    return any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        for statement in body
+        for node in ast.walk(statement)
+    )
+
+
+@lru_cache(maxsize=64)
+def _function_at(filename: str, name: str, first_line: int) -> Sequence[ast.stmt] | None:
+    """Return the statements of the function, or of the module, that a code object was compiled from."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return None
+    if name == "<module>":
+        return tree.body
+    if name in _COMPREHENSIONS or name == "<lambda>":
+        return ()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first_line in (first, node.lineno):
+                return node.body
+    return None
+
+
+# --- what a loop iterates over ---------------------------------------------------------------------------------------
+
+
+def _place_in(loop: ast.For, frame: FrameType) -> tuple[int, int]:
+    """Return where a loop is, from 0, and how many rounds it makes."""
+    counter = _counter_of(loop)
+    items, is_counted = _items(loop.iter, frame)
+    if is_counted != isinstance(loop.target, ast.Tuple):
+        raise _UnknownError
+    value = frame.f_locals.get(counter, frame.f_globals.get(counter))
+    numbers = range(len(items)) if is_counted else items
+    places = [place for place, item in enumerate(numbers) if item is value or _are_equal(item, value)]
+    if len(places) != 1:
+        raise _UnknownError
+    return places[0], len(items)
+
+
+def _are_equal(item: Any, value: Any) -> bool:
+    return type(item) is type(value) and type(item) in (int, float, str) and bool(item == value)
+
+
+def _items(node: ast.expr, frame: FrameType) -> tuple[Sequence[Any], bool]:
+    """Return what a loop iterates over, and whether ``enumerate`` from 0 counts it."""
+    if isinstance(node, ast.Call) and node.args:
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if function in ("range", "trange") and _is_standard(node.func, frame):
+            return range(*(_whole(argument, frame) for argument in node.args)), False
+        if function in _BARS and _is_standard(node.func, frame):
+            if function == "enumerate" and (len(node.args) > 1 or node.keywords):
+                raise _UnknownError
+            items, is_counted = _items(node.args[0], frame)
+            return items, is_counted or function == "enumerate"
+        raise _UnknownError
+    value = _value(node, frame)
+    if type(value) not in (list, tuple, range):
+        raise _UnknownError
+    return value, False
+
+
+def _is_standard(node: ast.expr, frame: FrameType) -> bool:
+    """Return whether a name such as ``range`` is Python's here, or a bar's that is not the user's own function."""
+    if isinstance(node, ast.Attribute):
+        return True
+    value = _value(node, frame)
+    code = getattr(value, "__code__", None)
+    return value is getattr(builtins, getattr(node, "id", ""), None) or (
+        code is None or not is_user_file(code.co_filename)
+    )
+
+
+def _whole(node: ast.expr, frame: FrameType) -> int:
+    value = _value(node, frame)
+    if not isinstance(value, int):
+        raise _UnknownError
+    return int(value)
+
+
+def _value(node: ast.expr, frame: FrameType) -> Any:
+    """Return the value of an expression that runs no code of the user's."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return _named(node.id, frame)
+        case ast.Tuple() | ast.List():
+            return [_value(element, frame) for element in node.elts]
+        case ast.Attribute():
+            return _attribute(_value(node.value, frame), node.attr)
+        case ast.Subscript():
+            owner, key = _value(node.value, frame), _value(node.slice, frame)
+            if isinstance(owner, (dict, list, tuple)):
+                return owner[key]
+        case ast.UnaryOp(op=ast.USub()):
+            return -_whole(node.operand, frame)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](_whole(node.left, frame), _whole(node.right, frame))
+        case ast.Call(func=ast.Name(id=("int" | "len") as name), args=[argument]):
+            value = _value(argument, frame)
+            is_plain = type(value) in ((int, float) if name == "int" else (list, tuple, range, dict))
+            if is_plain and _named(name, frame) is getattr(builtins, name):
+                return int(value) if name == "int" else len(value)
+    raise _UnknownError
+
+
+def _named(name: str, frame: FrameType) -> Any:
+    for names in (frame.f_locals, frame.f_globals, vars(builtins)):
+        if name in names:
+            return names[name]
+    raise _UnknownError
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """Return an attribute that is stored, not computed: of a Namespace, a dataclass, a configuration class."""
+    for names in (getattr(owner, "__dict__", {}), *(vars(kind) for kind in type(owner).__mro__)):
+        if name in names and isinstance(names[name], (int, float, str, list, tuple, range, dict)):
+            return names[name]
+    raise _UnknownError

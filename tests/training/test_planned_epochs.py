@@ -1,0 +1,127 @@
+"""How many epochs a training function will run, as its ``for`` loops say: known with certainty, or not at all."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nblaunch.training.planned_epochs import epochs_left
+
+pytestmark = pytest.mark.timeout(60)
+
+# What each loop has yet to run, the epoch that begins among it; `note()` stands where a loader is read.
+KNOWN: dict[str, tuple[str, list[int]]] = {
+    "range": ("for epoch in range(3):\n    note()", [3, 2, 1]),
+    "a variable": ("n = 2\nfor epoch in range(n):\n    note()", [2, 1]),
+    "from one": ("for epoch in range(1, 3 + 1):\n    note()", [3, 2, 1]),
+    "backwards": ("for left in range(2, 0, -1):\n    note()", [2, 1]),
+    "an underscore": ("for _ in range(2):\n    note()", [2, 1]),
+    "settings": ("for epoch in range(settings.epochs):\n    note()", [2, 1]),
+    "a dict": ("config = {'epochs': 2}\nfor epoch in range(config['epochs']):\n    note()", [2, 1]),
+    "a bar": ("for epoch in tqdm(range(2)):\n    note()", [2, 1]),
+    "trange": ("for epoch in trange(2):\n    note()", [2, 1]),
+    "enumerate": ("for number, rate in enumerate([0.1, 0.2]):\n    note()", [2, 1]),
+    "a list": ("for rate in [0.1, 0.2]:\n    note()", [2, 1]),
+    "folds": ("for fold in range(2):\n    for epoch in range(2):\n        note()", [4, 3, 2, 1]),
+    "one epoch": ("note()", [1]),
+    "another function": (
+        "def an_epoch(epoch):\n    note()\nfor epoch in range(2):\n    an_epoch(epoch)",
+        [2, 1],
+    ),
+    "after a warm-up": (
+        "for step in range(5):\n    warm.step()\nfor epoch in range(2):\n    note()",
+        [2, 1],
+    ),
+    "in a block": ("for epoch in range(2):\n    with block():\n        if True:\n            note()", [2, 1]),
+    "a comprehension": ("for epoch in range(2):\n    losses = [note() for _ in '1']", [2, 1]),
+}
+UNKNOWN = {
+    "while": "n = 0\nwhile n < 2:\n    n += 1\n    note()",
+    "an iterator": "for epoch in iter([1, 2]):\n    note()",
+    "count": "for epoch in count():\n    note()\n    if epoch: break",
+    "a counter that the body changes": "for epoch in range(4):\n    epoch += 1\n    note()",
+    "equal items": "for rate in [0.1, 0.1]:\n    note()",
+    "another training follows": "for epoch in range(2):\n    note()\nfor epoch in range(3):\n    loss.backward()",
+    "a range of its own": "range = lambda n: [7, 8]\nfor epoch in range(1):\n    note()",
+    "a property": "for epoch in range(settings.computed):\n    note()",
+    "a comprehension of epochs": "def an_epoch(e):\n    note()\n[an_epoch(e) for e in range(2)]",
+}
+
+
+class Settings:
+    epochs = 2
+    num_computed = 0
+
+    @property
+    def computed(self) -> int:
+        Settings.num_computed += 1
+        return 2
+
+
+class Anything:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+    def __enter__(self) -> None:
+        """Begins a block."""
+
+    def __exit__(self, *args: object) -> None:
+        """Ends it."""
+
+
+def run(body: str) -> list[int]:
+    """Run ``body`` as a function of a cell; return what was left at each call of ``note``."""
+    seen: list[int] = []
+
+    def note() -> None:
+        seen.append(epochs_left(sys._getframe(1)))
+
+    def counted() -> Iterator[int]:
+        yield from (0, 1)
+
+    source = "def train():\n" + textwrap.indent(body, "    ")
+    name = f"<cell {abs(hash(body))}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    library = eval(
+        compile("lambda items: range(items) if isinstance(items, int) else items", bar_file(), "eval")
+    )
+    names: dict[str, Any] = {
+        "note": note, "settings": Settings(), "tqdm": library, "trange": library, "count": counted,
+        "block": Anything, "warm": Anything(), "loss": Anything(),
+    }  # fmt: skip
+    exec(compile(source, name, "exec"), names)
+    call(names["train"])
+    return seen
+
+
+def bar_file() -> str:
+    """The file of a bar that a library has."""
+    return "/usr/lib/python3/site-packages/tqdm/std.py"
+
+
+# The frame that calls the user's function in a worker: what is above it is not the user's.
+_CALLER: dict[str, Any] = {"__name__": "nblaunch.worker.bootstrap"}
+exec(compile("def call(function):\n    function()", linecache.__file__, "exec"), _CALLER)
+call: Callable[[Any], None] = _CALLER["call"]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_loop_says_how_many_epochs_are_left(name: str) -> None:
+    body, left = KNOWN[name]
+    assert run(body) == left
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_loop_that_cannot_be_read_says_nothing(name: str) -> None:
+    assert set(run(UNKNOWN[name])) == {0}
+
+
+def test_no_code_of_the_user_runs() -> None:
+    before = Settings.num_computed
+    run(UNKNOWN["a property"])
+    assert Settings.num_computed == before + 1  # by the loop itself
