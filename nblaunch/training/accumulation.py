@@ -7,15 +7,22 @@ optimizer wrapper.
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps
+
+Models that are accumulated apart have a :class:`Window` each, by which their optimizers step:
+
+    accumulate(D)     .       S       .       S
+    accumulate(G)         .       S       .       S
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from nblaunch import context, user_code
 from nblaunch.training.options import GradientAccumulationPlugin
@@ -66,15 +73,52 @@ class LoaderStack:
         return [loader for loader in found if loader is not None]
 
 
+class Window:
+    """Micro-steps of models that are accumulated together, since their gradients were synchronised last.
+
+    Args:
+        modules: the users' own; none: of no model in particular.
+
+    ``step`` counts since the last end of a loader, ``size`` since the last synchronisation.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module] = ()) -> None:
+        self.step = 0
+        self.size = 0
+        self.sync_gradients = True
+        self._modules = [weakref.ref(module) for module in modules]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Its models that there still are."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    def is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
+        """Return whether it is of just these models."""
+        return len(modules) == len(self._modules) and all(
+            reference() is module for reference, module in zip(self._modules, modules, strict=True)
+        )
+
+    def take_over(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Go on as the window of these models."""
+        self._modules = [weakref.ref(module) for module in modules]
+
+    @property
+    def parameters(self) -> set[int]:
+        """The ids of its models' parameters."""
+        return {id(parameter) for module in self.modules for parameter in module.parameters()}
+
+
 class AccumulationState:
-    """The accumulation window of an Accelerator, and the prepared loaders that are being read.
+    """The accumulation windows of an Accelerator, and the prepared loaders that are being read.
 
     Loops around the Accelerator are among them. What an earlier cell, or command of a session, has left in the
     middle is not.
 
     ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
-    since the last end of a loader. ``are_gradients_reduced``: the user has averaged gradients
-    over ranks, which the next step leaves out. ``plugin`` has the settings; another one may be assigned.
+    since the last end of a loader. Both are those of the window that was entered last. ``are_gradients_reduced``: the
+    user has averaged gradients over ranks, which the next step leaves out. ``plugin`` has the settings; another one may
+    be assigned.
 
     Args:
         loaders: those of the process; None: a lone window, that knows no loader.
@@ -85,12 +129,34 @@ class AccumulationState:
         self, loaders: LoaderStack | None = None, plugin: GradientAccumulationPlugin | None = None
     ) -> None:
         self.plugin = plugin or GradientAccumulationPlugin()
-        self.step = 0
-        self.sync_gradients = True
         self.are_gradients_reduced = False
+        self.has_named_short_window = False
+        self.current = Window()
+        self._windows = [self.current]
+        self._entered: Window | None = None
+        self._of_optimizers: weakref.WeakKeyDictionary[Any, list[Window]] = weakref.WeakKeyDictionary()
         self._is_joining = False
         self._stack = loaders or LoaderStack()
         self._stack.forget_earlier_commands()
+
+    @property
+    def step(self) -> int:
+        """Micro-steps of the current window since the last end of a loader; set, it counts for all windows."""
+        return self.current.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        for window in self._windows:
+            window.step = step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends in an optimizer step; may be set."""
+        return self.current.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.current.sync_gradients = value
 
     @property
     def num_steps(self) -> int:
@@ -105,14 +171,100 @@ class AccumulationState:
         """Return whether the window is of the process that reads these loaders."""
         return self._stack is loaders
 
+    @contextmanager
+    def micro_step(self, modules: Sequence[torch.nn.Module] = ()) -> Iterator[None]:
+        """Run the block as one more micro-step of ``modules``: decide whether it ends in an optimizer step.
+
+        Raises:
+            RuntimeError: some of the models, together with others or without, are in the middle of a window.
+        """
+        window = self.current if self.current.is_of(modules) else self._window_of(modules)
+        self._advance(window)
+        outer, self._entered = self._entered, window
+        self.current = window
+        try:
+            yield
+        finally:
+            self._entered = outer
+            if outer is not None:
+                self.current = outer
+
     def advance(self) -> None:
-        """Begin one more micro-step: decide whether it ends in an optimizer step."""
+        """Begin one more micro-step of the current window."""
+        self._advance(self.current)
+
+    def _advance(self, window: Window) -> None:
         is_last = self.plugin.sync_with_dataloader and self.end_of_dataloader
-        self.step += 1
-        self.sync_gradients = self.step % self.num_steps == 0
+        window.size = 1 if window.sync_gradients else window.size + 1
+        window.step += 1
+        window.sync_gradients = window.step % self.num_steps == 0
         if is_last:
-            self.step = 0  # the next epoch starts a fresh window
-            self.sync_gradients = self.sync_gradients or not self._ends_alone
+            window.step = 0  # the next epoch starts a fresh window
+            window.sync_gradients = window.sync_gradients or not self._ends_alone
+
+    def _window_of(self, modules: Sequence[torch.nn.Module]) -> Window:
+        """Return the window of just these models; a new one where there is none."""
+        self._windows = [window for window in self._windows if window.modules or window is self.current]
+        for window in self._windows:
+            if window.is_of(modules):
+                return window
+        related = [
+            window
+            for window in self._windows
+            if any(module is one for module in modules for one in window.modules)
+        ]
+        for window in related:
+            if not window.sync_gradients:
+                raise RuntimeError(_changed(window, modules))
+        self._of_optimizers.clear()
+        self._windows = [window for window in self._windows if not any(window is one for one in related)]
+        nameless = next((window for window in self._windows if not window.modules), None)
+        if nameless is not None and self._entered is None:
+            nameless.take_over(modules)  # it may go on where a checkpoint was
+            return nameless
+        made = related[0] if len(related) == 1 else Window()
+        made.take_over(modules)
+        self._windows.append(made)
+        return made
+
+    def window_for(self, optimizer: Any) -> Window:
+        """Return the window by which an optimizer steps: of the models whose parameters it has.
+
+        Args:
+            optimizer: prepared; has a method ``has_any(ids of parameters)``.
+
+        Raises:
+            RuntimeError: it has parameters of several models, whose windows end at different micro-steps.
+        """
+        if len(self._windows) == 1:
+            return self.current
+        windows = self._of_optimizers.get(optimizer)
+        if windows is None:
+            windows = [window for window in self._windows if optimizer.has_any(window.parameters)]
+            self._of_optimizers[optimizer] = windows
+        if len({window.sync_gradients for window in windows}) > 1:
+            names = " and ".join(_named(window.modules) for window in windows)
+            raise RuntimeError(
+                f"an optimizer has parameters of models that are accumulated apart, by {names}, and their windows end "
+                "at different micro-steps. Enter one block with all models of the optimizer, "
+                "accelerator.accumulate(first, second), or give each an optimizer of its own"
+            )
+        return windows[0] if windows and self.current not in windows else self.current
+
+    def forget_owners(self) -> None:
+        """Look anew for the models of optimizers, whose parameters have changed."""
+        self._of_optimizers.clear()
+
+    @property
+    def ends_short(self) -> bool:
+        """Whether the current window ends with less micro-steps than others have, as at the end of a loader."""
+        return self.current.sync_gradients and self.current.size < self.num_steps
+
+    def gradient_factor(self, optimizer: Any) -> float:
+        """Return what brings an optimizer's gradients, each divided by ``num_steps``, to the mean of its window."""
+        window = self.window_for(optimizer)
+        is_asked = self.plugin.divide_by_actual and window.sync_gradients and window.size
+        return self.num_steps / window.size if is_asked else 1.0
 
     @contextmanager
     def joining(self) -> Iterator[None]:
@@ -156,6 +308,18 @@ class AccumulationState:
         """Real rows in the last global batch of the active loader: 0 = all of them, -1 = not known."""
         loader = self.active_loader
         return -1 if loader is None else int(loader.remainder)
+
+
+def _named(modules: Sequence[torch.nn.Module]) -> str:
+    return f"accumulate({', '.join(type(module).__name__ for module in modules)})"
+
+
+def _changed(window: Window, modules: Sequence[torch.nn.Module]) -> str:
+    return (
+        f"{_named(modules)} was entered in the middle of the window of {_named(window.modules)}, after "
+        f"{window.size} micro-steps: gradients of models in one of them alone would not be averaged over ranks. Pass "
+        "the same models until the window ends, where accelerator.sync_gradients is True"
+    )
 
 
 def _of_this_process() -> AccumulationState:

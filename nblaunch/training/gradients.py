@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from nblaunch.errors import warn
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
+from nblaunch.training.models import bare_module
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import get_shared_state
@@ -61,14 +63,27 @@ def accumulate(preparer: Preparer, models: Sequence[torch.nn.Module]) -> Iterato
     """Run the block as one micro-step; see ``Accelerator.accumulate``."""
     strategy, shared = preparer.strategy, preparer.shared
     accumulation = shared.accumulation = preparer.accumulation
-    accumulation.advance()
-    if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
-        yield
-        return
     with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(strategy.no_sync(model))
+        stack.enter_context(accumulation.micro_step([bare_module(model) for model in models]))
+        if accumulation.ends_short and not accumulation.has_named_short_window:
+            _name_short_window(accumulation, shared.process.topology.rank)
+        if not (accumulation.sync_gradients or accumulation.plugin.sync_each_batch):
+            for model in models:
+                stack.enter_context(strategy.no_sync(model))
         yield
+
+
+def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
+    """Say once, on rank 0, by what the gradients of a short window are divided."""
+    size, num_steps = accumulation.current.size, accumulation.num_steps
+    accumulation.has_named_short_window = True
+    if rank == 0 and accumulation.plugin.divide_by_actual is None:
+        warn(
+            f"the last accumulation window of the loader has {size} of {num_steps} micro-steps, and its gradients are "
+            f"divided by {num_steps}, as by Accelerate: a step of {size}/{num_steps} of the size. "
+            f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. Set it False "
+            "to keep this without a warning, as where the loss is a sum that is divided by a count of tokens"
+        )
 
 
 @contextmanager
@@ -131,8 +146,8 @@ def bring_to_true_size(
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(parameter) for parameter in listed}
     owners = [optimizer for optimizer in preparer.optimizers if optimizer.has_any(wanted)]
-    if preparer.accumulation.sync_gradients:
-        for optimizer in owners:
+    for optimizer in owners:
+        if optimizer.is_due:
             optimizer.reduce_gradients()
     unscale(preparer, owners or None)
     return listed

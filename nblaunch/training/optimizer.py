@@ -86,6 +86,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as :class:`torch.optim.Optimizer` does."""
         self.optimizer.add_param_group(param_group)
+        self._accumulation.forget_owners()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as :class:`torch.optim.Optimizer` does."""
@@ -111,8 +112,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: drop them rather than fill them with zeros. None: True, where the optimizer leaves the choice.
         """
-        if not self._accumulation.sync_gradients:
+        if not self.is_due:
             return
+        self._is_reduced = False
         if set_to_none is None and not self._lets_choose_zeros:
             self.optimizer.zero_grad()
         else:
@@ -121,18 +123,34 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; do nothing in the middle of an accumulation window. LOMO optimizers have stepped in backward."""
-        if self._accumulation.sync_gradients:
+        if self.is_due:
             self.reduce_gradients()
             self._is_reduced = self._accumulation.are_gradients_reduced = False
             if not self.steps_in_backward:
                 self._is_overflow = self._precision.step(self.optimizer, closure)
             self._backend.step_boundary()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it steps in this micro-step: the accumulation window of its models ends."""
+        return self._accumulation.window_for(self).sync_gradients
+
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks, on devices whose models don't do it in backward; once per step."""
-        if not (self._is_reduced or self._accumulation.are_gradients_reduced):
+        """Average gradients over ranks, on devices whose models don't do it in backward; once per step.
+
+        With ``divide_by_actual``, average them over the micro-steps of a short window, too.
+        """
+        if self._is_reduced:
+            return
+        if not self._accumulation.are_gradients_reduced:
             self._backend.reduce_gradients(self.optimizer)
-            self._is_reduced = True
+        factor = self._accumulation.gradient_factor(self)
+        if factor != 1.0:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+        self._is_reduced = True
 
     def has_any(self, wanted: Container[int]) -> bool:
         """Return whether it has any of the parameters whose ids are ``wanted``."""
@@ -201,7 +219,7 @@ class AcceleratedScheduler:
         """Step with the optimizers; nothing where they did not step."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
-        elif not self._accumulation.sync_gradients:
+        elif not self._is_due():
             if self._accumulation.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                 # torch warns where a scheduler seems to be ahead of its optimizer; here both are left out.
                 self.scheduler._step_count += 1
@@ -210,6 +228,10 @@ class AcceleratedScheduler:
             for _ in range(1 if is_single else self._num_ranks):
                 if not self._is_at_end():
                     self.scheduler.step(*args, **kwargs)
+
+    def _is_due(self) -> bool:
+        answers = {optimizer.is_due for optimizer in self.optimizers}
+        return answers.pop() if len(answers) == 1 else self._accumulation.sync_gradients
 
     def _is_at_end(self) -> bool:
         total_steps = getattr(self.scheduler, "total_steps", None)

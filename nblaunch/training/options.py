@@ -335,6 +335,9 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: keep torch's warning about the order of scheduler and optimizer quiet in between.
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
         sync_each_batch: average gradients over ranks at every micro-step: more traffic, less memory in sharded models.
+        divide_by_actual: what gradients of a window are divided by that the end of a loader has closed early. True: the
+            micro-steps that it has, so that they are its mean; where ``optimizer.step`` or clipping begins. False:
+            ``num_steps``, as in all windows. None: likewise, and a warning says so once.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -345,6 +348,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    divide_by_actual: bool | None = None
 
     def check(self) -> None:
         if isinstance(self.num_steps, bool) or not hasattr(self.num_steps, "__index__"):

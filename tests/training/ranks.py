@@ -161,6 +161,7 @@ def _rank_main(
     topology, chosen = Topology.from_env(environment), backends.choose(backend)
     env.apply({**environment, **chosen.worker_env(topology)})  # as in launched workers
     warnings.simplefilter("error")  # as in the tests' own process
+    warnings.filterwarnings("ignore", "the last accumulation window of the loader has")
     torch.set_num_threads(1)
     context.install(context.ProcessContext(topology, chosen))
     try:

@@ -175,6 +175,12 @@ class DeepSpeedSettings:
 
     def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
         """Return how gradients are accumulated: see ``StrategyPlugin``."""
+        if asked.divide_by_actual:
+            raise ValueError(
+                "divide_by_actual=True can't be used with DeepSpeed, whose engine keeps the gradients of a window. Let "
+                "num_steps divide the batches of an epoch, or leave it out"
+            )
+        asked = dataclasses.replace(asked, divide_by_actual=False)
         key = "gradient_accumulation_steps"
         steps: Any = self.get_value(key)
         if steps in (AUTO, asked.num_steps):
