@@ -369,8 +369,8 @@ class Accelerator(AcceleratorProperties):
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
         """Run the block as one micro-step: ranks average gradients and optimizers step only where the window ends.
 
-        A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader. Models
-        of separate calls, nested or one after the other, have windows of their own, by which their optimizers step.
+        A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader.
+        Models of separate calls, nested or one after the other, have windows of their own, as have their optimizers.
 
         Args:
             *models: those whose gradients are accumulated together in the block.

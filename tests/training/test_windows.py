@@ -209,7 +209,7 @@ def test_gradients_of_a_short_window_are_divided_as_asked(
         assert weights == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_a_short_window_is_divided_by_is_said_once() -> None:
+def test_a_warning_names_once_what_a_short_window_is_divided_by() -> None:
     for divides in (None, False, True):
         with warnings.catch_warnings(record=True) as shown:
             warnings.simplefilter("always")
