@@ -50,7 +50,6 @@ class SharedState:
         attributes: what users set on ``PartialState()`` and the other views, by class.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
         init: how the process group was joined.
-        save_round: this rank's side of the rounds in which ranks save checkpoints; None where it is alone.
     """
 
     process: JoinedProcess
@@ -71,7 +70,6 @@ class SharedState:
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     has_checked_models: bool = False
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
-    save_round: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with it takes part in the job of the process that it arrives in.

@@ -56,7 +56,7 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, batch: torch.Ten
 
 def _wait_until_asked(accelerator: Accelerator, number: int) -> None:
     """Be so late that rank 0 has asked where this rank is, and knows that it has not come."""
-    mail = accelerator._shared.save_round._mail
+    mail = save_round._side._mail
     while True:
         found = mail.read(f"rank/{accelerator.process_index}", Whereabouts)
         if found is not None and found.number == number:
@@ -324,7 +324,7 @@ def _disk_full(*_: Any, **__: Any) -> None:
 def _leave_in_the_middle(folder: str) -> str:
     accelerator, *_ = _prepare()
     if accelerator.process_index == 1:
-        participant = accelerator._shared.save_round
+        participant = save_round._side
         # As if the process ended before it could report.
         participant.report = lambda *_: participant.leave()
         accelerator.register_save_state_pre_hook(_disk_full)
@@ -345,7 +345,7 @@ def _fail_while_another_writes(folder: str) -> list[str]:
     accelerator, *_ = _prepare()
     accelerator.save_state(folder)
     if accelerator.process_index == 0:
-        coordinator = accelerator._shared.save_round
+        coordinator = save_round._side
         wait_until_known = coordinator.wait_until_known
 
         def wait() -> None:
@@ -505,6 +505,38 @@ def test_messages(message: Any) -> None:
         dist.PrefixStore("nblaunch/saves", store).set("key", other)
         with pytest.raises(CheckpointError, match=r"nblaunch/saves/key"):
             mail.read("key", type(message))
+
+
+def _wait_in_a_collective(folder: str) -> tuple[int, set[str]]:
+    """How often rank 1 has looked at the store before it was asked; and the files of a later save."""
+    read, wait = save_round._Mail.read, save_round._Mail.wait_for_ring
+    looks: list[Any] = []
+    waits_inside = threading.Event()
+
+    def counting(*args: Any) -> Any:
+        looks.append(args)
+        return read(*args)
+
+    def noting(*args: Any) -> None:
+        waits_inside.set()
+        wait(*args)
+
+    save_round._Mail.read, save_round._Mail.wait_for_ring = counting, noting  # type: ignore[method-assign]
+    accelerator = Accelerator()
+    if accelerator.is_main_process:
+        waits_inside.set()
+    assert waits_inside.wait(20)
+    num_looks = len(looks)
+    accelerator.wait_for_everyone()
+    for _ in range(3):  # each is rung for
+        accelerator.save_state(folder)
+    return num_looks, set(os.listdir(folder))
+
+
+def test_until_rank_0_saves_the_other_ranks_wait_inside_the_store(tmp_path: Path) -> None:
+    for num_looks, names in ranks.run(_wait_in_a_collective, 3, str(tmp_path / "state")):
+        assert num_looks <= 1, "it looks when it begins"
+        assert {f"random_states_{rank}.pkl" for rank in range(3)} <= names
 
 
 def test_a_lone_process_has_no_thread_for_it() -> None:

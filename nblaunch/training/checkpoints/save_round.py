@@ -12,8 +12,9 @@ those of torch's process groups (the sequence numbers of its flight recorder), s
 such as DistributedDataParallel and those that scripts call themselves. Point-to-point messages over gloo are counted,
 too (torch 2.13); where only some ranks exchange them, ``main_process_only=True`` is the way to save on rank 0 alone.
 
-In every rank but the first, a thread answers rank 0 while the rank itself waits in a collective. What travels is JSON
-of a fixed shape: any process that reaches the store may write there, so its values are never executed.
+In every rank but the first, a thread answers rank 0 while the rank itself waits in a collective. Until rank 0 rings for
+its rank, the thread waits inside the store, and costs nothing. What travels is JSON of a fixed shape: any process that
+reaches the store may write there, so its values are never executed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from datetime import timedelta
+from functools import cached_property, partial
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
@@ -38,7 +40,8 @@ from nblaunch.wire import schema
 
 _PREFIX = "nblaunch/saves"
 _BUSY_S = (0.001, 0.05)  # first and longest pause between two looks at the store while something is awaited
-_IDLE_S = 0.2  # pause while nothing is: how late a rank in a collective notices that rank 0 saves
+_IDLE_S = 0.2  # pause while nothing is, where the store can't be waited in
+_RING_S = timedelta(days=7)  # of one wait for a ring; poll(2) counts milliseconds in an int
 _STOP_S = 5.0  # for the last message of a process that ends
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
 
@@ -104,13 +107,37 @@ class SaveOutcome:
 
 
 class _Mail:
-    """Messages of this module in a store, through a connection of their own where the store can give one."""
+    """Messages of this module in a store, through a connection of their own where the store can give one.
 
-    def __init__(self, store: Any) -> None:
+    Args:
+        store: of the process group.
+        is_shared: use the connection of the process group instead.
+
+    ``can_wait``: a thread may wait for a ring, since no other one needs the connection meanwhile.
+    """
+
+    def __init__(self, store: Any, *, is_shared: bool = False) -> None:
         # Other threads may wait inside the store for what only rank 0 can do, and hold a shared connection (NCCL's
         # start does). Stores of torch 2.5 to 2.7 have no clone.
-        own = store.clone() if hasattr(store, "clone") else store
-        self._store = dist.PrefixStore(_PREFIX, own)
+        self.can_wait = not is_shared and hasattr(store, "clone")
+        self._store = dist.PrefixStore(_PREFIX, store.clone() if self.can_wait else store)
+
+    def ring(self, ranks: Iterable[int]) -> None:
+        """Wake the threads of ``ranks`` that wait for a ring, to read what was posted before."""
+        try:
+            for rank in ranks:
+                self._store.set(f"bell/{rank}", "")
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def wait_for_ring(self, rank: int) -> None:
+        """Wait until a rank rings for ``rank``, or has done so since the last time."""
+        key = f"bell/{rank}"
+        try:
+            self._store.wait([key], _RING_S)
+            self._store.delete_key(key)
+        except RuntimeError as error:
+            raise _lost(error) from error
 
     def post(self, key: str, message: Round | Whereabouts | States | Report | SaveOutcome) -> None:
         try:
@@ -152,17 +179,33 @@ def _wait_for(look: Callable[[], T | None]) -> T:
 
 
 class _Side:
-    """What both sides have: their messages, and the process group that they belong to."""
+    """What both sides have: the process group that they belong to, and what counts its collectives."""
 
     def __init__(self, backend: Backend) -> None:
-        # The store has no public name; torch's own modules take it so, since 1.13 at least.
-        self._mail = _Mail(dist.distributed_c10d._get_default_store())
         self._group = weakref.ref(dist.group.WORLD)
         self._backend = backend
 
     def is_current(self) -> bool:
         """Return whether this process is still in that group."""
         return is_distributed() and self._group() is dist.group.WORLD
+
+
+def _default_store() -> Any:
+    # It has no public name; torch's own modules take it so, since 1.13 at least.
+    return dist.distributed_c10d._get_default_store()
+
+
+_side: Any = None
+
+
+def side_of(backend: Backend, rank: int) -> Any:
+    """Return this rank's side of the rounds of the process group, made at the first call; a Coordinator on rank 0."""
+    global _side
+    if _side is None or not _side.is_current():
+        before, _side = _side, Coordinator(backend) if rank == 0 else Participant(backend, rank)
+        if isinstance(before, Participant):
+            before.leave()  # its thread may wait for a ring of the group that has gone
+    return _side
 
 
 # --- rank 0 -----------------------------------------------------------------------------------------------------------
@@ -173,6 +216,7 @@ class Coordinator(_Side):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
+        self._mail = _Mail(_default_store())
         self._held: Any = None
         self._number = 0
         self._is_decided = False
@@ -182,13 +226,14 @@ class Coordinator(_Side):
     def open(self) -> list[int]:
         """Open a round and wait until each of the other ranks is present or has passed; returns the latter."""
         # It may live in this process, and would end with the group.
-        self._held = dist.distributed_c10d._get_default_store()
+        self._held = _default_store()
         before = self._mail.read("round", Round)
         self._number = before.number + 1 if before is not None else 1
         self._is_decided, self.present = False, []
         own = _collectives_begun(self._backend)
         self._mail.post("round", Round(self._number))
         others = range(1, dist.get_world_size())
+        self._mail.ring(others)
         with waiting():
             has_come = {rank: _wait_for(partial(self._has_come, rank, own)) for rank in others}
         self.present = [rank for rank in others if has_come[rank]]
@@ -290,16 +335,14 @@ class Participant(_Side):
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
         self._rank = rank
+        self._store = _default_store()
+        self._thread_mail = _Mail(self._store)  # where the thread waits
         # Held to answer that this rank is present, and to take the round that it is present for.
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0
         self.is_complete = False  # all ranks are present in the round that was taken last
         self.compares = False  # and they compare states
-        with suppress(CheckpointError):  # who comes to a round raises the same
-            before = self._mail.read("round", Round)
-            if before is not None:  # of another Participant, before the state of the process was reset
-                self._num_taken = before.number if before.is_decided else before.number - 1
         self._is_stopping = False
         self._problem: CheckpointError | None = None  # that has ended the thread
         self._wake = threading.Event()
@@ -307,6 +350,10 @@ class Participant(_Side):
         self._thread.start()
         # Not atexit, which a process of multiprocessing leaves out. It does nothing in forked children.
         self._finalizer = Finalize(None, self.leave, exitpriority=10)
+
+    @cached_property
+    def _mail(self) -> _Mail:
+        return _Mail(self._store)
 
     def arrive(self) -> Round:
         """Come to a round, and wait until rank 0 has decided on it."""
@@ -371,13 +418,22 @@ class Participant(_Side):
         """Let rank 0 know that this rank comes no more."""
         self._is_stopping = True
         self._wake.set()
+        # By another thread: where the connection is held, the process ends without it.
+        threading.Thread(target=self._ring_for_itself, name="nblaunch-saves-end", daemon=True).start()
         self._thread.join(_STOP_S)
+
+    def _ring_for_itself(self) -> None:
+        with suppress(CheckpointError):  # the store may have gone with its host
+            _Mail(self._store, is_shared=True).ring([self._rank])
 
     def _answer_rank_0(self) -> None:
         pause_s = _BUSY_S[0]
         try:
             while self.is_current() and not self._is_stopping:
                 is_busy = self._answer()
+                if not is_busy and self._thread_mail.can_wait:
+                    self._thread_mail.wait_for_ring(self._rank)
+                    continue
                 is_woken = self._wake.wait(pause_s if is_busy else _IDLE_S)
                 self._wake.clear()
                 pause_s = min(2 * pause_s, _BUSY_S[1]) if is_busy and not is_woken else _BUSY_S[0]
@@ -385,17 +441,17 @@ class Participant(_Side):
             self._problem = error  # raised where this rank comes to a round
         finally:
             with suppress(CheckpointError):  # the store may have gone with its host
-                self._mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
+                self._thread_mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
 
     def _answer(self) -> bool:
         """Say where this rank is, if rank 0 asks; return whether it does, or may do so at any moment."""
         collectives = _collectives_begun(self._backend)  # before it is looked whether the rank is present
         with self._lock:
-            asked = self._mail.read("round", Round)
+            asked = self._thread_mail.read("round", Round)
             if asked is None or asked.is_decided:
                 return self._is_present
             found = Whereabouts(asked.number, self._is_present, False, collectives)
-            self._mail.post(f"rank/{self._rank}", found)
+            self._thread_mail.post(f"rank/{self._rank}", found)
             return True
 
 

@@ -24,7 +24,7 @@ from nblaunch.events import Note
 from nblaunch.training.checkpoints import files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
-from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Round, SaveOutcome
+from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Round, SaveOutcome, side_of
 from nblaunch.training.checkpoints.snapshot import CheckpointedObjects, CpuCopies, Snapshot, collect
 from nblaunch.training.joining import is_distributed, waiting
 
@@ -88,13 +88,9 @@ class Saver:
 
     def _side_of_round(self) -> Any:
         """Return this rank's side of the save rounds, a Coordinator on rank 0; None for a lone process."""
-        live, shared = self._live, self._live.shared
-        if live.world_size == 1 or not is_distributed():
+        if self._live.world_size == 1 or not is_distributed():
             return None
-        if shared.save_round is None or not shared.save_round.is_current():
-            backend = shared.process.backend
-            shared.save_round = Coordinator(backend) if live.rank == 0 else Participant(backend, live.rank)
-        return shared.save_round
+        return side_of(self._live.shared.process.backend, self._live.rank)
 
     def _collect(
         self, folder: Path, safe: bool, asynchronous: bool, side: Coordinator | Participant | None
