@@ -7,11 +7,12 @@ Annotations are not postponed here: ``help(notebook_launcher)`` would show each 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nblaunch import attached_debugger, debugging, env
 from nblaunch import dashboard as dashboards
-from nblaunch import debugging, env
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.host import descriptors, signal_handlers
 from nblaunch.launcher.debug_client import release_kept_failures
@@ -290,12 +291,15 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
     __tracebackhide__ = True
     check_flag("background", background)
     job: Job | None = None
+    # A debugger would look at every line of the launcher. It goes on where the function runs in this process.
+    untraced = nullcontext if spec.engine == "inline" else attached_debugger.untraced
     try:
-        with signal_handlers.held_back():
+        with untraced(), signal_handlers.held_back():
             job = _prepared_job(spec, background=background, dashboard=dashboard)
         del spec  # or a traceback, which IPython keeps, would keep the arguments by this frame
         if isinstance(job, JobRunner):
-            job.run_in_background() if background else job.run()
+            with untraced():
+                job.run_in_background() if background else job.run()
     except BaseException as error:
         if isinstance(job, JobRunner):
             job.end_unwatched(error)

@@ -403,6 +403,27 @@ class Kernel:
                 self._abort()
                 raise KernelTimeout(f"waited {timeout_s:g} s for {what}{about}\n{self._story()}")
 
+    def start_debugger(self, timeout_s: float = CELL_TIMEOUT_S) -> None:
+        """Switch the debugger on as JupyterLab does: control messages attach debugpy to the kernel."""
+        arguments = {
+            "clientID": "jupyterlab",
+            "adapterID": "",
+            "linesStartAt1": True,
+            "columnsStartAt1": True,
+            "pathFormat": "path",
+        }
+        for number, (command, content) in enumerate(
+            (("initialize", arguments), ("attach", {}), ("debugInfo", {}))
+        ):
+            request = {"type": "request", "seq": number + 1, "command": command, "arguments": content}
+            message = self._manager.session.send(self._control, "debug_request", request)
+            asked = Cell(self, command, message["header"]["msg_id"])
+            self._cells[asked.msg_id] = asked
+            asked.wait_for(lambda cell: cell.contents("debug_reply"), timeout_s, f"a reply to {command}")
+            (reply,) = asked.contents("debug_reply")
+            assert reply.get("success", True), reply
+            del self._cells[asked.msg_id]
+
     def reply_input(self, text: str) -> None:
         """Send what a user types into the input box of a cell that was submitted with ``is_typed_into``."""
         self._manager.session.send(self._stdin, "input_reply", {"value": text})

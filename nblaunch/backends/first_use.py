@@ -39,7 +39,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from nblaunch import env, packages
+from nblaunch import attached_debugger, env, packages
 from nblaunch.host import proc
 
 _NUM_FRAMES = 200
@@ -310,12 +310,12 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
     It counts as hanging after ``timeout_s``.
     """
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), attached_debugger.kept_out():
         # Python warns about forking with threads; this child touches nothing that threads may hold, and ends at once.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        _run_probe(attempt, writer)
+        pid = attached_debugger.fork()
+        if pid == 0:
+            _run_probe(attempt, writer)
     os.close(writer)
     try:
         return _answer(reader, timeout_s)

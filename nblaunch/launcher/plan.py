@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from nblaunch import backends, context, env, formatting
+from nblaunch import attached_debugger, backends, context, env, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
@@ -120,6 +120,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
             *(() if is_inline else _foreign_accelerators(spec)),
+            *(() if is_inline else filter(None, [attached_debugger.note()])),
         ),
     )
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from nblaunch import attached_debugger, formatting
 from nblaunch import dashboard as dashboards
-from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.diagnosis.failure import failure_of
@@ -426,7 +426,7 @@ class Session(RankCommands):
         spec = LaunchSpec(function=serve, is_session=True, sync_weights=False, **self._settings)
         self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
         release_kept_failures()
-        with self._output.shown_by([dashboards.lines_printer()]):
+        with self._output.shown_by([dashboards.lines_printer()]), attached_debugger.untraced():
             if reason := self._runner.plan.fallback:
                 text = (
                     f"{reason}. Ranks have no variables of the notebook: session.put(name=value) sends them"
@@ -447,7 +447,8 @@ class Session(RankCommands):
         self._unloaded_weights = {}
         if failed is not None:
             failed.release()
-        replies = self._client.request(ranks, command, files)
+        with attached_debugger.untraced():
+            replies = self._client.request(ranks, command, files)
         if failed_on := failed_ranks(replies):
             root = find_root_cause(self._report(replies))
             self._failed = FailedCommand(

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from nblaunch import backends
+from nblaunch import attached_debugger, backends
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
 from nblaunch.host import heap, proc
@@ -64,12 +64,10 @@ def fork_workers(
     ]
     with _originals_opened(assignments) as originals:
         files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
-        with heap.frozen(), process_control.signals_blocked(), warnings.catch_warnings():
-            # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with heap.frozen(), process_control.signals_blocked(), attached_debugger.kept_out():
             for assignment in assignments:
                 try:
-                    pid = os.fork()
+                    pid = _fork()
                 except OSError as error:
                     kill_and_reap(pids.values())  # those that were started before this one was refused
                     raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
@@ -77,6 +75,14 @@ def fork_workers(
                     _run_worker(assignment, assignments, load_call, board, originals, files)
                 pids[assignment.rank] = pid
     return pids
+
+
+def _fork() -> int:
+    """Fork without a warning; the child has the filters of warnings that this process had before."""
+    with warnings.catch_warnings():
+        # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return attached_debugger.fork()
 
 
 def _prepare(backend: Backend) -> None:

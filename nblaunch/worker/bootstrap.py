@@ -1,5 +1,6 @@
 """The life of one worker, from its first instruction to its last.
 
+    attached_debugger  the debugger of the kernel is given up
     process_control  own POSIX session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
     output           descriptors 1 and 2 to the log file, 0 to /dev/null; ``sys.stdin``, ``stdout``, ``stderr`` replaced
     process_control  first to go when memory runs out, stacks on request
@@ -34,7 +35,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nblaunch import backends, context, env
+from nblaunch import attached_debugger, backends, context, env
 from nblaunch.backends import process_group
 from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, Started, WorkerState
@@ -93,6 +94,7 @@ class _Worker:
     """
 
     def __init__(self, assignment: Assignment, slot: Slot | None, files: KernelFiles | None = None) -> None:
+        attached_debugger.leave()
         process_control.lead_posix_session()
         process_control.end_with_parent(assignment.parent_pid)
         process_control.reset_signals()

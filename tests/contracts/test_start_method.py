@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import posix
 import select
 import signal
 import subprocess
@@ -249,7 +250,7 @@ def test_a_refused_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: py
 def test_a_refused_process_leaves_none_of_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     if stage.method == "forkserver":
         pytest.skip("its workers start in another process")
-    fork, popen, started = os.fork, subprocess.Popen, []
+    fork, popen, started = posix.fork, subprocess.Popen, []
 
     def second_is_refused(start: Callable[..., Any]) -> Callable[..., Any]:
         def begin(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +261,7 @@ def test_a_refused_process_leaves_none_of_the_others(stage: Stage, monkeypatch: 
 
         return begin
 
-    monkeypatch.setattr(os, "fork", second_is_refused(fork))
+    monkeypatch.setattr(posix, "fork", second_is_refused(fork))
     monkeypatch.setattr(subprocess, "Popen", second_is_refused(popen))
     with pytest.raises(LaunchError, match="Resource temporarily unavailable"):
         stage.start(time.sleep, 100)

@@ -176,19 +176,19 @@ def test_a_refused_fork_takes_the_others_back(shared: Kernel) -> None:
     """Where another process forks, a control group refuses: see :func:`test_a_limit_on_processes_is_named`."""
     cell = shared.run(
         """
-import errno
-real_fork, forks = os.fork, []
+import errno, posix
+real_fork, forks = posix.fork, []
 def fork():
     if len(forks) == 2:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
     pid = real_fork()
     forks.append(pid)
     return pid
-os.fork = fork
+posix.fork = fork
 try:
     notebook_launcher(add_up, num_processes=4, start_method="fork")
 finally:
-    os.fork = real_fork
+    posix.fork = real_fork
 """,
         raises="LaunchError",
     )

@@ -1,0 +1,129 @@
+"""A debugger that is attached to this process: pydevd, which JupyterLab, VS Code and PyCharm use, or pdb.
+
+It traces the main thread, and pydevd has replaced what starts processes, to follow into them. A worker has neither its
+threads nor its connection to the front end, and would wait for both for ever. So workers start as if no debugger were
+attached (:func:`kept_out`), and a forked process gives up its copy (:func:`leave`).
+
+Nothing here imports a debugger. Where a debugger has no public way, names that it may not have are looked up.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+_PATCHED = ("os", "subprocess", "_posixsubprocess")
+_is_noted = False
+_ORIGINAL = "original_"  # pydevd keeps what it replaces under the name with this prefix
+
+
+def is_attached() -> bool:
+    """Return whether the debugger of a front end is attached to this process."""
+    constants = sys.modules.get("_pydevd_bundle.pydevd_constants")
+    return constants is not None and constants.get_global_debugger() is not None
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Let no debugger trace this thread in the block."""
+    tracer = sys.gettrace()
+    if not _is_of_debugger(tracer):
+        yield
+        return
+    set_trace = _settrace()
+    set_trace(None)
+    try:
+        yield
+    finally:
+        set_trace(tracer)
+
+
+@contextmanager
+def kept_out() -> Iterator[None]:
+    """Start processes in the block as if no debugger were attached."""
+    with untraced(), ExitStack() as stack:
+        monitoring: Any = getattr(sys, "monitoring", None)
+        if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+            events = monitoring.get_events(monitoring.DEBUGGER_ID)
+            monitoring.set_events(monitoring.DEBUGGER_ID, 0)
+            stack.callback(monitoring.set_events, monitoring.DEBUGGER_ID, events)
+        monkey: Any = sys.modules.get("_pydev_bundle.pydev_monkey")
+        if hasattr(monkey, "skip_subprocess_arg_patch"):
+            stack.enter_context(monkey.skip_subprocess_arg_patch())
+        yield
+
+
+def fork() -> int:
+    """Fork by the system's own function: the one in ``os`` may be a debugger's, which follows into the child."""
+    import posix
+
+    return posix.fork()
+
+
+def note() -> str | None:
+    """Return a sentence for the user whose debugger workers are without, once in this process; None otherwise."""
+    global _is_noted
+    if _is_noted or not is_attached():
+        return None
+    _is_noted = True
+    return (
+        "breakpoints of the front end's debugger do not stop in workers; breakpoint() in the function does, and opens "
+        "pdb in the cell. With engine='inline' the function runs in the kernel, where both stop"
+    )
+
+
+def leave() -> None:
+    """Give up the debugger in a forked process: nothing is traced, and processes start as without it."""
+    if _is_of_debugger(sys.gettrace()):
+        _settrace()(None)
+    if _is_of_debugger(threading._trace_hook):  # type: ignore[attr-defined]  # gettrace() of Python 3.10
+        threading.settrace(None)  # type: ignore[arg-type]
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+        _free_monitoring(monitoring)
+    constants: Any = sys.modules.get("_pydevd_bundle.pydevd_constants")
+    if constants is None or constants.get_global_debugger() is None:
+        return
+    constants.set_global_debugger(None)
+    for name in _PATCHED:
+        _restore(sys.modules.get(name))
+    monkey, tracing = sys.modules.get("_pydev_bundle.pydev_monkey"), sys.modules.get("pydevd_tracing")
+    for module, undo in ((monkey, "undo_patch_thread_modules"), (tracing, "restore_sys_set_trace_func")):
+        if hasattr(module, undo):
+            getattr(module, undo)()
+
+
+def _is_of_debugger(tracer: Any) -> bool:
+    """Return whether a trace function is a debugger's, rather than that of a tool that measures, as coverage."""
+    pdb: Any = sys.modules.get("bdb")
+    if pdb is not None and isinstance(getattr(tracer, "__self__", None), pdb.Bdb):
+        return True
+    # pydevd's are functions, partials and objects of its own classes.
+    function = getattr(tracer, "func", tracer)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).startswith(("pydevd", "_pydevd"))
+
+
+def _settrace() -> Callable[[Any], object]:
+    """Return ``sys.settrace``, which pydevd replaces by a function that warns."""
+    holder = getattr(sys.modules.get("pydevd_tracing"), "TracingFunctionHolder", None)
+    return getattr(holder, "_original_tracing", None) or sys.settrace
+
+
+def _free_monitoring(monitoring: Any) -> None:
+    """Take the debugger out of ``sys.monitoring`` (Python 3.12)."""
+    tool = monitoring.DEBUGGER_ID
+    monitoring.set_events(tool, 0)
+    for event in vars(monitoring.events).values():
+        if isinstance(event, int) and event.bit_count() == 1:
+            monitoring.register_callback(tool, event, None)
+    monitoring.free_tool_id(tool)
+
+
+def _restore(module: Any) -> None:
+    for name, original in list(vars(module).items()) if module is not None else ():
+        if name.startswith(_ORIGINAL):
+            setattr(module, name.removeprefix(_ORIGINAL), original)
