@@ -80,7 +80,7 @@ def leave() -> None:
     if _is_of_debugger(sys.gettrace()):
         _settrace()(None)
     if _is_of_debugger(threading._trace_hook):  # type: ignore[attr-defined]  # gettrace() of Python 3.10
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
     monitoring: Any = getattr(sys, "monitoring", None)
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
         _free_monitoring(monitoring)

@@ -22,7 +22,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Note
 from nblaunch.host import descendants, descriptors
 from nblaunch.start_methods.fork import fork_workers
-from nblaunch.start_methods.interpreter import Boot, read_boot, start_interpreter
+from nblaunch.start_methods.interpreter import Boot, read_boot, report_left, start_interpreter
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
 from nblaunch.start_methods.spawn import spawn_workers
 from nblaunch.start_methods.worker_group import (
@@ -157,6 +157,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         process_control.unblock_signals()
         boot.call.restore_surroundings()
         call, _ = boot.call.load()
+        report_left(boot)
         with process_control.signals_blocked():
             pids = _start_workers(boot, call)
             # The launcher interrupts the server until it knows the workers.
@@ -195,7 +196,7 @@ def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
         f"{hazard}. Importing inside the function what uses the device would share it"
     )
     EventSender(first.event_fd).send(Note.of_job(text))
-    pids = spawn_workers(boot.assignments, SavedCall.around(boot.call.fd))
+    pids = spawn_workers(boot.assignments, boot.call)
     os.close(boot.call.fd)
     return pids
 

@@ -10,13 +10,15 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nblaunch import backends
+from nblaunch import attached_debugger, backends
 from nblaunch.errors import LaunchError
+from nblaunch.events import Note
 from nblaunch.host import descriptors
 from nblaunch.start_methods.saved_call import SavedCall, present_folder
 from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.channel import EventSender
 from nblaunch.worker import process_control
 
 # The kernel's search path comes first of all: nblaunch itself may have been found through it.
@@ -76,6 +78,13 @@ def read_boot(arguments: Sequence[str]) -> Boot:
     return boot
 
 
+def report_left(boot: Boot) -> None:
+    """Report from the first rank, in a note, what of the kernel's settings could not be sent."""
+    first, note = boot.assignments[0], boot.call.settings.note()
+    if note is not None and first.topology.rank == 0:
+        EventSender(first.event_fd).send(Note.of_job(note, "warning"))
+
+
 def registered_backend(name: str) -> bytes:
     """Pickle a backend that is known to this process alone; b"" for those that are part of nblaunch."""
     backend = backends.registered(name)
@@ -111,7 +120,7 @@ def start_program(
         program = _PROGRAM.format(path=path, module=module)
         fds = {message_fd, *inherited} if call is None else {message_fd, call.fd, *inherited}
         # Or an interrupt would print the traceback of an unfinished import into the cell.
-        with process_control.signals_blocked(), descriptors.forks_held_back():
+        with process_control.signals_blocked(), descriptors.forks_held_back(), attached_debugger.kept_out():
             return subprocess.Popen(
                 [sys.executable, "-c", program, str(message_fd)],
                 stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sour
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import output
 from nblaunch.worker.inheritance.random_states import RandomStates
+from nblaunch.worker.inheritance.settings import KernelSettings
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class SavedCall:
 
     Args:
         fd: memory file of the call, see ``wire/payload.py``.
+        settings: of libraries, warnings and loggers.
         random_states: of this process, so that a fresh worker draws the numbers that a forked one would.
         environment: all variables.
         path: where modules are looked for.
@@ -39,6 +41,7 @@ class SavedCall:
     """
 
     fd: int
+    settings: KernelSettings
     random_states: RandomStates
     environment: Mapping[str, str]
     path: Sequence[str]
@@ -52,6 +55,7 @@ class SavedCall:
         """Return the call in the memory file ``fd``, with what else this process has at present."""
         return cls(
             fd=fd,
+            settings=KernelSettings.of_this_process(),
             random_states=RandomStates.of_this_process(),
             environment=env.snapshot(),
             path=tuple(sys.path),
@@ -69,8 +73,9 @@ class SavedCall:
             output.ensure_shell()
 
     def load(self) -> tuple[FunctionCall, int]:
-        """Return the call, and the address of its memory file; put the states of random generators back."""
+        """Return the call, and the address of its memory file; put settings and random states back."""
         loaded = payload.load_mapped_with_address(self.fd)
+        self.settings.restore()
         self.random_states.restore()
         return loaded
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import NoReturn
 
-from nblaunch.start_methods.interpreter import read_boot, start_interpreter
+from nblaunch.start_methods.interpreter import read_boot, report_left, start_interpreter
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
 from nblaunch.start_methods.worker_group import Children, WorkerGroup, disown, kill_and_reap
 from nblaunch.wire.assignment import Assignment, FunctionCall
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
     def load() -> FunctionCall:
         call, originals.address = boot.call.load()
+        report_left(boot)
         return call
 
     bootstrap.run(boot.assignments[0], load, originals=originals)

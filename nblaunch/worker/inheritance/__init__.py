@@ -1,6 +1,8 @@
 """What a worker inherits from the kernel, and what becomes of it.
 
 inventory.py      the table: every kind of state, and its treatment under each start method
+settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
+message_settings.py  likewise filters of warnings and what is set of loggers
 random_states.py  gives workers the kernel's random states, and moves the kernel's on
 files.py          files that the kernel has open; positions.py and written_files.py are its parts
 kernel_only.py    undoes in a worker what belongs to the kernel alone: input(), exit handlers, open figures

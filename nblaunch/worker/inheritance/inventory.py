@@ -116,5 +116,47 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(Treatment.KEPT, "the same"),
     ),
+    Kind(
+        "numeric settings of torch",
+        fork=Way(Treatment.KEPT, "all"),
+        fresh=Way(
+            Treatment.KEPT,
+            "default dtype and device, precision of matrix products, deterministic algorithms, flags of "
+            "`torch.backends`, kernels of attention, anomaly and gradient mode, print options, flushing of denormal "
+            "numbers, settings of the compiler; set when the worker has imported torch",
+        ),
+    ),
+    Kind(
+        "settings of Python, NumPy and other libraries",
+        fork=Way(Treatment.KEPT, "all"),
+        fresh=Way(
+            Treatment.KEPT,
+            "limits of `sys`, thresholds of `gc`, locale, decimal context, start method of `multiprocessing`; error "
+            "handling and print options of NumPy; options of pandas, Matplotlib, scikit-learn, OpenCV, Pillow. Other "
+            "libraries have their defaults: set them inside the function",
+        ),
+    ),
+    Kind(
+        "filters of warnings",
+        fork=Way(Treatment.KEPT, "all"),
+        fresh=Way(Treatment.KEPT, "all; one for a category of a library, once the worker has imported it"),
+    ),
+    Kind(
+        "loggers",
+        fork=Way(Treatment.KEPT, "levels and handlers"),
+        fresh=Way(
+            Treatment.KEPT,
+            "levels, and handlers that write to a standard stream or append to a file; a line names other handlers",
+        ),
+    ),
+    Kind(
+        "debuggers",
+        fork=Way(
+            Treatment.DROPPED,
+            "breakpoints of the front end's debugger do not stop in workers, and a line says so; `breakpoint()` in "
+            "the function opens pdb in the cell",
+        ),
+        fresh=Way(Treatment.DROPPED, "the same"),
+    ),
 )
 """Ordered by what users meet first."""

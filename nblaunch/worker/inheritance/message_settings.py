@@ -1,0 +1,237 @@
+"""Which warnings and log messages a process shows: filters of warnings, levels and handlers of loggers.
+
+A filter may name a category of warnings, and a logger belongs to a library, that the other process has not imported.
+Each is set when that has happened, since libraries set their own at their import.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from nblaunch import packages
+from nblaunch.wire import payload
+
+
+class WarningFilter(NamedTuple):
+    """A filter of warnings, with its category by name.
+
+    Args:
+        action: as ``"ignore"``.
+        message: regular expression; "" for all.
+        category_module: module of its category.
+        category_name: qualified name of it.
+        module: regular expression; "" for all.
+        lineno: 0 for all.
+    """
+
+    action: str
+    message: str
+    category_module: str
+    category_name: str
+    module: str
+    lineno: int
+
+
+def read_warning_filters() -> list[WarningFilter]:
+    """Return the filters of this process, the first that applies first."""
+    filters: Any = list(warnings.filters)
+    return [
+        WarningFilter(
+            action, _pattern(message), category.__module__, category.__qualname__, _pattern(module), lineno
+        )
+        for action, message, category, module, lineno in filters
+    ]
+
+
+def write_warning_filters(filters: Sequence[WarningFilter]) -> None:
+    """Replace the filters of this process; one whose category is not imported yet is added when that is."""
+    _set_filters(filters)
+    for name in {one.category_module for one in filters} - sys.modules.keys():
+        packages.when_imported(name, lambda module: _set_filters([*_added_since(filters), *filters]))
+
+
+def _added_since(filters: Sequence[WarningFilter]) -> list[WarningFilter]:
+    """Return the present filters that others have added, as libraries at their import."""
+    return [one for one in read_warning_filters() if one not in filters]
+
+
+def _set_filters(filters: Sequence[WarningFilter]) -> None:
+    warnings.resetwarnings()
+    for one in reversed(filters):
+        category = _find(one.category_module, one.category_name)
+        if category is not None:
+            action: Any = one.action
+            warnings.filterwarnings(action, one.message, category, one.module, one.lineno)
+
+
+def _pattern(expression: Any) -> str:
+    return getattr(expression, "pattern", expression) or ""
+
+
+def _find(module: str, name: str) -> Any:
+    """Return a category of warnings; None where its module is not imported, or has it no more."""
+    value: Any = sys.modules.get(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+class LoggerSetting(NamedTuple):
+    """What is set of a logger; "" is the root.
+
+    Args:
+        name: of the logger.
+        level: 0 = that of its parent.
+        propagate: whether its parents get its messages, too.
+        is_disabled: whether it drops them all.
+        handlers: pickled, of a logger of the user's own.
+    """
+
+    name: str
+    level: int
+    propagate: bool
+    is_disabled: bool
+    handlers: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class LoggerSettings:
+    """What is set of all loggers of a process.
+
+    Args:
+        loggers: those that have something set.
+        disabled_level: see ``logging.disable``.
+        captures_warnings: see ``logging.captureWarnings``.
+        left: handlers that can't be sent to another process, as text.
+    """
+
+    loggers: tuple[LoggerSetting, ...]
+    disabled_level: int
+    captures_warnings: bool
+    left: tuple[str, ...]
+
+
+def read_loggers() -> LoggerSettings:
+    """Return what is set of the loggers of this process."""
+    settings, left = [], []
+    for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]:
+        if not isinstance(logger, logging.Logger):
+            continue  # a placeholder for a parent
+        handlers = []
+        # A library adds its own at its import.
+        for handler in () if name.partition(".")[0] in sys.modules else logger.handlers:
+            if isinstance(handler, logging.NullHandler):
+                continue
+            try:
+                handlers.append(payload.to_bytes(_HandlerRecipe.of(handler), main_by_reference=False))
+            except Exception:
+                left.append(f"the handler {handler} of {f'logger {name!r}' if name else 'the root logger'}")
+        one = LoggerSetting(name, logger.level, logger.propagate, logger.disabled, tuple(handlers))
+        if one != LoggerSetting(name, logging.NOTSET, True, False, ()):
+            settings.append(one)
+    captures = getattr(logging, "_warnings_showwarning", None) is not None
+    return LoggerSettings(tuple(settings), logging.root.manager.disable, captures, tuple(left))
+
+
+def write_loggers(settings: LoggerSettings) -> None:
+    """Set the loggers of this process likewise: those of libraries that are not imported yet, at their import."""
+    logging.disable(settings.disabled_level)
+    logging.captureWarnings(settings.captures_warnings)
+    for one in settings.loggers:
+        package = one.name.partition(".")[0]
+        _set_logger(one)
+        if package and package not in sys.modules:
+            packages.when_imported(package, partial(_set_logger_again, one))
+
+
+def _set_logger_again(setting: LoggerSetting, module: Any) -> None:
+    _set_logger(setting)
+
+
+def _set_logger(setting: LoggerSetting) -> None:
+    logger = logging.getLogger(setting.name)
+    logger.setLevel(setting.level)
+    logger.propagate, logger.disabled = setting.propagate, setting.is_disabled
+    if not logger.handlers:
+        for recipe in setting.handlers:
+            logger.addHandler(pickle.loads(recipe).make())
+
+
+_STREAMS = {"<stdout>": "stdout", "<stderr>": "stderr"}
+"""Name of a stream of the kernel, or of Python -> its name in ``sys``."""
+
+
+@dataclass(frozen=True)
+class _HandlerRecipe:
+    """How to make a handler like one of the kernel's, in a process with other streams.
+
+    Args:
+        stream: name in ``sys`` of the stream that it writes to; "" where it writes to a file.
+        filename: of that file, to which it appends.
+        encoding: of that file.
+        level: of the handler.
+        formatter: of the handler.
+        filters: of the handler.
+    """
+
+    stream: str
+    filename: str
+    encoding: str | None
+    level: int
+    formatter: logging.Formatter | None
+    filters: list[Any]
+
+    @classmethod
+    def of(cls, handler: logging.Handler) -> _HandlerRecipe:
+        """Return the recipe of a handler.
+
+        Raises:
+            TypeError: it does more than write to a standard stream or a file.
+        """
+        stream, filename, encoding = "", "", None
+        if type(handler) is logging.FileHandler:
+            filename, encoding = handler.baseFilename, handler.encoding
+        elif type(handler) is logging.StreamHandler and (name := _name_of_stream(handler.stream)):
+            stream = name
+        else:
+            raise TypeError(f"{type(handler).__name__} writes elsewhere")
+        return cls(stream, filename, encoding, handler.level, handler.formatter, list(handler.filters))
+
+    def make(self) -> logging.Handler:
+        """Return a handler of this process."""
+        handler: logging.Handler
+        if self.stream:
+            handler = _StandardStreamHandler(self.stream)
+        else:
+            handler = logging.FileHandler(self.filename, encoding=self.encoding, delay=True)
+        handler.setLevel(self.level)
+        handler.setFormatter(self.formatter)
+        handler.filters = self.filters
+        return handler
+
+
+class _StandardStreamHandler(logging.StreamHandler[Any]):
+    """Writes to what is the standard stream at that time: a forkserver's workers have others than their server."""
+
+    def __init__(self, name: str) -> None:
+        self._name_in_sys = name
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return getattr(sys, self._name_in_sys)
+
+
+def _name_of_stream(stream: Any) -> str:
+    """Return the name in ``sys`` of a standard stream, of Python's own or of the kernel; "" for others."""
+    for name in ("stdout", "stderr"):
+        if stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__"):
+            return name
+    return _STREAMS.get(str(getattr(stream, "name", "")), "")

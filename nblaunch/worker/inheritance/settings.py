@@ -1,0 +1,337 @@
+"""Settings of libraries that cells have made, for workers that do not begin as a copy of the kernel.
+
+    kernel   KernelSettings.of_this_process(): what every loaded library of the table has set
+    worker   restore(): writes what differs here, as soon as the worker has imported the library
+
+Nothing is imported for this: neither in the kernel nor in a worker, whose function may use none of it. The table has a
+row for each setting; ``message_settings.py`` has warnings and loggers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from nblaunch import packages
+from nblaunch.wire import payload
+from nblaunch.worker.inheritance import message_settings
+
+_TINY = sys.float_info.min
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting, or several that one function reads.
+
+    Args:
+        name: as the user knows it.
+        module: the module with whose import the setting comes.
+        read: gives the present value, from the module.
+        write: makes a value the present one.
+    """
+
+    name: str
+    module: str
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+@dataclass(frozen=True)
+class KernelSettings:
+    """The settings of a process at one moment.
+
+    Args:
+        values: name of a row -> value, pickled: reading it may import its library.
+        warning_filters: see :mod:`nblaunch.worker.inheritance.message_settings`.
+        loggers: likewise.
+        left: what can't be sent to another process, as text.
+    """
+
+    values: Mapping[str, bytes]
+    warning_filters: Sequence[message_settings.WarningFilter]
+    loggers: message_settings.LoggerSettings
+    left: tuple[str, ...]
+
+    @classmethod
+    def of_this_process(cls) -> KernelSettings:
+        """Return the present settings. Imports nothing."""
+        values: dict[str, bytes] = {}
+        left: list[str] = []
+        loggers = message_settings.read_loggers()
+        filters = message_settings.read_warning_filters()
+        # Libraries warn when a setting is read that they would rather not have.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for setting in SETTINGS:
+                module = sys.modules.get(setting.module)
+                if module is not None:
+                    _read(setting, module, values, left)
+        return cls(values, filters, loggers, (*left, *loggers.left))
+
+    def restore(self) -> None:
+        """Make these the settings of this process: of libraries that are not imported yet, at their import."""
+        for setting in SETTINGS:
+            if setting.name in self.values:
+                packages.when_imported(setting.module, partial(self._write, setting))
+        message_settings.write_loggers(self.loggers)
+        message_settings.write_warning_filters(self.warning_filters)
+
+    def note(self) -> str | None:
+        """Return a sentence about what could not be sent; None where all could."""
+        if not self.left:
+            return None
+        return (
+            f"workers are without these settings of the kernel, which can't be sent to another process: "
+            f"{'; '.join(self.left)}. Make them inside the function"
+        )
+
+    def _write(self, setting: Setting, module: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                value = pickle.loads(self.values[setting.name])
+                if setting.read(module) != value:
+                    setting.write(module, value)
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+            else:
+                return
+        print(f"{setting.name} of the kernel can't be set in this worker: {message}", file=sys.stderr)
+
+
+def _read(setting: Setting, module: Any, values: dict[str, bytes], left: list[str]) -> None:
+    try:
+        value = setting.read(module)
+    except Exception:
+        return  # another version of the library, or a way of setting that rules this one out
+    try:
+        values[setting.name] = payload.to_bytes(value, main_by_reference=False)
+    except Exception as error:
+        left.append(f"{setting.name} ({type(error).__name__}: {error})")
+
+
+# --- how settings are read and written ------------------------------------------------------------------------------
+
+
+def _attributes(module: str, *paths: str) -> Iterator[Setting]:
+    """Yield a row for each attribute of ``module``, as ``"backends.cudnn.benchmark"``."""
+    for path in paths:
+        yield Setting(f"{module}.{path}", module, attrgetter(path), partial(_set_attribute, path))
+
+
+def _set_attribute(path: str, module: Any, value: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(attrgetter(owner)(module) if owner else module, name, value)
+
+
+def _calls(module: str, *pairs: tuple[str, str]) -> Iterator[Setting]:
+    """Yield a row for each pair of a function that returns a setting and a function that takes it."""
+    for read, write in pairs:
+        yield Setting(f"{module}.{write}", module, partial(_call, read), partial(_call, write))
+
+
+def _call(path: str, module: Any, *args: Any) -> Any:
+    return attrgetter(path)(module)(*args)
+
+
+def _set_by_keywords(path: str, module: Any, values: Mapping[str, Any]) -> None:
+    attrgetter(path)(module)(**values)
+
+
+def _compiler_values(config: Any) -> dict[str, Any]:
+    """Return what differs from the defaults in one of torch's modules of settings for its compiler."""
+    return {
+        name: getattr(config, name)
+        for name, entry in config._config.items()
+        if getattr(config, name) != entry.default
+    }
+
+
+def _set_compiler_values(config: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if getattr(config, name) != value:
+            setattr(config, name, value)
+
+
+def _pandas_options(pandas: Any) -> dict[str, Any]:
+    options = pandas._config.config._registered_options.items()
+    return {key: value for key, option in options if (value := pandas.get_option(key)) != option.defval}
+
+
+def _set_pandas_options(pandas: Any, options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        pandas.set_option(key, value)
+
+
+_FRONT_END = ("backend", "backend_fallback", "interactive", "toolbar")
+"""Matplotlib's parameters that belong to the kernel: workers show figures in their own way."""
+
+
+def _figure_parameters(matplotlib: Any) -> dict[str, Any]:
+    parameters = matplotlib.rcParams
+    return {name: parameters[name] for name in parameters if name not in _FRONT_END}
+
+
+def _set_figure_parameters(matplotlib: Any, parameters: Mapping[str, Any]) -> None:
+    own = matplotlib.rcParams
+    own.update({name: value for name, value in parameters.items() if own.get(name) != value})
+
+
+def _start_method(multiprocessing: Any) -> str | None:
+    return multiprocessing.get_start_method(allow_none=True)
+
+
+def _set_start_method(multiprocessing: Any, method: str | None) -> None:
+    multiprocessing.set_start_method(method, force=True)
+
+
+def _decimal_context(decimal: Any) -> tuple[Any, ...]:
+    context = decimal.getcontext()
+    traps = tuple(sorted(signal.__name__ for signal, is_set in context.traps.items() if is_set))
+    return (
+        context.prec,
+        context.rounding,
+        context.Emin,
+        context.Emax,
+        context.capitals,
+        context.clamp,
+        traps,
+    )
+
+
+def _set_decimal_context(decimal: Any, values: tuple[Any, ...]) -> None:
+    *numbers, traps = values
+    decimal.setcontext(decimal.Context(*numbers, flags=[], traps=[getattr(decimal, name) for name in traps]))
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+_PYTHON = (
+    *_calls("sys", ("getrecursionlimit", "setrecursionlimit"), ("getswitchinterval", "setswitchinterval")),
+    *_calls("sys", ("get_int_max_str_digits", "set_int_max_str_digits")),
+    Setting(
+        "gc.set_threshold", "gc", lambda gc: gc.get_threshold(), lambda gc, value: gc.set_threshold(*value)
+    ),
+    Setting(
+        "gc.disable",
+        "gc",
+        lambda gc: gc.isenabled(),
+        lambda gc, value: gc.enable() if value else gc.disable(),
+    ),
+    Setting(
+        "locale.setlocale",
+        "locale",
+        lambda locale: locale.setlocale(locale.LC_ALL),
+        lambda locale, value: locale.setlocale(locale.LC_ALL, value),
+    ),
+    Setting("decimal.setcontext", "decimal", _decimal_context, _set_decimal_context),
+    Setting("multiprocessing.set_start_method", "multiprocessing", _start_method, _set_start_method),
+    *_calls("socket", ("getdefaulttimeout", "setdefaulttimeout")),
+    *_calls("csv", ("field_size_limit", "field_size_limit")),
+    *_attributes("tempfile", "tempdir"),
+)
+
+_TORCH = (
+    *_calls(
+        "torch",
+        ("get_default_dtype", "set_default_dtype"),
+        ("get_default_device", "set_default_device"),
+        ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+        ("is_grad_enabled", "set_grad_enabled"),
+        ("is_warn_always_enabled", "set_warn_always"),
+        ("get_float32_matmul_precision", "set_float32_matmul_precision"),
+        ("__future__.get_overwrite_module_params_on_conversion",
+         "__future__.set_overwrite_module_params_on_conversion"),
+        ("__future__.get_swap_module_params_on_conversion", "__future__.set_swap_module_params_on_conversion"),
+        ("multiprocessing.get_sharing_strategy", "multiprocessing.set_sharing_strategy"),
+        ("backends.mha.get_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
+        ("backends.cuda.flash_sdp_enabled", "backends.cuda.enable_flash_sdp"),
+        ("backends.cuda.mem_efficient_sdp_enabled", "backends.cuda.enable_mem_efficient_sdp"),
+        ("backends.cuda.math_sdp_enabled", "backends.cuda.enable_math_sdp"),
+        ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
+        ("backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
+         "backends.cuda.allow_fp16_bf16_reduction_math_sdp"),
+        ("backends.cuda.preferred_linalg_library", "backends.cuda.preferred_linalg_library"),
+    ),
+    *_attributes(
+        "torch",
+        "utils.deterministic.fill_uninitialized_memory",
+        "backends.cudnn.enabled",
+        "backends.cudnn.benchmark",
+        "backends.cudnn.benchmark_limit",
+        "backends.cudnn.deterministic",
+        "backends.cudnn.allow_tf32",
+        "backends.cuda.matmul.allow_tf32",
+        "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        "backends.cuda.matmul.allow_fp16_accumulation",
+        "backends.mkldnn.enabled",
+        "backends.mkldnn.deterministic",
+        "backends.quantized.engine",
+        # After the older names for the same, which set them too.
+        "backends.fp32_precision",
+        "backends.cudnn.fp32_precision",
+        "backends.cudnn.conv.fp32_precision",
+        "backends.cudnn.rnn.fp32_precision",
+        "backends.cuda.matmul.fp32_precision",
+        "backends.mkldnn.fp32_precision",
+        "backends.mkldnn.conv.fp32_precision",
+        "backends.mkldnn.rnn.fp32_precision",
+        "backends.mkldnn.matmul.fp32_precision",
+    ),
+    Setting(
+        "torch.autograd.set_detect_anomaly",
+        "torch",
+        lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda torch, value: torch.set_anomaly_enabled(*value),
+    ),
+    Setting(
+        "torch.set_printoptions",
+        "torch",
+        lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
+        partial(_set_by_keywords, "set_printoptions"),
+    ),
+    # torch has no function that reads it. Where denormal numbers are taken for 0, so are Python's.
+    Setting(
+        "torch.set_flush_denormal",
+        "torch",
+        lambda torch: _TINY / 2 == 0,
+        lambda torch, value: torch.set_flush_denormal(value),
+    ),
+    *(
+        Setting(module, module, _compiler_values, _set_compiler_values)
+        for module in ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
+    ),
+)  # fmt: skip
+
+_LIBRARIES = (
+    Setting("numpy.seterr", "numpy", lambda numpy: numpy.geterr(), partial(_set_by_keywords, "seterr")),
+    Setting(
+        "numpy.set_printoptions",
+        "numpy",
+        lambda numpy: numpy.get_printoptions(),
+        partial(_set_by_keywords, "set_printoptions"),
+    ),
+    *_calls("numpy", ("geterrcall", "seterrcall"), ("getbufsize", "setbufsize")),
+    Setting("pandas.options", "pandas", _pandas_options, _set_pandas_options),
+    Setting("matplotlib.rcParams", "matplotlib", _figure_parameters, _set_figure_parameters),
+    Setting(
+        "sklearn.set_config",
+        "sklearn",
+        lambda sklearn: sklearn.get_config(),
+        partial(_set_by_keywords, "set_config"),
+    ),
+    *_attributes("PIL.Image", "MAX_IMAGE_PIXELS"),
+    *_attributes("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
+    *_attributes("transformers.utils.logging", "_tqdm_active"),
+    *_calls("cv2", ("getNumThreads", "setNumThreads")),
+)
+
+SETTINGS: tuple[Setting, ...] = (*_PYTHON, *_TORCH, *_LIBRARIES)
+"""Written in this order. Threads of OpenMP and torch are not here: workers share the cores."""

@@ -1,0 +1,196 @@
+"""Settings that cells make hold in workers under every start method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contracts.inheritance.contract import contract
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+CELL = """
+import decimal, gc, logging, sys, warnings
+import numpy, torch
+from nblaunch import notebook_launcher
+
+def launch(function, start_method):
+    values = notebook_launcher(
+        function, num_processes=2, start_method=start_method, dashboard="none", return_all=True, backend="cpu"
+    )
+    assert values[0] == values[1], values
+    own = function()
+    assert values[0] == own, {name: (own[name], value) for name, value in values[0].items() if own[name] != value}
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    with Kernel.start() as kernel:
+        kernel.run(CELL)
+        yield kernel
+
+
+TORCH = """
+torch.set_default_dtype(torch.float64)
+torch.set_float32_matmul_precision("high")
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.allow_tf32 = False
+torch.backends.mkldnn.deterministic = True
+torch.backends.cuda.enable_flash_sdp(False)
+torch.autograd.set_detect_anomaly(True)
+torch.set_grad_enabled(False)
+torch.set_printoptions(precision=7, sci_mode=False)
+torch.set_default_device("meta")
+
+def torch_settings():
+    return {
+        "dtype": str(torch.ones(1).dtype),
+        "device": str(torch.ones(1).device),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32),
+        "mkldnn": torch.backends.mkldnn.deterministic,
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "print": str(torch.tensor([1e-7 / 3], device="cpu")),
+    }
+"""
+
+RESET_TORCH = """
+torch.set_default_device(None)
+torch.set_grad_enabled(True)
+torch.set_default_dtype(torch.float32)
+torch.autograd.set_detect_anomaly(False)
+"""
+
+
+@contract("numeric settings of torch")
+def test_settings_of_torch(shared: Kernel, start_method: str) -> None:
+    shared.run(TORCH)
+    try:
+        shared.run(f"launch(torch_settings, {start_method!r})")
+    finally:
+        shared.run(RESET_TORCH)
+
+
+NUMPY = """
+numpy.seterr(divide="raise", under="warn")
+numpy.set_printoptions(precision=3, formatter={"bool": lambda value: "yes" if value else "no"})
+decimal.getcontext().prec = 5
+sys.setrecursionlimit(4321)
+gc.set_threshold(500, 5, 5)
+
+def other_settings():
+    import decimal
+
+    return {
+        "errors": numpy.geterr(),
+        "print": str(numpy.array([1 / 3])) + str(numpy.array([True])),
+        "decimal": str(decimal.Decimal(1) / 3),
+        "recursion": sys.getrecursionlimit(),
+        "gc": gc.get_threshold(),
+    }
+"""
+
+
+@contract("settings of Python, NumPy and other libraries")
+def test_settings_of_numpy_and_python(shared: Kernel, start_method: str) -> None:
+    shared.run(NUMPY)
+    shared.run(f"launch(other_settings, {start_method!r})")
+
+
+WARNINGS = """
+class OwnWarning(UserWarning): ...
+
+warnings.simplefilter("ignore", numpy.exceptions.RankWarning)
+warnings.filterwarnings("error", message="old", category=DeprecationWarning)
+warnings.filterwarnings("error", category=OwnWarning)
+
+def outcomes():
+    outcomes = {}
+    for category in (OwnWarning, DeprecationWarning, numpy.exceptions.RankWarning):
+        try:
+            warnings.warn("old way", category)
+        except Warning:
+            outcomes[category.__name__] = "raised"
+        else:
+            outcomes[category.__name__] = "passed"
+    return outcomes
+"""
+
+
+@contract("filters of warnings")
+def test_filters_of_warnings(shared: Kernel, start_method: str) -> None:
+    shared.run(WARNINGS)
+    shared.run(f"launch(outcomes, {start_method!r})")
+
+
+LOGGING = """
+import io
+logging.basicConfig(format="%(levelname)s of %(name)s: %(message)s", level=logging.INFO, force=True)
+logging.getLogger("mine").setLevel(logging.DEBUG)
+logging.getLogger("quiet").disabled = True
+elsewhere = logging.StreamHandler(io.StringIO())
+
+def log():
+    logging.getLogger("mine").debug("written")
+    logging.getLogger("others").info("written")
+    logging.getLogger("others").debug("missed")
+    logging.getLogger("quiet").error("missed")
+
+def launch_logging(start_method):
+    notebook_launcher(log, num_processes=2, start_method=start_method, dashboard="text", backend="cpu")
+"""
+
+
+@contract("loggers")
+def test_levels_and_handlers_of_loggers(shared: Kernel, start_method: str) -> None:
+    shared.run(LOGGING)
+    cell = shared.run(f"launch_logging({start_method!r})")
+    text = cell.stdout + cell.stderr
+    assert "DEBUG of mine: written" in text
+    assert "INFO of others: written" in text
+    assert "missed" not in text
+    assert "can't be sent" not in text
+
+
+def test_a_handler_that_cannot_be_sent_is_named(shared: Kernel) -> None:
+    shared.run(LOGGING + "logging.root.addHandler(elsewhere)")
+    try:
+        cell = shared.run("launch_logging('forkserver')")
+    finally:
+        shared.run("logging.root.removeHandler(elsewhere)")
+    assert cell.shown.count("can't be sent") == 2  # when it comes, and in the final table
+    assert "handler <StreamHandler (NOTSET)> of the root logger" in cell.shown
+
+
+def test_a_library_that_the_function_does_not_use_is_not_imported(shared: Kernel) -> None:
+    used = "lambda: [name for name in ('pandas', 'matplotlib', 'torch', 'numpy') if name in sys.modules]"
+    shared.run("import pandas, matplotlib\npandas.set_option('display.max_rows', 7)")
+    launch = (
+        f"notebook_launcher({used}, num_processes=1, start_method='spawn', dashboard='none', backend='cpu')"
+    )
+    assert shared.run(launch).value == []
+    rows = "lambda: __import__('pandas').get_option('display.max_rows')"
+    launch = (
+        f"notebook_launcher({rows}, num_processes=1, start_method='spawn', dashboard='none', backend='cpu')"
+    )
+    assert shared.run(launch).value == 7
+
+
+def test_a_restart_has_the_settings_of_the_launch(shared: Kernel) -> None:
+    shared.run(
+        "import os, threading\n"
+        "def train():\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('once')\n"
+        "    return str(torch.ones(1).dtype)\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "job = notebook_launcher(train, num_processes=1, max_restarts=1, background=True, dashboard='none')\n"
+        "torch.set_default_dtype(torch.float32)"
+    )
+    assert shared.run("job.result()").value == "torch.float64"
