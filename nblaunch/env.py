@@ -89,6 +89,7 @@ TABLE = {
         Variable("NO_COLOR", _TEXT, "", "anything: no colours on terminals"),
         Variable("FORCE_COLOR", _TEXT, "", "anything: colours, also where the output is no terminal"),
         Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
+        Variable("XDG_STATE_HOME", _TEXT, "", "folder of detached jobs, in nblaunch/jobs; default: ~/.local/state"),
         Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),
         Variable("CUDA_DEVICE_ORDER", _TEXT, None, "PCI_BUS_ID: CUDA numbers GPUs by bus, not the fastest first"),
         Variable("CUDA_VISIBLE_DEVICES", _TEXT, None, "GPUs to use, in CUDA's format"),

@@ -8,7 +8,7 @@
     │   └── WorkerDied        no exception: a signal, sys.exit(n), os._exit, or a return while others wait
     │       └── NodeLost      it was on another machine, which has left or sends no heartbeats
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
-    ├── JobLost               the process that watched a detached job was killed
+    ├── JobLost               the process that watched a detached job was killed, or its machine restarted
     ├── ResultError           the return value can't be pickled; ``partial`` is what can
     ├── JobCancelled          the job was stopped by ``job.cancel()`` (``job.interrupt()`` gives KeyboardInterrupt)
     ├── CheckpointError       a checkpoint can't be written, is damaged, or does not fit
@@ -85,7 +85,10 @@ class JobHung(NblaunchError, RuntimeError):
 
 
 class JobLost(NblaunchError, RuntimeError):
-    """The process that watched a job with ``detach=True`` was killed, and its workers with it; the logs are kept."""
+    """The process that watched a job with ``detach=True`` has left no end: it was killed, or the machine restarted.
+
+    Its workers ended with it; the logs are kept.
+    """
 
 
 class ResultError(NblaunchError, TypeError):

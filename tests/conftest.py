@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -52,6 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     left_behind.adopt_orphans()
+    # Detached jobs of the tests are not among the user's own.
+    os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"nblaunch-tests-{os.getuid()}")
     watchman.begin()
     # How long one example takes says more about the machine's load than about the code; pytest's timeout holds.
     hypothesis.settings.register_profile("nblaunch", deadline=None)

@@ -10,9 +10,11 @@ from nblaunch import formatting
 from nblaunch.cli import INTERRUPTED_EXIT_CODE, UsageError
 from nblaunch.dashboard import text_dashboards
 from nblaunch.detached import jobs
-from nblaunch.detached.folder import JobFolder, find
-from nblaunch.detached.follower import JobFollower
-from nblaunch.detached.requests import RemoteRequests
+from nblaunch.detached.folder import JobFolder, Unusable
+from nblaunch.detached.follower import follow
+from nblaunch.detached.listing import find
+from nblaunch.detached.requests import Endpoint, RemoteRequests
+from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 
 _LOOK_S = 0.1
@@ -22,9 +24,10 @@ _LOOK_S = 0.1
 def set_up_jobs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch jobs``."""
     parser.description = (
-        "List the jobs of this user on this machine that were launched with detach=True, the newest last. The files "
-        "of ended jobs are kept as logs are, up to NBLAUNCH_KEEP_JOBS. Status lost: the process that watched the job "
-        "was killed, and its workers with it."
+        "List the jobs of this user that were launched with detach=True, the newest last. The files of ended jobs are "
+        "kept as logs are, up to NBLAUNCH_KEEP_JOBS. Status lost: the process that watched the job was killed, and its "
+        "workers with it; waiting: the disk has no room for what the job returned; damaged: its files can't be read; "
+        "on NAME: it runs on another machine that shares the folder."
     )
     parser.set_defaults(run=_list)
 
@@ -75,14 +78,14 @@ def _chosen_job(arguments: argparse.Namespace) -> JobFolder:
     """Return the folder of the job that was named; raise UsageError if there is none that this user may use."""
     try:
         return find(arguments.job)
-    except (LookupError, PermissionError) as error:
+    except (LookupError, PermissionError, LaunchError) as error:
         raise UsageError(str(error.args[0])) from None
 
 
 def _list(arguments: argparse.Namespace) -> int:
     try:
         found = jobs()
-    except PermissionError as error:
+    except (PermissionError, LaunchError) as error:
         raise UsageError(str(error)) from None
     rows = [("job", "status", "ranks", "launched", "time", "logs")]
     rows += [
@@ -97,20 +100,23 @@ def _list(arguments: argparse.Namespace) -> int:
         for one in found
     ]
     print("\n".join(formatting.columns(rows)))
+    for one in found:
+        if one.problem:
+            print(f"{one.id}: {one.problem}")
     return 0
 
 
 def _attach(arguments: argparse.Namespace) -> int:
     from nblaunch.cli.script_job import exit_code
 
-    try:
-        follower = JobFollower(_chosen_job(arguments), text_dashboards(shortens=False))
-    except LookupError as error:
-        raise UsageError(str(error)) from None
+    folder, dashboards = _chosen_job(arguments), text_dashboards(shortens=False)
     interrupts: list[float] = []
     # An exception could be raised where it is lost, as in a finalizer, or while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
-        follower.follow()
+        try:
+            follower = follow(folder, dashboards)
+        except LookupError as error:
+            raise UsageError(str(error)) from None
         while not (interrupts or follower.ends_within(_LOOK_S)):
             pass
     if follower.outcome is None:
@@ -140,9 +146,10 @@ def _print_log(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     folder = _chosen_job(arguments)
-    if not folder.has_job_process:
-        raise UsageError(f"{folder.id} does not run any more")
-    requests = RemoteRequests(folder.path)
+    endpoint = _endpoint(folder)
+    if not endpoint.is_served():
+        raise UsageError(f"{folder.id} does not run any more, or not on this machine")
+    requests = RemoteRequests(endpoint)
     if arguments.kill:
         requests.cancel()
     elif arguments.interrupt:
@@ -151,3 +158,11 @@ def _stop(arguments: argparse.Namespace) -> int:
         requests.stop()
     print(f"requested of {folder.id}; `nblaunch jobs` shows its status")
     return 0
+
+
+def _endpoint(folder: JobFolder) -> Endpoint:
+    """Return where a job is asked, also one whose record can't be read: then by the socket in its folder."""
+    try:
+        return Endpoint(folder.path, folder.load_record().address)
+    except Unusable:
+        return Endpoint(folder.path)

@@ -3,14 +3,19 @@
     kernel ── start ── call, by cloudpickle ──> job process (POSIX session of its own) ── fork ──> workers
                                                     │ appends, replaces          ^
                                                     v                            │ stop, stacks, ...
-                                              folder of the job              Unix socket
+                                              folder of the job              Unix sockets
                                                     │ read, followed             │
                         any kernel, script, shell ──┴── JobFollower ──────────┘
 
-job_process.py          starts the process of a job, which runs it with the ordinary ``JobRunner`` and writes its folder
-folder.py               what is in the folder; private to the user
-requests.py             requests to a running job, on its Unix socket
-follower.py             follows the folder, as a ``Job`` whose dashboards are those of a job of this process
+job_process.py          starts the process of a job, which runs it with the ordinary ``JobRunner``
+recorder.py             writes the folder of the job, and waits where there is no room for what it returned
+home.py                 where the folders of jobs are; the key of their user
+folder.py               what is in the folder of a job; private to the user
+record.py               what is known of a job without a pickle
+listing.py              all jobs: of folders, and of processes whose folders are gone
+requests.py             requests to a running job, on its Unix sockets
+reader.py               reads the folder from the beginning on
+follower.py             follows it, as a ``Job`` whose dashboards are those of a job of this process
 
 All that is needed to look at a job is in files: the job process has to run for requests alone. If it is killed, its
 workers end with it, and the job is listed as lost.
@@ -19,8 +24,8 @@ workers end with it, and the job is listed as lost.
 from __future__ import annotations
 
 from nblaunch import dashboard as dashboards
-from nblaunch.detached.folder import JobSummary, find, jobs
-from nblaunch.detached.follower import JobFollower
+from nblaunch.detached.follower import follow
+from nblaunch.detached.listing import JobSummary, find, jobs
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.job import Job
 
@@ -30,7 +35,8 @@ __all__ = ["JobSummary", "attach", "jobs"]
 def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
     """Return a :class:`Job` for one that was launched with ``detach=True``, and show it in this cell.
 
-    Several processes may be attached to a job; that one of them ends changes nothing.
+    Several processes may be attached to a job; that one of them ends changes nothing. In one process, all calls for a
+    job return the same :class:`Job`, until it has ended or its :meth:`Job.detach` was called.
 
     Example::
 
@@ -43,7 +49,8 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         dashboard: as for :func:`notebook_launcher`.
 
     Raises:
-        LookupError: there is no such job, or it was launched by another version of nblaunch.
+        LookupError: there is no such job; it is damaged, runs on another machine, or was launched by another version of
+            nblaunch.
         PermissionError: the folder of the job can be changed by other users.
     """
     __tracebackhide__ = True
@@ -51,10 +58,10 @@ def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
         folder = find(job_id)
         listeners = dashboards.choose(dashboard, background=True)
         try:
-            follower = JobFollower(folder, listeners)
+            follower = follow(folder, listeners)
         except (LookupError, OSError) as error:
-            dashboards.close_refused(listeners, error)
-            raise
+            refusal = LookupError(str(error)) if isinstance(error, LookupError) else error
+            dashboards.close_refused(listeners, refusal)
+            raise refusal from None
     dashboards.connect(listeners, follower)
-    follower.follow()
     return follower

@@ -1,14 +1,17 @@
 """The folder of a detached job: all that is known of it, readable after any crash.
 
-    <log folder>/detached/          mode 0700, of this user; nothing in it is read otherwise
+    <folder of jobs>/               mode 0700, of this user; nothing in it is read otherwise. See ``home.py``
+      .key                          of the user: signs the pickles below
       train-3f9a2c/                 a job's log folder, with what other jobs have (``launcher/joblog.py``), and
-        record                      what was launched
-        events                      what has happened, appended as it happens: the packets of ``wire/channel.py``; but
-                                    lines, which a follower reads from the logs of the ranks, and samples
-        snapshot                    the last readings of the board, and the last samples of memory and use of devices;
-                                    replaced several times a second
-        result, weights             what the ranks returned, and trained weights
-        end                         how the job ended
+        record.json                 what was launched, and by which process (``record.py``)
+        launch                      the rest of it, for those that attach: a signed pickle
+        events                      what has happened, appended as it happens: the packets of ``wire/channel.py``, each
+                                    signed; but lines, which a follower reads from the logs of the ranks, and samples
+        snapshot                    the last readings of the board, and the last samples of memory and use of devices:
+                                    a signed pickle, replaced several times a second
+        result, weights, error      what the ranks returned, trained weights, or why it failed: signed pickles
+        end.json                    how the job ended
+        end.reserve                 room for it, should the disk be full by then
         socket                      for requests, while the job process runs
         job.log                     what the job process printed
 
@@ -20,51 +23,45 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
-import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from nblaunch import formatting
-from nblaunch.detached.requests import is_served
-from nblaunch.events import Event, Failed, JobEnded
-from nblaunch.host import descriptors
-from nblaunch.launcher.joblog import LogFolder, log_root
+from nblaunch.detached import home, record
+from nblaunch.detached.record import End, OtherFormat, Record
+from nblaunch.detached.requests import Endpoint
+from nblaunch.events import Event, Failed
+from nblaunch.host import descriptors, files
+from nblaunch.host.machine import ProcessState
+from nblaunch.launcher.joblog import LogFolder
 from nblaunch.spec import LaunchSpec
+from nblaunch.wire import payload, signing
 from nblaunch.wire.board import SlotReading
 
+RECORD, END, END_RESERVE, EVENTS = "record.json", "end.json", "end.reserve", "events"
+RESULT, WEIGHTS = "result", "weights"
+MAX_END_BYTES = 1 << 16
 _RETRY_S = 0.1
-
-_Stored = TypeVar("_Stored", "Record", "Snapshot", "End")
 
 
 @dataclass(frozen=True)
-class Record:
-    """What was launched, and by which process it is supervised.
+class Launch:
+    """What a process that attaches needs beside the record.
 
     Args:
         spec: without the function and its arguments.
-        backend: name of the device family.
-        registered_backend: it, pickled, where it is not part of nblaunch.
+        registered_backend: the backend, pickled, where it is not part of nblaunch.
         plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan` of the launching process.
         sources: file name -> text of the notebook's cells, for tracebacks.
-        host: name of this machine.
-        pid: of the job process.
-        started_s: ``time.time()`` of the launch.
     """
 
     spec: LaunchSpec
-    backend: str
     registered_backend: bytes
     plan: Mapping[str, Any]
     sources: Mapping[str, str]
-    host: str
-    pid: int = 0
-    started_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,230 +78,261 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class End:
-    """How a job ended.
+class JobError:
+    """The error that ended a job.
 
     Args:
-        event: its last event.
-        failed: the error, with its text and frames as IPython shows it; None if there is none.
+        failed: with its text and frames as IPython shows it.
         notes: of an error that is shown as that of a worker; None = as any error of the launcher.
-        unsaved: why the result could not be written; empty if it was.
-        unsaved_weights: the same of trained weights.
-        partial_rank: the rank whose value is the ``partial`` of the error; None where the error has none.
     """
 
-    event: JobEnded
-    failed: Failed | None
+    failed: Failed
     notes: Sequence[str] | None
-    unsaved: str
-    unsaved_weights: str
-    partial_rank: int | None
 
 
-@dataclass(frozen=True)
-class JobSummary:
-    """One line of the list of jobs.
+_Pickled = TypeVar("_Pickled", Launch, Snapshot, JobError)
+_NAMES = {Launch: "launch", Snapshot: "snapshot", JobError: "error"}
+
+
+class Unusable(LookupError):
+    """A job can't be attached to from here.
 
     Args:
-        id: short name, for :func:`nblaunch.attach`.
-        function_name: of the user's function.
-        status: as of :class:`nblaunch.Job`; ``"other version"`` where the job was launched by another version of
-            nblaunch, whose files this one can't read.
-        num_processes: number of ranks; 0 where that can't be read.
-        backend: device family.
-        started_s: ``time.time()`` of the launch.
-        duration_s: seconds that it ran, or has run by now.
-        log_dir: folder with its logs.
+        status: of the job, as it is listed.
+        reason: why, in a few words.
+        message: the whole.
     """
 
-    id: str
-    function_name: str
-    status: str
-    num_processes: int
-    backend: str
-    started_s: float
-    duration_s: float
-    log_dir: Path
-
-    def __repr__(self) -> str:
-        ranks = f" on {formatting.count(self.num_processes, f'{self.backend} worker')}" * bool(
-            self.num_processes
-        )
-        return (
-            f"<{self.id}: {self.function_name}{ranks}, {self.status}, {formatting.duration(self.duration_s)}>"
-        )
+    def __init__(self, status: str, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
 
 
 class JobFolder(LogFolder):
-    """The folder of one detached job.
+    """The folder of one detached job. It is opened anew for each access, and checked each time.
 
     Attributes:
         id: short name of the job.
-        events_path: the file of events.
-        result_path: the file of what the ranks returned.
-        weights_path: the file of trained weights, if there are any.
-
-    Raises:
-        PermissionError: other users can change it.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        check_private(path)
         self.id = path.name
-        self.events_path = path / "events"
-        self.result_path = path / "result"
-        self.weights_path = path / "weights"
+        self._user_key = b""
 
-    @property
-    def has_job_process(self) -> bool:
-        """Whether the job process runs."""
-        return is_served(self.path)
-
-    def load(self, kind: type[_Stored], *, is_patient: bool = False) -> _Stored | None:
-        """Return what the file of this kind of value holds; None if it was not written yet.
-
-        Args:
-            is_patient: wait while this process has no descriptor left to open it with.
+    def open(self) -> int:
+        """Open the folder; return the descriptor.
 
         Raises:
-            LookupError: it is of another version of nblaunch.
+            PermissionError: other users can change it.
+            FileNotFoundError: it was removed.
         """
-        data = None
-        while data is None:
+        place = self.path.parent
+        try:
+            with files.private_folder(place) as home_fd:
+                self._user_key = self._user_key or home.read_key(home_fd)
+                place = self.path
+                return files.open_private(self.id, home_fd)
+        except PermissionError as error:
+            raise home.private_problem(place, error) from None
+
+    @property
+    def user_key(self) -> bytes:
+        """The key of the user, once the folder was opened; empty where it is missing."""
+        return self._user_key
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Open the folder while the block runs; raises as :meth:`open`."""
+        fd = self.open()
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def opener(self, path: str, flags: int) -> int:
+        """Open a file of the folder, as :func:`os.open`."""
+        with self.opened() as fd:
+            return os.open(Path(path).relative_to(self.path), flags, dir_fd=fd)
+
+    def key(self, name: str) -> bytes:
+        """Return the key of a file: it fits no other file, and no other job.
+
+        Raises:
+            ValueError: the key of the user is missing.
+        """
+        if not self._user_key:
+            with self.opened():
+                pass
+        if not self._user_key:
+            raise ValueError(f"the key that it is signed with is missing: {self.path.parent / home.KEY_NAME}")
+        return signing.digest(self._user_key, os.fsencode(self.id), b"/", os.fsencode(name))
+
+    def modified(self, name: str) -> tuple[int, int] | None:
+        """Return what changes when a file is replaced, and when that was in nanoseconds; None without the file."""
+        try:
+            with self.opened() as fd:
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def load_record(self) -> Record:
+        """Return what was launched.
+
+        Raises:
+            Unusable: that can't be read.
+            LookupError: there is no job in the folder.
+        """
+        found = self._load_plain(RECORD, Record)
+        if found is None:
+            if self.modified(EVENTS) is None:
+                raise LookupError(f"{self.path} is not the folder of a detached job")
+            raise self._damaged(RECORD, "it is missing")
+        if found.id != self.id:
+            raise self._damaged(RECORD, f"it is that of {found.id!r:.80}")
+        return found
+
+    def load_end(self) -> End | None:
+        """Return how the job ended; None where nothing has recorded that.
+
+        Raises:
+            Unusable: it can't be read.
+        """
+        return self._load_plain(END, End)
+
+    def load(self, cls: type[_Pickled]) -> _Pickled | None:
+        """Return what the file of this kind of value holds; None if it was not written yet.
+
+        Raises:
+            Unusable: it can't be read. Nothing that is not signed with the key of the user is unpickled.
+        """
+        name = _NAMES[cls]
+        sealed = self._read(name)
+        if sealed is None:
+            return None
+        try:
+            body = signing.unseal(sealed, self.key(name))
+        except ValueError as error:
+            raise self._damaged(name, str(error)) from None
+        try:
+            value = pickle.loads(body)
+            if not isinstance(value, cls) or not all(hasattr(value, field.name) for field in fields(cls)):
+                raise TypeError(f"{type(value).__name__} is another {cls.__name__}")
+        except Exception as error:  # this version has no such module, class, or member of an enum
+            raise self._of_another_version(f"{name}: {type(error).__name__}: {error}") from None
+        return value
+
+    def load_payload(self, name: str) -> Any:
+        """Return the result or the weights, with tensors on the pages of their file; None without the file.
+
+        Raises:
+            ValueError: the file is damaged, or is not signed with the key of the user.
+            FileNotFoundError: the folder was removed.
+            Exception: what unpickling raises.
+        """
+        with self.opened() as folder_fd:
             try:
-                data = (self.path / kind.__name__.lower()).read_bytes()
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+            except FileNotFoundError:
+                return None
+        try:
+            return payload.load_mapped(fd, key=self.key(name))
+        finally:
+            os.close(fd)
+
+    def process_state(self, known: Record) -> ProcessState:
+        """Return what is known of the process that runs the job; what it has written before it ended is there then."""
+        written = [self.modified(name) for name in (RECORD, EVENTS, _NAMES[Snapshot])]
+        last_ns = max((time_ns for _, time_ns in filter(None, written)), default=0)
+        state = known.process.state(last_ns / 1e9)
+        if state is not ProcessState.HIDDEN:
+            return state
+        is_served = Endpoint(self.path, known.address).is_served()
+        return ProcessState.RUNS if is_served else ProcessState.ENDED
+
+    def _names(self) -> list[str]:
+        with self.opened() as fd:
+            return os.listdir(fd)
+
+    def _read(self, name: str) -> bytes | None:
+        """Return what a file holds; wait while this process has no descriptor left to open it with."""
+        while True:
+            try:
+                with self.opened() as fd:
+                    return files.read(fd, name)
             except FileNotFoundError:
                 return None
             except OSError as error:
-                if not (is_patient and descriptors.have_run_out(error)):
+                if not descriptors.have_run_out(error):
                     raise
                 time.sleep(_RETRY_S)
+
+    def _load_plain(self, name: str, cls: type[Any]) -> Any:
+        text = self._read(name)
+        if text is None:
+            return None
         try:
-            value = pickle.loads(data)
-        except (ImportError, AttributeError, TypeError):  # a module or class that this version does not have
-            value = None
-        if isinstance(value, kind) and all(hasattr(value, field.name) for field in fields(kind)):
-            return value
-        raise LookupError(
+            return record.load(cls, text)
+        except OtherFormat as error:
+            raise self._of_another_version(f"{name}: {error}") from None
+        except ValueError as error:
+            raise self._damaged(name, str(error)) from None
+
+    def _damaged(self, name: str, what: str) -> Unusable:
+        reason = f"{name} can't be read: {what}"
+        return Unusable("damaged", reason, f"{self.id} is damaged: {reason}. Its logs are in {self.path}")
+
+    def _of_another_version(self, reason: str) -> Unusable:
+        text = (
             f"{self.id} was launched by another version of nblaunch, which can attach to it; this one can only end it: "
-            f"`nblaunch stop {self.id}`. Logs: {self.path}"
+            f"`nblaunch stop {self.id}`. Logs: {self.path} ({reason})"
         )
+        return Unusable("other version", reason, text)
 
-    def write(self, value: Record | Snapshot | End) -> None:
-        """Replace the file of this kind of value."""
-        name = type(value).__name__.lower()
-        self.replace(self.path / name, lambda file: file.write(pickle.dumps(value)))
+    # --- writing: the job process alone ------------------------------------------------------------------------
 
-    def replace(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
-        """Replace a file of the folder in one step.
+    def write_plain(self, value: Record | End) -> None:
+        """Replace the file of this kind of value; that of the end also on a disk that is full.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        data = record.dump(value)
+        with self.opened() as fd:
+            if isinstance(value, Record):
+                files.replace(fd, RECORD, lambda file: file.write(data))
+            else:
+                files.replace_within(fd, END, data, END_RESERVE)
+
+    def write(self, value: Launch | Snapshot | JobError) -> None:
+        """Replace the file of this kind of value.
 
         Raises:
             OSError: the disk is full, for example; the file is as it was.
         """
-        new = path.with_name(f"{path.name}.new")
-        try:
-            with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w+b") as file:
-                write(file)
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+        name = _NAMES[type(value)]
+        sealed = signing.seal(pickle.dumps(value), self.key(name))
+        is_lasting = not isinstance(value, Snapshot)
+        with self.opened() as fd:
+            files.replace(fd, name, lambda file: file.write(sealed), is_lasting=is_lasting)
 
-    def summary(self) -> JobSummary | None:
-        """Return the line of the list of jobs; None of a folder without a job of this machine."""
-        has_job_process = self.has_job_process  # first: what it writes at its end is there when it has gone
-        try:
-            record, end, snapshot = self.load(Record), self.load(End), self.load(Snapshot)
-        except LookupError:
-            name, launched_s = self.id.rpartition("-")[0], self.path.stat().st_ctime
-            return JobSummary(self.id, name, "other version", 0, "", launched_s, 0.0, self.path)
-        if record is None or record.host != socket.gethostname():
-            return None
-        running = "starting" if snapshot is None else "running"
-        if end is not None:
-            until_s = end.event.time_s
-        else:
-            until_s = time.time() if has_job_process or snapshot is None else snapshot.time_s
-        return JobSummary(
-            id=self.id,
-            function_name=record.spec.function_name,
-            status=end.event.outcome if end else running if has_job_process else "lost",
-            num_processes=record.plan["num_processes"],
-            backend=record.backend,
-            started_s=record.started_s,
-            duration_s=max(0.0, until_s - record.started_s),
-            log_dir=self.path,
-        )
+    def write_payload(self, name: str, value: Any) -> None:
+        """Replace the file of the result or the weights.
 
-
-def root() -> Path:
-    """Return the folder of the detached jobs of this user, which is made if it is not there.
-
-    Raises:
-        LaunchError: it can't be made.
-        PermissionError: other users can change it.
-    """
-    path = log_root() / "detached"
-    path.mkdir(mode=0o700, exist_ok=True)
-    check_private(path)
-    return path
-
-
-def check_private(path: Path) -> None:
-    """Check that only this user can have written what is in a folder: parts of it are pickles.
-
-    Raises:
-        PermissionError: others can, or could.
-        FileNotFoundError: it does not exist.
-    """
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        problem, remedy = "is no folder of this user", "Choose another place for jobs with NBLAUNCH_LOG_DIR."
-    elif status.st_mode & 0o077:
-        problem = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
-        remedy = f"If only you have written to it: chmod 700 {path}"
-    else:
-        return
-    raise PermissionError(
-        f"{path} {problem}, and nothing in it was read: jobs are private to their user. {remedy}"
-    )
-
-
-def jobs() -> list[JobSummary]:
-    """Return the jobs of this user on this machine that were launched with ``detach=True``, the newest last.
-
-    The files of ended jobs are kept as logs are, up to ``NBLAUNCH_KEEP_JOBS``.
-
-    Raises:
-        PermissionError: the folder of the jobs can be changed by other users.
-    """
-    summaries = []
-    for path in filter(Path.is_dir, root().iterdir()):
-        with suppress(FileNotFoundError):  # another process prunes it at the same time
-            summaries.append(JobFolder(path).summary())
-    return sorted((one for one in summaries if one is not None), key=lambda one: one.started_s)
-
-
-def find(job_id: str | None) -> JobFolder:
-    """Return the folder of a job.
-
-    Args:
-        job_id: its name, or the beginning of it; None = the newest.
-
-    Raises:
-        LookupError: there is no such job, or several have names that begin so.
-        PermissionError: other users can change the folder.
-    """
-    known = jobs()
-    found = [one for one in known if job_id is None or one.id.startswith(job_id)]
-    exact = [one for one in found if one.id == job_id] or (found[-1:] if job_id is None else found)
-    if len(exact) == 1:
-        return JobFolder(exact[0].log_dir)
-    listed = ", ".join(one.id for one in found or known) or "none"
-    problem = (
-        f"{job_id!r} is the beginning of several jobs" if found else f"there is no job {job_id or 'at all'}"
-    )
-    raise LookupError(
-        f"{problem}; in {root()}: {listed}. Jobs are listed if they were launched with detach=True"
-    )
+        Raises:
+            OSError: the disk is full, for example; the file is as it was.
+            Exception: what pickling raises.
+        """
+        key = self.key(name)
+        with self.opened() as fd:
+            files.replace(
+                fd,
+                name,
+                lambda file: payload.PayloadWriter(file.fileno()).append(
+                    value, main_by_reference=True, key=key
+                ),
+            )

@@ -1,4 +1,10 @@
-"""JobFollower: a detached job, followed by the files in its folder: a ``Job`` of this process, with its dashboards."""
+"""JobFollower: a detached job, followed by the files in its folder: a ``Job`` of this process, with its dashboards.
+
+    attach ──> follow ──> JobFollower, one for each job and process: a thread, and a JobReader ──> all dashboards
+                              ^ a dashboard that comes later gets what has happened so far from a reader of its own
+
+The thread ends with the job, or with :meth:`JobFollower.detach`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,55 +21,132 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends, env
-from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
-from nblaunch.detached.requests import RemoteRequests
+from nblaunch.detached.folder import END, RESULT, WEIGHTS, JobError, JobFolder, Launch, Unusable
+from nblaunch.detached.listing import ask
+from nblaunch.detached.reader import JobReader
+from nblaunch.detached.record import End, Record
+from nblaunch.detached.requests import Endpoint, RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
-from nblaunch.events import AttemptStarted, Event, Exited, JobEnded
+from nblaunch.events import AttemptStarted, Event, JobEnded, Note
+from nblaunch.host.machine import ProcessState
 from nblaunch.launcher.job import Job, Listener
-from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import restore_sources
-from nblaunch.wire.channel import EventReceiver
 
 _POLL_S = 0.1
 _FIRST_LOOK_S = 5.0
 _POLLS_PER_CHECK = 10
 """Looks at the files for each look at whether the job process runs."""
 
+_PATIENCE_S = 10.0
+"""For the thread to end."""
+
+_ANSWER_S = 2.0
+
+_followers: dict[tuple[int, Path], JobFollower] = {}
+"""Process and folder of a job -> what follows it, as long as it does. A forked process has none."""
+
+
+def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower:
+    """Return what follows a job in this process, now with these listeners as well, which get all events from the first.
+
+    Raises:
+        LookupError: it is no job's folder, or the job can't be followed from here.
+        OSError: the folder can't be read.
+    """
+    place = (os.getpid(), folder.path)
+    while True:
+        follower = _followers.get(place)
+        if follower is not None and follower.show_on(listeners):
+            return follower
+        new = JobFollower(folder, listeners)
+        if _followers.setdefault(place, new) is new:
+            new.start()
+            return new
+        _followers.pop(place, None)  # it has ended meanwhile, or another thread was faster
+        new.close()
+
 
 class JobFollower(Job):
     """A job that another process runs.
 
     Args:
+        folder: of the job.
         listeners: receive its events, all from the first.
 
     Raises:
-        LookupError: it is no job's folder.
+        LookupError: it is no job's folder, or the job can't be followed from here.
     """
 
     def __init__(self, folder: JobFolder, listeners: Sequence[Listener] = ()) -> None:
-        record = folder.load(Record)
-        if record is None:
-            raise LookupError(f"{folder.path} is not the folder of a detached job")
-        restore_sources(record.sources)
-        super().__init__(record.spec, _plan_of(record), folder, RemoteRequests(folder.path), listeners)
+        self._record = folder.load_record()
+        if folder.load_end() is None and folder.process_state(self._record) is ProcessState.ELSEWHERE:
+            name = self._record.process.machine.name
+            raise Unusable(
+                f"on {name}", "", f"{folder.id} was launched on another machine, {name}: attach to it there"
+            )
+        launch = folder.load(Launch)
+        if launch is None:
+            raise Unusable("damaged", "", f"{folder.id} is damaged: {folder.path / 'launch'} is missing")
+        restore_sources(launch.sources)
+        endpoint = Endpoint(folder.path, self._record.address)
+        super().__init__(
+            launch.spec, _plan_of(self._record, launch), folder, RemoteRequests(endpoint), listeners
+        )
         self.id = folder.id
         self._folder = folder
-        self._process_pid = record.pid
-        self._tails: dict[int, LogTail] = {}
-        self._receiver = EventReceiver(
-            os.open(folder.events_path, os.O_RDONLY | os.O_CLOEXEC), f"job {folder.id}"
-        )
-        self._snapshot: Snapshot | None = None
+        self._endpoint = endpoint
+        self._reader = JobReader(folder, self.ranks, self.emit, self.emit_readings)
         self._has_looked = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._newcomers: deque[_Newcomer] = deque()
+        self._is_detached = False
+        self._waits_for = ""
+        self._written_s: float | None = None
+        self._has_seen_end = False
 
-    def follow(self) -> None:
+    def start(self) -> None:
         """Follow the job to its end in a thread; return when its state is known, or soon."""
-        threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True)
+        self._thread.start()
         self._has_looked.wait(_FIRST_LOOK_S)
+
+    def show_on(self, listeners: Sequence[Listener]) -> bool:
+        """Send all events to these listeners as well, those of the past first; return False where it is too late."""
+        newcomer = _Newcomer(listeners)
+        self._newcomers.append(newcomer)
+        while not newcomer.has_joined.wait(_POLL_S):
+            if self._ended.is_set() or self._is_detached or not self._is_followed:
+                return newcomer.has_joined.is_set()
+        return True
+
+    def detach(self) -> None:
+        """Follow the job no longer: its displays end, and what they take of this process. The job itself goes on."""
+        self._is_detached = True
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE_S)
+
+    def ends_within(self, timeout: float | None = None) -> bool:
+        """Wait for the end, ``timeout`` seconds at most; return whether the job has ended.
+
+        Raises:
+            RuntimeError: the job is not followed any more.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while not self._ended.is_set():
+            if self._is_detached:
+                raise RuntimeError(
+                    f"{self!r} is not followed any more, since detach() was called: nblaunch.attach({self.id!r}) "
+                    "follows it again"
+                )
+            left_s = _POLL_S if deadline_s is None else min(_POLL_S, deadline_s - time.monotonic())
+            if left_s <= 0:
+                break
+            self._ended.wait(left_s)
+        return self._ended.is_set()
 
     def wait_for_start(self, interrupts: Sequence[float]) -> None:
         """Wait until the workers run, or the job has ended; once it was interrupted, for its end.
@@ -76,6 +160,14 @@ class JobFollower(Job):
                 self.requests.interrupt()
             is_over = self.ends_within(_POLL_S) if interrupts else self._launch_settled.wait(_POLL_S)
 
+    def close(self) -> None:
+        """Close the files of a follower that was not started."""
+        self._reader.close()
+
+    @property
+    def _is_followed(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     # --- the thread ----------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
@@ -86,15 +178,17 @@ class JobFollower(Job):
                 JobOutcome.of_error(error), JobEnded(-1, time.time(), "failed", message=str(error))
             )
         finally:
+            _followers.pop((os.getpid(), self._folder.path), None)
             self._has_looked.set()
-            for tail in self._tails.values():
-                tail.close()
-            self._receiver.close()
+            self._reader.close()
 
     def _follow_to_end(self) -> None:
         for num_polls in itertools.count():
-            has_job_process = num_polls % _POLLS_PER_CHECK > 0 or self._folder.has_job_process
-            events, _ = self._receiver.receive()  # after that look: of one that has gone, these are all
+            if self._is_detached:
+                self._leave()
+                return
+            has_job_process = num_polls % _POLLS_PER_CHECK > 0 or self._look_at_process()
+            events = self._reader.read_events()  # after that look: of one that has gone, these are all
             if num_polls == 0:
                 events = self._dated(events, has_job_process)
             for event in events:
@@ -103,21 +197,46 @@ class JobFollower(Job):
                     return
                 self._handle(event)
             self._has_looked.set()
-            self._read_logs()
-            self._read_snapshot()
+            self._reader.read_logs()
+            self._reader.read_snapshot()
             if not has_job_process:
                 self._end()
                 return
+            while self._newcomers:
+                self._welcome(self._newcomers.popleft())
             time.sleep(_POLL_S)
+
+    def _look_at_process(self) -> bool:
+        """Return whether the job runs; ask what its process waits for, and find files that it has put back."""
+        if self._folder.process_state(self._record) is not ProcessState.RUNS:
+            return False
+        if self._folder.modified(END) is not None:
+            if self._has_seen_end:  # its last event, which follows the end at once, can't be read
+                return False
+            self._has_seen_end = True
+        is_gone = not self._reader.has_all_files()
+        written_s = self._reader.last_snapshot_s()  # several times a second, but on a disk that is full
+        is_quiet, self._written_s = written_s == self._written_s, written_s
+        if is_gone or is_quiet or self._reader.has_ended_ranks:
+            served = ask(self._endpoint, _ANSWER_S)  # it puts back what was removed before it answers
+            waits_for = served.waits_for if served is not None else ""
+            if waits_for != self._waits_for:
+                self._waits_for = waits_for
+                self.status = "waiting" if waits_for else "running"
+                if waits_for:
+                    self.emit(Note.of_job(f"{self.id} {waits_for}", "warning"))
+            self._reader.tick()
+        if is_gone:
+            self._reader.follow_restored()
+        return True
 
     def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
         """Return events of the past with the time since the start of attempts, up to now or to the job's end."""
-        snapshot = self._folder.load(Snapshot, is_patient=True)
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
-        elif not has_job_process and snapshot is not None:
-            now_s = snapshot.time_s
+        elif not has_job_process:
+            now_s = self._reader.last_snapshot_s() or now_s
         return [
             replace(event, ago_s=max(0.0, now_s - event.time_s))
             if isinstance(event, AttemptStarted)
@@ -127,70 +246,68 @@ class JobFollower(Job):
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
-            self._read_logs_to_end()
+            self._reader.read_logs_to_end()  # of the attempt before
             self.attempt, self.pids = event.attempt, {}
             # The job process has decided how its workers start; all else is as the launching process has planned it.
             self.plan = replace(
                 self.plan, start_method=event.start_method, reason=event.reason, fallback=event.fallback
             )
-            self._tails = {rank: LogTail(rank, self.log.log_path(rank, event.attempt)) for rank in self.ranks}
-        elif isinstance(event, Exited):
-            self._read_logs()  # what follows is about the end
-        self.emit(event)
+        self._reader.handle(event)
 
-    def _read_logs(self) -> None:
-        for tail in self._tails.values():
-            for event in tail.read():
-                self.emit(event)
+    def _welcome(self, newcomer: _Newcomer) -> None:
+        """Send listeners what has happened so far, then let them be among those that get what happens from now on."""
+        with self._reader.replay(newcomer.emit, newcomer.emit_readings) as reader:
+            for event in self._dated(reader.read_events(), True):
+                reader.handle(event)
+            reader.catch_up()
+        if self._waits_for:
+            newcomer.emit(Note.of_job(f"{self.id} {self._waits_for}", "warning"))
+        self._listeners.extend(newcomer.listeners)
+        newcomer.has_joined.set()
 
-    def _read_logs_to_end(self) -> None:
-        readings = () if self._snapshot is None else self._snapshot.readings
-        for tail in self._tails.values():
-            for event in tail.read_rest():
-                self.emit(event)
-                self.emit_readings(readings)  # the tick at which listeners publish, and hold lines no longer
-            tail.close()
-        self._tails = {}
-
-    def _read_snapshot(self) -> None:
-        snapshot = self._folder.load(Snapshot, is_patient=True)
-        if snapshot is None or snapshot == self._snapshot:
-            return
-        known = self._snapshot.samples if self._snapshot is not None else ()
-        self._snapshot = snapshot
-        for event in snapshot.samples:
-            if event not in known:
-                self.emit(event)
-        self.emit_readings(snapshot.readings)
+    def _leave(self) -> None:
+        """End the displays without an end of the job."""
+        self.emit(Note.of_job(f"not followed any more: nblaunch.attach({self.id!r}) goes on"))
+        self._close_listeners()
+        self._launch_settled.set()
 
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         """Conclude with what the job process has left."""
-        end = self._folder.load(End, is_patient=True)  # first: then there are descriptors for the logs, too
-        self._read_logs_to_end()
-        self._read_snapshot()
+        try:
+            end, problem = self._folder.load_end(), ""
+        except Unusable as error:
+            end, problem = None, str(error)
+        self._reader.read_logs_to_end()
+        self._reader.read_snapshot()
         if end is not None:
             outcome = _outcome_of(self._folder, end)
             ended = end.event
         else:
-            text, headline = self._describe_loss()
+            text, headline = (problem, "its end can't be read") if problem else self._describe_loss()
             outcome = JobOutcome("lost", JobLost(text), headline=headline)
-            time_s = self._snapshot.time_s if self._snapshot is not None else time.time()
+            time_s = self._reader.last_snapshot_s() or time.time()
             ended = JobEnded(-1, time_s, "failed", message=outcome.message)
         self._conclude(outcome, ended)
 
     def _describe_loss(self) -> tuple[str, str]:
         """Return what is known of a job whose end nothing has recorded, and the same in a few words."""
-        pid = self._process_pid
+        process = f"the process of {self.id} (pid {self._record.process.pid})"
+        logs = f"Logs: {self._folder.path}"
+        if self._folder.process_state(self._record) is ProcessState.RESTARTED:
+            return (
+                f"this machine was restarted while {self.id} ran: there is no result. {logs}"
+            ), "the machine was restarted"
         if not self._folder.path.exists():
             return (
-                f"the folder of {self.id}, {self._folder.path}, was removed: nothing can be read or requested of the "
-                f"job any more. Its process (pid {pid}) and workers may still run: `kill {pid}` ends them"
+                f"the folder of {self.id}, {self._folder.path}, was removed, and its process has ended: there is no "
+                "result"
             ), "its folder was removed"
+        last = f" It waited: {self._waits_for}." if self._waits_for else ""
         return (
-            f"the process of {self.id} (pid {pid}) was killed, or this machine was restarted: "
-            f"its workers ended with it, and there is no result. Logs: {self._folder.path}"
+            f"{process} was killed: it has left no end, its workers ended with it, and there is no result.{last} "
+            f"What it printed last is in {self._folder.path / 'job.log'}. {logs}"
         ), "its process was killed"
 
     def _conclude(self, outcome: JobOutcome, ended: JobEnded) -> None:
@@ -203,13 +320,31 @@ class JobFollower(Job):
             self._launch_settled.set()
 
 
-def _plan_of(record: Record) -> LaunchPlan:
-    backend = backends.find(record.backend, record.registered_backend)
-    return LaunchPlan(backend=backend, modules={}, **record.plan)
+class _Newcomer:
+    """Listeners that were not there from the beginning."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self.listeners = listeners
+        self.has_joined = threading.Event()
+
+    def emit(self, event: Event) -> None:
+        """Send an event of the past."""
+        for listener in self.listeners:
+            listener.on_event(event)
+
+    def emit_readings(self, readings: Sequence[Any]) -> None:
+        """Send readings of the board."""
+        for listener in self.listeners:
+            listener.on_readings(readings)
+
+
+def _plan_of(record: Record, launch: Launch) -> LaunchPlan:
+    backend = backends.find(record.backend, launch.registered_backend)
+    return LaunchPlan(backend=backend, modules={}, **launch.plan)
 
 
 def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
-    error = _error_of(end)
+    error = _error_of(folder, end)
     if error is None and end.unsaved:
         error = ResultError(end.unsaved)
     if isinstance(error, ResultError) and error.partial is None and end.partial_rank is not None:
@@ -226,15 +361,23 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
     )
 
 
-def _error_of(end: End) -> BaseException | None:
+def _error_of(folder: JobFolder, end: End) -> BaseException | None:
     """Return the error that ended the job, with the frames and notes that the job process has found."""
-    if end.failed is None:
-        return None
-    error = rebuild(end.failed)
-    if end.notes is not None:
-        exceptions.set_attribute(error, "__notes__", [])
-        annotate(error, end.failed.info, end.notes)
-    return error
+    if end.unsaved_error:
+        return JobLost(f"{end.event.message}\n{end.unsaved_error}")
+    try:
+        stored = folder.load(JobError)
+    except Unusable as error:
+        return JobLost(f"{end.event.message}\nthe error itself can't be read: {error}")
+    if stored is None:
+        if end.event.outcome == "done":
+            return None
+        return JobLost(f"{end.event.message}\nthe error itself, {folder.path / 'error'}, was removed")
+    rebuilt = rebuild(stored.failed)
+    if stored.notes is not None:
+        exceptions.set_attribute(rebuilt, "__notes__", [])
+        annotate(rebuilt, stored.failed.info, stored.notes)
+    return rebuilt
 
 
 class _Stored(Mapping[Any, Any]):
@@ -259,7 +402,7 @@ class _Stored(Mapping[Any, Any]):
 
 def _load_values(folder: JobFolder) -> Any:
     try:
-        return _load(folder.result_path)
+        return _load(folder, RESULT)
     except ResultError:
         raise
     except Exception as error:  # of the user's classes, which this process may not have
@@ -272,25 +415,22 @@ def _load_values(folder: JobFolder) -> Any:
 def _load_weights(folder: JobFolder, end: End) -> Any:
     if end.unsaved_weights:
         raise ResultError(end.unsaved_weights)
-    return _load(folder.weights_path)
+    return _load(folder, WEIGHTS)
 
 
-def _load(path: Path) -> Any:
+def _load(folder: JobFolder, name: str) -> Any:
     """Return what a file holds, with tensors on its pages; an empty dictionary without the file.
 
     Raises:
-        ResultError: its folder was removed.
+        ResultError: its folder was removed, or the file is damaged.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        value = folder.load_payload(name)
     except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise ResultError(
-                f"result and weights of the job are gone: its folder {path.parent} was removed. The last "
-                f"{env.read('NBLAUNCH_KEEP_JOBS')} jobs are kept (NBLAUNCH_KEEP_JOBS)"
-            ) from None
-        return {}
-    try:
-        return payload.load_mapped(fd)
-    finally:
-        os.close(fd)
+        raise ResultError(
+            f"result and weights of the job are gone: its folder {folder.path} was removed. The last "
+            f"{env.read('NBLAUNCH_KEEP_JOBS')} jobs are kept (NBLAUNCH_KEEP_JOBS)"
+        ) from None
+    except payload.Damaged as error:
+        raise ResultError(f"{folder.path / name} is damaged, and was not read: {error}") from None
+    return {} if value is None else value

@@ -1,23 +1,29 @@
-"""Requests to a detached job: a line of text on the Unix socket in its folder, and a text in return.
+"""Requests to a detached job: a line of text on a Unix socket, and a text in return.
 
-    kernel, script, shell ── "stop" ──> socket (folder of mode 0700, user of the other end checked) ── job process
+    kernel, script, shell ── "stop" ──> socket in the folder (mode 0700)  ──┐  user of the other
+                                    └─> socket by a name of its own (Linux) ┴─ end checked ── job process
 
-Nothing that comes through the socket is unpickled.
+The second one is there whatever happens to the folder: a job whose folder was removed can still be found and asked.
+Nothing that comes through a socket is unpickled.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import select
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nblaunch.host import descriptors
+from nblaunch.host import descriptors, files, proc
 from nblaunch.launcher.requests import JobRequests
 
 _SOCKET_NAME = "socket"
@@ -28,43 +34,166 @@ _MAX_REQUEST_BYTES = 256
 _PATIENCE_S = 2.0
 _STACKS_S = 10.0
 _RETRY_S = 0.1
+_LOOK_S = 1.0
+
+_HAS_NAMES = sys.platform == "linux"
+"""Whether sockets can have names that are no files. Source: unix(7), abstract."""
+
+
+def new_address() -> str:
+    """Return a name for the second socket of a job; empty where the system has no such names."""
+    return f"nblaunch-{os.getuid()}-{secrets.token_hex(8)}" if _HAS_NAMES else ""
+
+
+def served_addresses() -> list[str]:
+    """Return the names of the second sockets of all processes of this user's jobs that can be reached from here."""
+    beginning = f"@nblaunch-{os.getuid()}-"
+    names = (line.rpartition(" ")[2] for line in proc.read("/proc/net/unix").splitlines())
+    return sorted({name[1:] for name in names if name.startswith(beginning)})
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a job process serves requests.
+
+    Args:
+        folder: of the job.
+        address: name of the second socket; empty without one.
+    """
+
+    folder: Path
+    address: str = ""
+
+    def is_served(self) -> bool:
+        """Return whether the process of the job runs."""
+        try:
+            with self.connected():
+                return True
+        except BlockingIOError:  # more wait than the system queues: it is only busy, or stopped
+            return True
+        except OSError as error:
+            return descriptors.have_run_out(error)  # of this process: nothing is known of the other
+
+    def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
+        """Return the answer to a request; empty where no job process answers."""
+        try:
+            with self.connected() as connection:
+                connection.settimeout(timeout_s)
+                connection.sendall(request.encode())
+                return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode(errors="replace")
+        except OSError:
+            return ""
+
+    @contextmanager
+    def connected(self) -> Iterator[socket.socket]:
+        """Connect with the job process.
+
+        Raises:
+            OSError: there is none, or it is not of this user.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_PATIENCE_S)
+            self._connect(connection)
+            if not _is_own_user(connection):
+                raise PermissionError(f"the process behind the socket of {self.folder} is another user's")
+            yield connection
+
+    def _connect(self, connection: socket.socket) -> None:
+        try:
+            with address_in(self.folder) as address:
+                connection.connect(address)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if not self.address or descriptors.have_run_out(error):
+                raise
+            connection.connect(f"\0{self.address}")
 
 
 class RequestServer:
     """The job process's end: serves requests from now on, in a thread.
 
+    Args:
+        endpoint: where.
+        requests: to the job, which they are passed on to.
+        questions: text of a request -> returns the answer.
+
     Raises:
-        OSError: the file system of the folder takes no sockets.
+        OSError: neither socket can be made.
     """
 
-    def __init__(self, folder: Path, requests: JobRequests) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        requests: JobRequests,
+        questions: Mapping[str, Callable[[], str]] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
         self._requests = requests
+        self._questions = questions or {}
         self._closed = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _address_in(folder) as address:
-            self._socket.bind(address)
-        self._socket.listen(16)
-        descriptors.keep_from_children(self._socket.fileno())
+        self._poller = select.poll()
+        self._sockets: dict[int, socket.socket] = {}
+        problems = [self._listen_in_folder()]
+        if endpoint.address:
+            problems.append(self._listen(f"\0{endpoint.address}"))
+        if not self._sockets:
+            raise next(problem for problem in problems if problem is not None)
         self._thread = threading.Thread(target=self._serve, name="nblaunch-requests", daemon=True)
         self._thread.start()
+
+    def restore(self) -> None:
+        """Listen anew in a folder whose socket was removed."""
+        with suppress(OSError), files.private_folder(self._endpoint.folder) as fd:
+            try:
+                os.stat(_SOCKET_NAME, dir_fd=fd, follow_symlinks=False)
+            except FileNotFoundError:
+                self._listen_in_folder()
 
     def close(self) -> None:
         """Serve no more requests."""
         self._closed.set()
-        self._socket.shutdown(socket.SHUT_RDWR)
+        for listening in self._sockets.values():
+            listening.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        descriptors.forget(self._socket.fileno())
-        self._socket.close()
+        for listening in self._sockets.values():
+            descriptors.forget(listening.fileno())
+            listening.close()
+
+    def _listen_in_folder(self) -> OSError | None:
+        try:
+            with address_in(self._endpoint.folder) as address:
+                return self._listen(address)
+        except OSError as error:
+            return error
+
+    def _listen(self, address: str) -> OSError | None:
+        """Listen at an address; return why that is not possible, as on a file system that takes no sockets."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(address)
+            listening.listen(16)
+        except OSError as error:
+            listening.close()
+            return error
+        listening.settimeout(_PATIENCE_S)
+        descriptors.keep_from_children(listening.fileno())
+        self._sockets[listening.fileno()] = listening
+        self._poller.register(listening.fileno(), select.POLLIN)
+        return None
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # there may be no descriptor left, or the client has gone
-                if self._closed.wait(_RETRY_S):
+        while not self._closed.is_set():
+            # A socket that is listened at later is looked at from the next round on.
+            for fd, _ in self._poller.poll(_LOOK_S * 1000):
+                if self._closed.is_set():
                     return
-                continue
-            self._serve_one(connection)
+                try:
+                    connection, _ = self._sockets[fd].accept()
+                except OSError:  # there may be no descriptor left, or the client has gone
+                    self._closed.wait(_RETRY_S)
+                    continue
+                self._serve_one(connection)
 
     def _serve_one(self, connection: socket.socket) -> None:
         """Serve a request. A client that has gone, or sends nothing or nonsense, does no harm."""
@@ -79,6 +208,8 @@ class RequestServer:
             if request in ("stop", "interrupt", "cancel"):
                 getattr(self._requests, request)()
                 connection.sendall(b"ok")
+            elif request in self._questions:
+                connection.sendall(self._questions[request]().encode())
             elif request:
                 connection.sendall(f"unknown request: {request}".encode())
         connection.close()
@@ -92,68 +223,33 @@ def _reply_with(connection: socket.socket, answer: Future[str]) -> None:
 class RemoteRequests:
     """Requests to a job of another process. Once it has ended, they have no effect."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self.interrupts = 0
 
     def stop(self) -> None:
         """Let the loops of all ranks end at the same step boundary."""
-        self._send("stop")
+        self._endpoint.ask("stop")
 
     def interrupt(self) -> None:
         """Ask workers to end, with grace; the second time kill them."""
         self.interrupts += 1
-        self._send("interrupt")
+        self._endpoint.ask("interrupt")
 
     def cancel(self) -> None:
         """Kill the workers at once."""
-        self._send("cancel")
+        self._endpoint.ask("cancel")
 
     def ask_stacks(self) -> Future[str]:
         """Ask where every rank is."""
         answer: Future[str] = Future()
 
         def ask() -> None:
-            answer.set_result(self._send("stacks") or "no worker of the job runs")
+            text = self._endpoint.ask("stacks", _STACKS_S + _PATIENCE_S)
+            answer.set_result(text or "no worker of the job runs")
 
         threading.Thread(target=ask, name="nblaunch-stacks", daemon=True).start()
         return answer
-
-    def _send(self, request: str) -> str:
-        """Return the answer; empty where no job process runs."""
-        try:
-            with _connected(self._folder) as connection:
-                connection.settimeout(_STACKS_S + _PATIENCE_S)
-                connection.sendall(request.encode())
-                return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode(errors="replace")
-        except OSError:
-            return ""
-
-
-def is_served(folder: Path) -> bool:
-    """Return whether the process of the job in ``folder`` runs."""
-    try:
-        with _connected(folder):
-            return True
-    except BlockingIOError:  # more wait than the system queues: it is only busy, or stopped
-        return True
-    except OSError as error:
-        return descriptors.have_run_out(error)  # of this process: nothing is known of the other
-
-
-@contextmanager
-def _connected(folder: Path) -> Iterator[socket.socket]:
-    """Connect with a job process.
-
-    Raises:
-        OSError: there is none, or it is not of this user.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, _address_in(folder) as address:
-        connection.settimeout(_PATIENCE_S)
-        connection.connect(address)
-        if not _is_own_user(connection):
-            raise PermissionError(f"the process behind {folder / _SOCKET_NAME} is another user's")
-        yield connection
 
 
 def _is_own_user(connection: socket.socket) -> bool:
@@ -162,7 +258,7 @@ def _is_own_user(connection: socket.socket) -> bool:
 
 
 @contextmanager
-def _address_in(folder: Path) -> Iterator[str]:
+def address_in(folder: Path) -> Iterator[str]:
     """Yield the address of the socket: by descriptor, since an address has room for about 100 bytes."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -6,6 +6,8 @@ memory.py        memory of processes, limits of the host, glibc's allocator
 heap.py          Python's objects, which the collector leaves alone while processes are forked
 descriptors.py   file descriptors: which ones forked processes must not keep, and waiting for any of several
 signal_handlers.py  handlers of signals of this process, held back while an exception would do harm
+files.py         files replaced whole; folders private to a user, opened once
+machine.py       which machine this is; whether a process that left a mark still runs
 disk.py          room in files: freed, and why there is none
 gpus.py          NVIDIA's GPUs, which of them workers may use, and readings of devices
 drm.py           AMD's and Intel's GPUs, by files below /sys

@@ -40,6 +40,15 @@ def refuses_growth(path: Path, num_bytes: int) -> str | None:
     return None
 
 
+def free_bytes(path: Path) -> int | None:
+    """Return how much this user can still write to the file system of ``path``; None where that is not known."""
+    try:
+        status = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+    except OSError:
+        return None
+    return (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize
+
+
 def reason(path: Path, error: OSError) -> str:
     """Return why ``error`` was raised for ``path``, by the state of its file system where it shows, else as text."""
     if error.errno == errno.ENOSPC:

@@ -11,6 +11,7 @@ from pathlib import Path
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PART_BYTES = 1 << 16
+_START = 19
 _POSIX_SESSION = 3  # its place among the fields after the command's name
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
@@ -71,6 +72,36 @@ def _all_pids() -> list[int]:
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:  # there is no /proc
         return []
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since the machine did; 0 where it does not run or is not known.
+
+    Source: proc_pid_stat(5), starttime. A zombie has ended.
+    """
+    fields = _stat_fields(pid)
+    return int(fields[_START]) if len(fields) > _START and fields[0] not in "ZX" else 0
+
+
+def is_running(pid: int, started: int) -> bool:
+    """Return whether the process with this number runs that started then (:func:`start_ticks`; 0 = not known)."""
+    if started:
+        return start_ticks(pid) == started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return True
+
+
+def boot_time_s() -> float:
+    """Return ``time.time()`` of the start of this machine; 0.0 where it is not known. Source: proc_stat(5), btime."""
+    for line in read("/proc/stat").splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    return 0.0
 
 
 def own_bytes(pid: int) -> int | None:

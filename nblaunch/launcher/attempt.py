@@ -251,7 +251,11 @@ def _open_store_socket(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
 def _open_tails(attempt: Attempt, stack: ExitStack) -> dict[int, LogTail]:
     max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
     log, number = attempt.log, attempt.number
-    tails = {rank: LogTail(rank, log.log_path(rank, number), max_bytes) for rank in attempt.ranks}
+    keeps_files = attempt.spec.is_detached
+    tails = {
+        rank: LogTail(rank, log.log_path(rank, number), max_bytes, keeps_file=keeps_files)
+        for rank in attempt.ranks
+    }
     for tail in tails.values():
         stack.callback(tail.close)
     return tails

@@ -90,7 +90,8 @@ class Job:
         plan: how it is run, as of the present attempt. Of a job that has ended, or was launched with ``detach=True``,
             without the modules in its arguments.
         status: ``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``;
-            ``"lost"`` if the process that watched a detached job was killed.
+            ``"lost"`` if the process that watched a detached job was killed; ``"waiting"`` while that process has no
+            room on the disk for what the job returned.
         attempt: how often it was started again.
         pids: rank -> process, of the ranks of this machine that have started.
         log: its log files, as objects of the launcher; see :attr:`log_dir`.
@@ -336,6 +337,19 @@ class Job:
         """Kill every worker at once. :meth:`result` then raises :class:`nblaunch.errors.JobCancelled`."""
         self.requests.cancel()
 
+    def detach(self) -> None:
+        """Follow a job no longer that was launched with ``detach=True``: its displays end, the job itself goes on.
+
+        :func:`nblaunch.attach` follows it again.
+
+        Raises:
+            RuntimeError: the job runs in this process, and would end with it.
+        """
+        raise RuntimeError(
+            f"{self!r} runs in this process and ends with it: only a job that was launched with detach=True goes "
+            "on alone"
+        )
+
     def __repr__(self) -> str:
         where = f"{self.num_processes} {self.plan.backend.name} workers"
         return f"<Job {self.spec.function_name} on {where}, {self.status}>"
@@ -449,7 +463,7 @@ class Job:
 
     async def _awaited(self) -> Any:
         __tracebackhide__ = True
-        while self.is_running:
+        while not self.ends_within(0):
             await asyncio.sleep(_AWAIT_POLL_S)
         return self.result()
 

@@ -3,21 +3,21 @@
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel;
                                        where another container has made that one, a random number besides
-        .nblaunch_job.json             stamps the folder as ours: its name, its machine and its kernel
+        .nblaunch_job.json             stamps the folder as ours: its name, its kernel and its machine
         attempt_0/
           rank_0.log                   everything that rank 0 printed
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
 Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned. Only a
 folder that carries its stamp is ever removed: a log folder may be one that holds other things, under any names. A job's
-folder that is renamed or copied is no longer ours, and stays.
+folder that is renamed or copied is no longer ours, and stays. The folder of a job that runs is locked: cleaners of
+temporary files pass over it.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import socket
@@ -26,12 +26,15 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from nblaunch import env
 from nblaunch.errors import LaunchError
-from nblaunch.host import disk
+from nblaunch.host import descriptors, disk, files
+from nblaunch.host.machine import ProcessMark, ProcessState
 from nblaunch.launcher.logtail import read_log
+from nblaunch.wire import schema
 
 _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
@@ -43,6 +46,19 @@ _REMEDY = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
 
 _in_use: set[Path] = set()
 """Folders of this process's jobs that still run."""
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """Says that a folder is a job's.
+
+    Args:
+        job: name of the folder.
+        process: that watches the job.
+    """
+
+    job: str
+    process: ProcessMark
 
 
 class LogFolder:
@@ -61,8 +77,16 @@ class LogFolder:
 
     def attempts(self) -> list[int]:
         """Return the numbers of the attempts that there were by now."""
-        numbers = (path.name.rpartition("_")[2] for path in self.path.glob("attempt_*"))
-        return sorted(int(number) for number in numbers if number.isdecimal())
+        parts = (name.partition("attempt_") for name in self._names())
+        return sorted(int(number) for before, _, number in parts if not before and number.isdecimal())
+
+    def opener(self, path: str, flags: int) -> int:
+        """Open a file of the folder, as :func:`os.open`."""
+        return os.open(path, flags)
+
+    def _names(self) -> list[str]:
+        """Return the names of what is in the folder."""
+        return os.listdir(self.path) if self.path.is_dir() else []
 
     def log_path(self, rank: int, attempt: int = 0) -> Path:
         """Return the file of what a rank prints."""
@@ -74,11 +98,11 @@ class LogFolder:
 
     def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
         """Return what a rank has printed in an attempt, or its last ``max_bytes``."""
-        return read_log(self.log_path(rank, attempt), max_bytes)
+        return read_log(self.log_path(rank, attempt), max_bytes, self.opener)
 
     def read_stacks(self, rank: int, attempt: int) -> str:
         """Return what faulthandler has written for a rank in an attempt."""
-        return read_log(self.stacks_path(rank, attempt))
+        return read_log(self.stacks_path(rank, attempt), opener=self.opener)
 
 
 class JobLog(LogFolder):
@@ -93,22 +117,42 @@ class JobLog(LogFolder):
     """
 
     def __init__(self, folder: str | None = None, name: str | None = None) -> None:
+        self._lock_fd, self._pid = -1, os.getpid()
         self._root = log_root(folder)
         self._max_jobs: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
         super().__init__(_make_folder(self._root, name, number))
-        stamp = {"job": self.path.name, "host": socket.gethostname(), "pid": os.getpid()}
-        # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
-        with suppress(OSError):
-            (self.path / _STAMP_NAME).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+        self.mark()
         _in_use.add(self.path)
         if number % _PRUNE_EVERY == 0:
             with suppress(OSError):  # old logs are no reason to refuse a job
                 self.prune()
 
+    def mark(self) -> None:
+        """Stamp the folder as ours, and lock it until the end of the job."""
+        stamp = _Stamp(self.path.name, ProcessMark.own())
+        # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
+        with suppress(OSError):
+            (self.path / _STAMP_NAME).write_bytes(schema.dump(stamp) + b"\n")
+        self._unlock()
+        with suppress(OSError):  # there may be no descriptor left
+            self._lock_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptors.keep_from_children(self._lock_fd)
+            files.keep_from_cleaners(self._lock_fd)
+
     def end(self) -> None:
         """Handle the end of the job: its files stay, and may be pruned when it is old."""
         _in_use.discard(self.path)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        # A forked child had it closed at once, and may use the number otherwise.
+        if self._lock_fd >= 0 and self._pid == os.getpid():
+            descriptors.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def __del__(self) -> None:
+        self._unlock()
 
     def prune(self) -> None:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``.
@@ -199,40 +243,34 @@ def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
     return LaunchError(f"{what}: {disk.reason(path, error)}. {_REMEDY}")
 
 
-def _stamp_of(folder: Path) -> tuple[int, Path, int] | None:
-    """Return when a folder was made, it, and its kernel's process; None where it is not a job's, or was moved.
-
-    Nor of a job of another machine that shares the log folder: whether its process still runs can't be seen from here.
-    """
+def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
+    """Return when a folder was made, it, and what watches its job; None where it is not a job's, or was moved."""
     path = folder / _STAMP_NAME
     try:
         status = path.lstat()
         if folder.is_symlink() or not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             return None
-        stamp = json.loads(path.read_bytes())
-        is_ours = (stamp["job"], stamp["host"]) == (folder.name, socket.gethostname())
-        return (status.st_mtime_ns, folder, int(stamp["pid"])) if is_ours else None
-    except (OSError, LookupError, TypeError, ValueError):
+        stamp = schema.load(_Stamp, path.read_bytes())
+        return (status.st_mtime_ns, folder, stamp.process) if stamp.job == folder.name else None
+    except (OSError, ValueError):
         return None  # it is not one that we have written
 
 
 def _prune(root: Path, max_jobs: int, current: str) -> None:
-    """Remove the oldest jobs beyond ``max_jobs`` of this machine, but none that still runs, in whichever process."""
-    stamps = sorted(
-        stamp for name in os.listdir(root) if name != current and (stamp := _stamp_of(root / name))
-    )
-    for _, folder, pid in stamps[: max(0, len(stamps) - (max_jobs - 1))]:
-        is_over = folder not in _in_use if pid == os.getpid() else not _is_alive(pid)
-        if is_over:
+    """Remove the oldest jobs beyond ``max_jobs``, but none that runs, nor may run, in whichever process."""
+    stamps = [stamp for name in os.listdir(root) if name != current and (stamp := _stamp_of(root / name))]
+    ours = [
+        (made_ns, folder, process, state)
+        for made_ns, folder, process in sorted(stamps, key=lambda stamp: stamp[:2])
+        if (state := process.state(made_ns / 1e9)) in _VISIBLE
+        # A machine that is a copy of this one may have begun it before this one was started.
+        and (state is not ProcessState.RESTARTED or process.machine.name == socket.gethostname())
+    ]
+    for _, folder, process, state in ours[: max(0, len(ours) - (max_jobs - 1))]:
+        is_own = state is ProcessState.RUNS and process.pid == os.getpid()
+        if (folder not in _in_use) if is_own else (state is not ProcessState.RUNS):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_alive(pid: int) -> bool:
-    """Return whether a process runs."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    return True
+_VISIBLE = (ProcessState.RUNS, ProcessState.ENDED, ProcessState.RESTARTED)
+"""Jobs of other machines and containers that share the log folder can't be seen from here."""

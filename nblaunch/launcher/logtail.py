@@ -4,6 +4,9 @@ Of a file that outgrows its limit, the end is kept. The rank and all that it has
 own, so the launcher can neither rename it nor cut off its beginning without losing what is written meanwhile. It frees
 the blocks of the beginning instead (a hole, see ``fallocate(2)``): positions stay as they are, writers notice nothing,
 and the newest output is never touched.
+
+A file of a detached job that is removed while its rank writes to it is there again within a second, with all that the
+rank has printed and prints from then on.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from nblaunch import formatting
 from nblaunch.events import Event, LogLines, Note, StatusLine
-from nblaunch.host import descriptors, disk
+from nblaunch.host import descriptors, disk, files
 
 _READ_BYTES = 1 << 20
 _MAX_BYTES_A_TICK = 4 << 20
@@ -25,6 +28,12 @@ _MAX_STATUS_BYTES = 4096
 _MAX_LINE_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 16
 """A multiple of every file system's blocks, so that whole blocks are freed."""
+
+_CHECK_S = 1.0
+"""Between two looks at whether the file still has its name."""
+
+Opener = Callable[[str, int], int]
+"""Opens a path, with flags, as that of :func:`open`."""
 
 # Gloo's "Rank N is connected" line, which torch 2.8 and 2.9 print per group and no setting silences; hidden, unless
 # peers are missing. It stays in the files.
@@ -44,12 +53,25 @@ class LogTail:
         rank: whose log it is.
         path: of the file; it need not exist yet.
         max_bytes: that it may take on disk; None = without limit, or another process sees to it.
+        opener: opens the file; None = by its path.
+        keeps_file: put the file back where it is removed while its rank writes to it.
     """
 
-    def __init__(self, rank: int, path: Path, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        path: Path,
+        max_bytes: int | None = None,
+        opener: Opener | None = None,
+        keeps_file: bool = False,
+    ) -> None:
         self._rank = rank
         self._path = path
         self._max_bytes = max_bytes
+        self._opener = opener or os.open
+        self._keeps_file = keeps_file
+        self._copy_fd = -1  # of a file that was removed
+        self._next_check_s = 0.0
         self._kept_from = 0
         self._fd = -1
         self._line = _Line()
@@ -58,6 +80,7 @@ class LogTail:
     def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
         """Return what is new since the last call, at most ``max_bytes`` of it."""
         events = self._keep_within_limit()
+        self._restore()
         while max_bytes > 0 and (chunk := self._take(max_bytes)):
             max_bytes -= len(chunk)
             events += self._split(chunk)
@@ -66,6 +89,8 @@ class LogTail:
     def read_rest(self) -> Iterator[Event]:
         """Yield everything up to the end of the file with an unfinished last line, in portions that fit into memory."""
         yield from self._keep_within_limit()
+        self._next_check_s = 0.0
+        self._restore()
         while chunk := self._take(_READ_BYTES):
             yield from self._split(chunk)
             yield from self._keep_within_limit()
@@ -75,9 +100,26 @@ class LogTail:
 
     def close(self) -> None:
         """Read no more."""
-        if self._fd >= 0:
+        for fd in (self._fd, self._copy_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._copy_fd = -1
+
+    @property
+    def position(self) -> int:
+        """How far the file was read, in bytes."""
+        return os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
+
+    def follow_restored(self) -> None:
+        """Go on in the file that its launcher has put in the place of a removed one, which begins alike."""
+        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+            return
+        position = self.position
+        with suppress(OSError):  # it is not there yet
+            fd = self._opener(str(self._path), os.O_RDONLY | os.O_CLOEXEC)
+            os.lseek(fd, position, os.SEEK_SET)
             os.close(self._fd)
-            self._fd = -1
+            self._fd = fd
 
     def _take(self, max_bytes: int) -> bytes:
         """Return bytes that were not read yet; none at the end of the file."""
@@ -85,12 +127,43 @@ class LogTail:
             return b""
         if self._max_bytes is None:  # else only this object makes holes, and skips them as it does
             _skip_hole(self._fd)
-        return os.read(self._fd, min(_READ_BYTES, max_bytes))
+        chunk = os.read(self._fd, min(_READ_BYTES, max_bytes))
+        if self._copy_fd >= 0 and chunk:
+            with suppress(OSError):  # the disk is full
+                os.pwrite(self._copy_fd, chunk, self.position - len(chunk))
+        return chunk
+
+    def _restore(self) -> None:
+        """Put the file back where it was removed, as far as it was read; the rest follows as it is read."""
+        now_s = time.monotonic()
+        if not self._keeps_file or self._fd < 0 or now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + _CHECK_S
+        current = self._fd if self._copy_fd < 0 else self._copy_fd
+        if os.fstat(current).st_nlink:
+            return
+        try:
+            files.make_private_folder(self._path.parent)
+            with open(self._path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                at, end = self._kept_from, self.position
+                while at < end and (chunk := os.pread(self._fd, min(_READ_BYTES, end - at), at)):
+                    at += os.pwrite(file.fileno(), chunk, at)
+                copy_fd = os.dup(file.fileno())
+        except FileExistsError:
+            return  # it is another's
+        except OSError:  # tried again at the next look
+            with suppress(OSError):
+                self._path.unlink()
+            return
+        if self._copy_fd >= 0:
+            os.close(self._copy_fd)
+        self._copy_fd = copy_fd
 
     def _is_open(self) -> bool:
         if self._fd < 0:
             try:
-                self._fd = os.open(self._path, (os.O_RDWR if self._max_bytes else os.O_RDONLY) | os.O_CLOEXEC)
+                flags = (os.O_RDWR if self._max_bytes else os.O_RDONLY) | os.O_CLOEXEC
+                self._fd = self._opener(str(self._path), flags)
             except FileNotFoundError:
                 return False  # the worker has not come so far
             except OSError as error:
@@ -108,7 +181,8 @@ class LogTail:
             return []
         kept_from = (size - self._max_bytes // 2) // _BLOCK_BYTES * _BLOCK_BYTES
         try:
-            disk.free_range(self._fd, 0, kept_from)
+            for fd in filter(lambda fd: fd >= 0, (self._fd, self._copy_fd)):
+                disk.free_range(fd, 0, kept_from)
         except OSError as error:
             self._max_bytes = None
             return [self._outgrown(f"its file system can't free a part of it ({error.strerror})")]
@@ -195,13 +269,13 @@ def _on_screen(line: bytes) -> str:
     return text.replace("\x1b[A", "").rstrip()
 
 
-def read_log(path: Path, max_bytes: int | None = None) -> str:
+def read_log(path: Path, max_bytes: int | None = None, opener: Opener | None = None) -> str:
     """Return a rank's log as a terminal shows it, all of it or its end; empty if it never printed.
 
     Where its beginning was dropped, the first line says how much that was.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=opener) as file:
             kept_from = _skip_hole(file.fileno())
             size = file.seek(0, os.SEEK_END)
             start = kept_from if max_bytes is None else max(kept_from, size - max_bytes)

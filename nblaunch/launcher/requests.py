@@ -87,6 +87,9 @@ class JobRequests:
 
     Every query is answered: by the supervisor, or with the reason why there is no answer.
 
+    Attributes:
+        endings: grows with each request to end the job, in whichever way.
+
     Raises:
         LaunchError: the system refused a pipe.
     """
@@ -94,6 +97,7 @@ class JobRequests:
     def __init__(self) -> None:
         self._pipe: WakePipe | None = WakePipe()
         self._interrupts: deque[None] = deque()
+        self.endings = 0
         self.terminations = 0
         self.termination_grace_s = 0.0
         self.is_cancelled = False
@@ -114,12 +118,14 @@ class JobRequests:
     def interrupt(self) -> None:
         """Ask workers to end, with grace; the second time kill them."""
         self._interrupts.append(None)
+        self.endings += 1
         self._wake()
 
     def terminate(self, grace_s: float) -> None:
         """Let the loops end, and interrupt them when ``grace_s`` is over; the second time interrupt at once."""
         self.termination_grace_s = grace_s
         self.terminations += 1
+        self.endings += 1
         if self.terminations > 1:
             self._interrupts.append(None)
         self._wake()
@@ -127,11 +133,13 @@ class JobRequests:
     def stop(self) -> None:
         """Let the loops of all ranks end at the same step boundary."""
         self.wants_stop = True
+        self.endings += 1
         self._wake()
 
     def cancel(self) -> None:
         """Kill the workers at once."""
         self.is_cancelled = True
+        self.endings += 1
         self._wake()
 
     def ask_stacks(self) -> Future[str]:

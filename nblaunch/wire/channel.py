@@ -8,7 +8,7 @@ Workers only send here. The launcher reaches them otherwise: by signals, by prop
 its node it talks both ways, through a pipe each (``nodes/messages.py``). The receiving end never blocks, so that one
 silent worker can't hold up the others; a sender waits while the pipe is full.
 
-The events of a detached job are kept in a file in the same form (``detached/``).
+The events of a detached job are kept in a file in the same form, each signed (``detached/``).
 
 Threads of a worker, its signal handlers and processes that it forks share its pipe and send without a lock: a packet
 names its event by a random number, and is small enough for the system to write it in one piece, whatever else writes
@@ -29,12 +29,14 @@ import os
 import pickle
 import select
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from types import BuiltinFunctionType
 from typing import Any
 
 from nblaunch.events import Event, Note
+from nblaunch.wire import signing
 
 _HEADER = struct.Struct("<8sQ")
 """Of a packet: its event, and how many bytes of that are still to come, those of this packet included."""
@@ -48,10 +50,12 @@ class EventSender:
 
     Args:
         fd: writing end of the pipe.
+        key: to sign events with (``wire/signing.py``); b"" in a pipe, which has no name.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, key: bytes = b"") -> None:
         self.fd = fd
+        self._key = key
         self._pipe = os.fstat(fd)
 
     def send(self, event: Event) -> None:
@@ -69,7 +73,7 @@ class EventSender:
         if not os.path.samestat(os.fstat(self.fd), self._pipe):
             raise OSError(errno.EBADF, "the pipe to the launcher was closed in this process (os.closerange?)")
         with suppress(BrokenPipeError):
-            for packet in _packets(body):
+            for packet in _packets(signing.seal(body, self._key)):
                 while packet:
                     # A pipe takes it whole, a file on a full disk may not.
                     packet = packet[os.write(self.fd, packet) :]
@@ -89,27 +93,34 @@ class EventReceiver:
     Args:
         fd: reading end of the pipe.
         source: who sends, for such a warning: ``"rank 3"``.
+        key: that events are signed with; b"" = they are not.
     """
 
-    def __init__(self, fd: int, source: str = "another process") -> None:
+    def __init__(self, fd: int, source: str = "another process", key: bytes = b"") -> None:
         self.fd = fd
         self._source = source
+        self._key = key
         self._pending = bytearray()
         self._begun: dict[bytes, bytearray] = {}  # name of an event -> what has arrived of it
         os.set_blocking(fd, False)
 
-    def receive(self) -> tuple[list[Event], bool]:
-        """Return all events that are complete by now, and whether all senders have closed their end."""
+    def receive(self, max_bytes: int = sys.maxsize) -> tuple[list[Event], bool]:
+        """Return all events that are complete by now, and whether all senders have closed their end.
+
+        Args:
+            max_bytes: how much to read at most.
+        """
         is_closed = False
-        while True:
+        while max_bytes > 0:
             try:
-                chunk = os.read(self.fd, _READ_BYTES)
+                chunk = os.read(self.fd, min(_READ_BYTES, max_bytes))
             except BlockingIOError:
                 break
             if not chunk:
                 is_closed = True
                 break
             self._pending += chunk
+            max_bytes -= len(chunk)
         return self._parse(), is_closed
 
     def _parse(self) -> list[Event]:
@@ -118,6 +129,9 @@ class EventReceiver:
         while len(self._pending) - start >= _HEADER.size:
             name, missing = _HEADER.unpack_from(self._pending, start)
             body_at = start + _HEADER.size
+            if not missing:  # zeros, which a file may end with after a power failure
+                start = body_at
+                continue
             end = body_at + min(missing, _BODY_BYTES)
             if len(self._pending) < end:
                 break
@@ -130,7 +144,7 @@ class EventReceiver:
 
     def _read(self, body: bytearray) -> Event:
         try:
-            event = pickle.loads(body)
+            event = pickle.loads(signing.unseal(bytes(body), self._key))
             if not isinstance(event, Event):
                 raise TypeError(f"{type(event).__name__} is no event")
         except Exception as error:  # a detached job may be of another release

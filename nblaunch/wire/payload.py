@@ -3,6 +3,7 @@
     offset 0   header: where the pickle is, how long it is, how many buffers the table names
     64 ...     tensors and large arrays, raw, 64-byte aligned, each written as soon as the pickler meets it
     then       the pickle (cloudpickle: functions and classes of ``__main__`` by value), then the table of buffers
+    then       where the file has a name, the signature of header, pickle and table: of all that can run code
     then       the next value of the file, if there is one: its header, and so on
 
 Nothing passes through a pipe, so that no process waits for another. What is read is either built on the file's pages,
@@ -35,7 +36,7 @@ from typing import Any
 
 import cloudpickle
 
-from nblaunch.wire import accelerate_states
+from nblaunch.wire import accelerate_states, signing
 from nblaunch.wire.originals import Unchanged
 
 _HEADER = struct.Struct("<QQQ")
@@ -44,6 +45,10 @@ _ALIGN = 64
 _MIN_BUFFER_BYTES = 4096
 _MIN_PAGES_BYTES = 1 << 20
 _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB - 4 KiB at a time
+
+
+class Damaged(ValueError):
+    """A file is not as it was written: it was cut, or others have written it. Nothing of it was unpickled."""
 
 
 class NotebookPickler(cloudpickle.CloudPickler):
@@ -219,6 +224,7 @@ class PayloadWriter:
         *,
         main_by_reference: bool = False,
         tests: Mapping[int, Callable[[Any], bool]] | None = None,
+        key: bytes = b"",
     ) -> int:
         """Write ``value`` and return where it is, for :func:`load_mapped`.
 
@@ -227,6 +233,7 @@ class PayloadWriter:
             main_by_reference: as in :class:`NotebookPickler`.
             tests: ``id`` of a tensor -> a function that says of its values, on the CPU, whether the reader has them.
                 Then an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
+            key: to sign it with (``wire/signing.py``); b"" = unsigned.
 
         Raises:
             Exception: whatever pickling raises; :func:`nblaunch.wire.pickle_errors.unpicklable_parts` says which
@@ -235,13 +242,15 @@ class PayloadWriter:
         """
         end, regions = self._writer.end, dict(self._regions)
         try:
-            return self._append(value, main_by_reference, tests or {})
+            return self._append(value, main_by_reference, tests or {}, key)
         except (OSError, MemoryError):
             os.ftruncate(self._fd, end)
             self._writer.end, self._regions = end, regions
             raise
 
-    def _append(self, value: Any, main_by_reference: bool, tests: Mapping[int, Callable[[Any], bool]]) -> int:
+    def _append(
+        self, value: Any, main_by_reference: bool, tests: Mapping[int, Callable[[Any], bool]], key: bytes
+    ) -> int:
         header_at = self._writer.skip(_HEADER.size)
         stream = io.BytesIO()
         pickler = _Pickler(stream, self._writer, self._regions, main_by_reference, tests)
@@ -249,8 +258,12 @@ class PayloadWriter:
         pickler.dump(value)
         body = stream.getbuffer()
         start = self._writer.write(body)
-        self._writer.write(b"".join(_ENTRY.pack(*entry) for entry in pickler.buffers))
-        os.pwrite(self._fd, _HEADER.pack(start, len(body), len(pickler.buffers)), header_at)
+        table = b"".join(_ENTRY.pack(*entry) for entry in pickler.buffers)
+        self._writer.write(table)
+        header = _HEADER.pack(start, len(body), len(pickler.buffers))
+        os.pwrite(self._fd, header, header_at)
+        if key:
+            self._writer.write(signing.digest(key, header, body, table))
         return header_at
 
 
@@ -259,11 +272,16 @@ def dump(value: Any, fd: int) -> None:
     PayloadWriter(fd).append(value)
 
 
-def load_mapped(fd: int, at: int = 0) -> Any:
+def load_mapped(fd: int, at: int = 0, key: bytes = b"") -> Any:
     """Read what was written at ``at``. The tensors in it live on the file's pages, mapped copy-on-write.
 
     As long as one of them lives, so does the whole file, with a descriptor.
+
+    Raises:
+        Damaged: it is not signed with ``key``, or was cut.
     """
+    if key:
+        _check(fd, at, key)
     return _read(_MappedFile(fd), at)
 
 
@@ -279,10 +297,33 @@ def load_copied(fd: int, at: int = 0) -> Any:
 
 
 def _read(file: _MappedFile | _CopiedFile, at: int) -> Any:
-    start, length, num_buffers = _HEADER.unpack(file.part(at, _HEADER.size))
-    table = file.part(_aligned(start + length), num_buffers * _ENTRY.size) if num_buffers else b""
+    body, table = _parts(file, file.part(at, _HEADER.size))
     buffers = [file.part(offset, size) for offset, size in _ENTRY.iter_unpack(table)]
-    return _Unpickler(io.BytesIO(file.part(start, length)), file, buffers).load()
+    return _Unpickler(io.BytesIO(body), file, buffers).load()
+
+
+def _parts(file: _MappedFile | _CopiedFile, header: Any) -> tuple[Any, Any]:
+    """Return the pickle and the table of buffers that a header names."""
+    start, length, num_buffers = _HEADER.unpack(header)
+    table = file.part(_aligned(start + length), num_buffers * _ENTRY.size) if num_buffers else b""
+    return file.part(start, length), table
+
+
+def _check(fd: int, at: int, key: bytes) -> None:
+    """Check the signature of what was written at ``at``, which follows the table of buffers.
+
+    Raises:
+        Damaged: it is another, or the file was cut.
+    """
+    try:
+        file = _MappedFile(fd)
+        header = file.part(at, _HEADER.size)
+        body, table = _parts(file, header)
+        start, length, num_buffers = _HEADER.unpack(header)
+        end = _aligned(start + length) + num_buffers * _ENTRY.size
+        signing.check(bytes(file.part(_aligned(end), signing.SIGNATURE_BYTES)), key, header, body, table)
+    except (ValueError, struct.error) as error:  # an empty file can't be mapped, a short one has no header
+        raise Damaged(str(error)) from None
 
 
 class _MappedFile:
@@ -332,6 +373,17 @@ def pickling_error(value: Any) -> Exception | None:
     return None
 
 
+def num_bytes(value: Any) -> int:
+    """Return how large a file with ``value`` is, about. Writes nothing.
+
+    Raises:
+        Exception: whatever pickling it raises.
+    """
+    writer, stream = _NullWriter(), io.BytesIO()
+    _Pickler(stream, writer, {}, True, {}).dump(value)
+    return writer.end + stream.getbuffer().nbytes
+
+
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
@@ -360,13 +412,15 @@ class _FileWriter:
 
 
 class _NullWriter(_FileWriter):
-    """Takes everything and keeps nothing, to try whether a value can be pickled."""
+    """Takes everything and keeps nothing, to try whether a value can be pickled, and in how many bytes."""
 
     def __init__(self) -> None:
         super().__init__(-1)
 
     def write(self, data: Any) -> int:
-        return 0
+        start = _aligned(self.end)
+        self.end = start + memoryview(data).nbytes
+        return start
 
 
 class _Pickler(NotebookPickler):

@@ -1,10 +1,14 @@
-"""Pickles that cross a socket between ranks carry a signature, by a key that only the job's own processes have.
+"""Pickles that others could put in the place of ours carry a signature, by a key that only our own processes have.
+
+Between ranks:
 
     launcher ── key: in the memory that workers inherit, never in a file, a variable or on a store ──> workers
     rank 0   ── signature + pickle ──> process group ──> rank 1: the signature first, the pickle only if that is right
 
 Workers find each other through a store on a loopback port, which every user of the machine can reach. Without a
 signature, a process that put itself in a rank's place there could have any code run by the others.
+
+In the files of a detached job, where the key is the user's (``detached/folder.py``): :func:`seal` and :func:`unseal`.
 """
 
 from __future__ import annotations
@@ -15,18 +19,17 @@ import secrets
 from typing import Any
 
 _DIGEST = "sha256"
-_SIGNATURE_BYTES = 32
+SIGNATURE_BYTES = 32
 
 
 def new_key() -> bytes:
     """Return a key for one job."""
-    return secrets.token_bytes(_SIGNATURE_BYTES)
+    return secrets.token_bytes(SIGNATURE_BYTES)
 
 
 def dump(value: Any, key: bytes) -> bytes:
     """Pickle ``value`` behind its signature; without a key (b"") the pickle alone."""
-    body = pickle.dumps(value)
-    return hmac.digest(key, body, _DIGEST) + body if key else body
+    return seal(pickle.dumps(value), key)
 
 
 def load(signed: bytes, key: bytes) -> Any:
@@ -35,11 +38,47 @@ def load(signed: bytes, key: bytes) -> Any:
     Raises:
         ValueError: it does not carry the signature of this job. Nothing of it was unpickled.
     """
-    if key:
-        signature, signed = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, hmac.digest(key, signed, _DIGEST)):
-            raise ValueError(
-                "an object that arrived from another rank does not carry the signature of this job, and was not read: "
-                "another process has put itself in that rank's place, or the bytes were changed on their way"
-            )
-    return pickle.loads(signed)
+    try:
+        body = unseal(signed, key)
+    except ValueError:
+        raise ValueError(
+            "an object that arrived from another rank does not carry the signature of this job, and was not read: "
+            "another process has put itself in that rank's place, or the bytes were changed on their way"
+        ) from None
+    return pickle.loads(body)
+
+
+def seal(body: bytes, key: bytes) -> bytes:
+    """Put its signature before ``body``; without a key (b"") return it as it is."""
+    return digest(key, body) + body if key else body
+
+
+def unseal(sealed: bytes, key: bytes) -> bytes:
+    """Return what :func:`seal` was given.
+
+    Raises:
+        ValueError: it does not carry the signature of this key.
+    """
+    if not key:
+        return sealed
+    body = sealed[SIGNATURE_BYTES:]
+    check(sealed[:SIGNATURE_BYTES], key, body)
+    return body
+
+
+def digest(key: bytes, *parts: bytes | memoryview) -> bytes:
+    """Return the signature of ``parts``, one behind the other."""
+    signer = hmac.new(key, digestmod=_DIGEST)
+    for part in parts:
+        signer.update(part)
+    return signer.digest()
+
+
+def check(signature: bytes, key: bytes, *parts: bytes | memoryview) -> None:
+    """Check the signature of ``parts``.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if not hmac.compare_digest(signature, digest(key, *parts)):
+        raise ValueError("the bytes do not carry the signature of this key")

@@ -8,15 +8,15 @@ from tests.architecture.source import Module, modules
 
 READERS = {
     "nblaunch.backends": "part of a worker's assignment, see nblaunch.start_methods.interpreter",
-    "nblaunch.detached.folder": "files in a folder of this user alone, which is checked before",
+    "nblaunch.detached.folder": "files under the signature of this user, in a folder of this user alone",
     "nblaunch.detached.job_process": "its launch in a memory file that it inherited from the launching process",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
     "nblaunch.start_methods.interpreter": "assignments in an inherited memory file that its launcher made",
-    "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
+    "nblaunch.wire.channel": "a pipe between two of our processes, inherited; in files under the user's signature",
     "nblaunch.wire.worker_commands": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
-    "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; or see nblaunch.detached.folder",
+    "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; others under the user's signature",
     "nblaunch.training.strategies.shard_files": "metadata of shards, of which no other classes are made than they need",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
     "nblaunch.worker.inheritance.settings": "values in an assignment, see nblaunch.start_methods.interpreter",

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -141,7 +141,7 @@ def test_a_job_survives_its_kernel(desk: Desk, profile: str) -> None:
 def test_a_job_runs_although_its_kernel_is_killed_while_it_starts(desk: Desk) -> None:
     first = desk.kernel()
     first.submit(LAUNCH.format(f"train, (model, {desk.gate!r})"))
-    first.wait_until(lambda: any(desk.folder.glob("detached/*/record")), 60, "the job's record")
+    first.wait_until(lambda: any(desk.folder.glob("detached/*/record.json")), 60, "the job's record")
     first.kill()
     second = desk.kernel()
     second.run("job = nblaunch.attach()")
@@ -194,7 +194,7 @@ from nblaunch.cli import main
 
 def interrupt():
     stack = ""
-    while not re.search('job.py", line [0-9]+, in ends_within', stack):
+    while not re.search('follower.py", line [0-9]+, in ends_within', stack):
         time.sleep(0.01)
         stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
@@ -259,20 +259,131 @@ def test_a_job_whose_process_is_killed_is_lost_with_its_workers(desk: Desk) -> N
     assert desk.command("attach", job_id).returncode == 1
 
 
+REMOVALS = {
+    "folder": "import shutil; shutil.rmtree(job.log_dir.rename(f'{job.log_dir}-removed'))",
+    "jobs": "import shutil; shutil.rmtree(job.log_dir.parent.rename(f'{job.log_dir.parent}-removed'))",
+    "old files": "for path in job.log_dir.iterdir():\n    path.is_file() and path.name != 'snapshot' and path.unlink()",
+}
+
+
 @pytest.mark.timeout(300)
-def test_a_job_whose_folder_was_removed_can_be_ended_by_its_process(desk: Desk) -> None:
+@pytest.mark.parametrize("what", REMOVALS)
+def test_a_running_job_whose_files_are_removed_is_found_asked_and_loses_nothing(
+    desk: Desk, what: str
+) -> None:
     kernel = desk.kernel()
-    kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
-    # In one step: the job's process writes there meanwhile.
-    kernel.run("import shutil; shutil.rmtree(job.log_dir.rename(f'{job.log_dir}-removed'))")
-    error = kernel.run("job.result(60)", raises="JobLost", timeout_s=120).error
-    assert error is not None
-    assert "was removed" in error.value
-    job_process = psutil.Process(kernel.run("job.pids[0]").value).parent()
-    assert job_process is not None
-    assert f"`kill {job_process.pid}`" in error.value
-    job_process.terminate()
+    job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
+    lines = "job.logs(0).splitlines()[-1:], job.logs(1).splitlines()[-1:]"
+    at_gate = (["step 9 of rank 0"], ["step 9 of rank 1"])
+    kernel.wait_until(lambda: kernel.run(lines).value == at_gate, 60, "both ranks at the gate")
+    kernel.run(REMOVALS[what])
+    listed = kernel.run("[(one.id, one.status, one.problem) for one in nblaunch.jobs()]").value
+    assert listed == [(job_id, "running", "")]
+    shell = desk.command("jobs")
+    assert (shell.returncode, shell.stdout.count(job_id) > 0) == (0, True)
+    second = desk.kernel()
+    second.run("again = nblaunch.attach()")
+    assert "train" in second.run("again.stacks()").value
+    desk.release()
+    for one, name in ((kernel, "job"), (second, "again")):
+        assert one.run(f"{name}.result(60)['rank']", timeout_s=120).value == 0
+        assert one.run(f"[row['step'] for row in {name}.metrics]").value == list(range(20))
+        for rank in range(2):
+            shown = one.run(f"{name}.logs({rank}).splitlines()").value
+            assert shown == [line.format(rank) for line in LINES]
+    assert second.run("sorted(again.weights())").value == [0]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
+    if mount.returncode:
+        pytest.skip(f"can't mount: {mount.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+RETURN_MUCH = """
+def return_much(model, gate):
+    open(gate + "0").close()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    return torch.ones(1 << 19)    # 2 MB
+
+model = torch.nn.Linear(1 << 10, 1 << 8)    # 1 MB
+job = notebook_launcher(
+    return_much, (model, {gate!r}), num_processes=1, background=True, detach=True, dashboard="text"
+)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ending", ["room", "stop"])
+def test_what_a_full_disk_has_no_room_for_is_kept_until_it_has_or_the_user_gives_up(
+    small_disk: Path, desk: Desk, ending: str
+) -> None:
+    desk.env["NBLAUNCH_LOG_DIR"] = str(small_disk)
+    kernel = desk.kernel()
+    kernel.run(RETURN_MUCH.format(gate=desk.gate), timeout_s=120)
+    filler = small_disk / "filler"
+    with filler.open("wb") as file, suppress(OSError):
+        while True:
+            os.write(file.fileno(), bytes(4096))
+    open(f"{desk.gate}0", "w").close()
+    listed = "[(one.status, one.problem) for one in nblaunch.jobs()]"
+    kernel.wait_until(lambda: kernel.run(listed).value[0][0] == "waiting", 60, "the job waiting for room")
+    _, problem = kernel.run(listed).value[0]
+    assert "waits for 2.10 MB of room in" in problem
+    assert "the disk of" in problem
+    kernel.wait_until(lambda: "waits for 2.10 MB" in _last_update(kernel), 60, "the note in the cell")
+    assert problem in desk.command("jobs").stdout
+    assert kernel.run("job.status").value == "waiting"
+    if ending == "room":
+        filler.unlink()
+        assert kernel.run("job.result(60).sum().item()", timeout_s=120).value == 1 << 19
+        assert kernel.run("job.weights()[0]['weight'].mean().item()").value == 2.0
+        assert desk.command("attach").returncode == 0
+    else:
+        assert desk.command("stop").returncode == 0
+        error = kernel.run("job.result(60)", raises="ResultError", timeout_s=120).error
+        assert error is not None
+        assert "the result could not be written: the disk of" in error.value
+        assert "given up on request" in error.value
+        kernel.run("job.weights()", raises="ResultError")
+        assert kernel.run(listed).value == [("done", "")]
+        filler.unlink()
     kernel.wait_for_no_processes()
+
+
+@pytest.mark.timeout(300)
+def test_attaching_again_takes_nothing_more_and_detaching_gives_all_of_it_back(desk: Desk) -> None:
+    kernel = desk.kernel()
+    kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120)
+    kernel.wait_until(lambda: len(kernel.run("job.metrics").value) == 10, 60, "both ranks at the gate")
+    # What follows a job opens its folder for a moment, several times a second.
+    taken = (
+        "import threading\n"
+        "counts = [len(os.listdir('/proc/self/fd')) for _ in range(100)]\n"
+        "threading.active_count(), min(counts)"
+    )
+    before = kernel.run(taken).value
+    kernel.run("jobs = [nblaunch.attach(dashboard='text') for _ in range(10)]", timeout_s=120)
+    assert kernel.run("all(one is job for one in jobs)").value is True
+    assert kernel.run(taken).value == before
+    kernel.wait_until(lambda: "step 9 of rank 1" in _last_update(kernel), 60, "the lines in the last cell")
+    kernel.run("job.detach()")
+    threads, fds = kernel.run(taken).value
+    assert threads == before[0] - 1
+    assert fds < before[1]
+    kernel.run("job.result(1)", raises="RuntimeError")
+    assert kernel.run("[one.status for one in nblaunch.jobs()]").value == ["running"]
+    kernel.run("new = nblaunch.attach(dashboard='text')")
+    assert kernel.run("new is job").value is False
+    desk.release()
+    assert kernel.run("new.result(60)['rank']", timeout_s=120).value == 0
+    assert kernel.run("[row['step'] for row in new.metrics]").value == list(range(20))
 
 
 @pytest.mark.timeout(300)
@@ -356,10 +467,10 @@ OF_ANOTHER_VERSION = """
 import os
 os.environ["NBLAUNCH_LOG_DIR"] = {!r}
 import nblaunch
-from nblaunch.detached import folder
-path = folder.root() / "train-3f9a2c"
+from nblaunch.detached import home
+path = home.open_home().path / "train-3f9a2c"
 path.mkdir(mode=0o700)
-(path / "record").write_bytes(b"cnblaunch.detached.gone\\nRecord\\n.")
+(path / "record.json").write_text('{{"format": 99}}')
 """
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +23,17 @@ import nblaunch
 from nblaunch import cli
 from nblaunch.dashboard.fold import fold
 from nblaunch.dashboard.view import JobView
-from nblaunch.detached import folder as folders
 from nblaunch.detached import follower, requests
-from nblaunch.detached.folder import End, JobFolder, Record, Snapshot
-from nblaunch.detached.job_process import Recorder
-from nblaunch.errors import ResultError
-from nblaunch.events import AttemptStarted, Event, Fact, HostMemory, JobEnded, LogLines, Note
-from nblaunch.host import descriptors
+from nblaunch.detached.folder import JobFolder, Launch, Snapshot
+from nblaunch.detached.home import open_home
+from nblaunch.detached.record import FORMAT, Record
+from nblaunch.detached.recorder import Recorder
+from nblaunch.detached.requests import Endpoint
+from nblaunch.errors import JobLost, NblaunchError, ResultError
+from nblaunch.events import AttemptStarted, Event, Fact, HostMemory, JobEnded, LogLines
+from nblaunch.host import files
+from nblaunch.host.machine import ProcessMark
+from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
@@ -38,15 +44,51 @@ from nblaunch.wire.channel import EventReceiver
 from tests.no_descriptors import no_descriptor_left
 
 
-def _new_folder(parent: Path) -> JobFolder:
-    path = parent / "job"
-    path.mkdir(mode=0o700)
-    return JobFolder(path)
+def _record(job_id: str = "train-3f9a2c", **changes: Any) -> Record:
+    settings = {
+        "format": FORMAT, "id": job_id, "function_name": "train", "num_processes": 1, "backend": "cpu",
+        "process": ProcessMark.own(), "address": "", "started_s": 1.0,
+    }  # fmt: skip
+    return Record(**{**settings, **changes})
 
 
-def _bare_record() -> Record:
-    """Return a record without any of its fields, as one that had others is loaded."""
-    return object.__new__(Record)
+def _launch() -> Launch:
+    spec = LaunchSpec(print, num_processes=1, backend="cpu")
+    return Launch(spec.without_call(), b"", plan_launch(spec).settings, {})
+
+
+@contextmanager
+def recorded(
+    outcome: JobOutcome | None = None, job_id: str = "train-3f9a2c", **changes: Any
+) -> Iterator[tuple[JobFolder, Recorder]]:
+    """Give the folder of a job and what writes it, as its process does."""
+    home = open_home()
+    log = JobLog(str(home.path), job_id)
+    requests = JobRequests()
+    recorder = Recorder(
+        JobFolder(log.path), log, _record(job_id, **changes), _launch(), lambda: outcome, requests
+    )
+    recorder.publish()
+    try:
+        yield recorder._folder, recorder
+    finally:
+        recorder.close()
+        log.end()
+        requests.close()
+
+
+def _ended(outcome: JobOutcome, job_id: str = "train-3f9a2c") -> JobFolder:
+    """Return the folder of a job that has ended so."""
+    with recorded(outcome, job_id) as (folder, recorder):
+        recorder.on_event(AttemptStarted(-1, 1.0, "train", 1))
+        recorder.on_event(JobEnded(-1, 2.0, outcome.status, message=outcome.message))
+    return folder
+
+
+def _outcome(folder: JobFolder) -> JobOutcome:
+    end = folder.load_end()
+    assert end is not None
+    return follower._outcome_of(folder, end)
 
 
 @pytest.fixture(autouse=True)
@@ -61,44 +103,137 @@ def test_there_are_no_jobs_at_first() -> None:
         nblaunch.attach()
 
 
-def test_a_folder_that_is_open_to_others_is_refused(own_folder: Path) -> None:
-    path = folders.root()
-    path.chmod(0o750)
-    for look in (nblaunch.jobs, nblaunch.attach):
+def test_a_folder_that_is_open_to_others_is_refused() -> None:
+    open_home().path.chmod(0o750)
+    for look in (nblaunch.jobs, nblaunch.attach, open_home):
         with pytest.raises(PermissionError, match="chmod 700"):
             look()
 
 
-def test_a_folder_of_another_user_is_refused(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folders.root()
-    monkeypatch.setattr(folders.os, "getuid", lambda: os.geteuid() + 1)
+def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _ended(JobOutcome("done"))
+    monkeypatch.setattr(files.os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(PermissionError, match="no folder of this user"):
-        JobFolder(path)
+        folder.load_end()
 
 
-def test_a_link_is_no_folder_of_jobs(own_folder: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(mode=0o700)
-    (own_folder / "detached").symlink_to(elsewhere)
+def test_a_link_is_no_folder_of_jobs(own_folder: Path) -> None:
+    folder = _ended(JobOutcome("done"))
+    folder.path.parent.rename(own_folder / "elsewhere")
+    folder.path.parent.symlink_to(own_folder / "elsewhere")
     with pytest.raises(PermissionError):
         nblaunch.jobs()
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        b"cnblaunch.detached.gone\nRecord\n.",
-        b"cnblaunch.detached.folder\nGone\n.",
-        pickle.dumps(_bare_record()),
-    ],
-    ids=["module", "class", "field"],
-)
-def test_a_job_of_another_version_is_listed_and_refused(
-    record: bytes, capsys: pytest.CaptureFixture[str]
+RAN: list[str] = []
+
+
+class Hostile:
+    """A pickle of another user, which leaves a trace where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RAN.append, ("this ran",)
+
+
+def test_nothing_is_read_of_a_folder_that_takes_the_place_of_one_that_was_looked_at(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = folders.root() / "train-3f9a2c"
-    path.mkdir(mode=0o700)
-    (path / "record").write_bytes(record)
+    """Others may rename in the folder above: what was checked is what is read, at whichever moment they do."""
+    folder = _ended(JobOutcome("done", values={0: 7}))
+    hostile = own_folder / "hostile"
+    (hostile / folder.id).mkdir(parents=True)
+    for name in ("record.json", "end.json"):
+        shutil.copy(folder.path / name, hostile / folder.id / name)
+    for name in ("launch", "snapshot", "events", "result", "error"):
+        (hostile / folder.id / name).write_bytes(pickle.dumps(Hostile()))
+    hostile.chmod(0o755)
+    status = os.fstat
+
+    def swap_after(fd: int) -> os.stat_result:
+        result = status(fd)
+        if folder.path.parent.exists() and hostile.exists():
+            folder.path.parent.rename(own_folder / "before")
+            hostile.rename(folder.path.parent)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fstat", swap_after)
+        (listed,) = nblaunch.jobs() or [None]
+    for look in (nblaunch.jobs, nblaunch.attach):
+        with pytest.raises(PermissionError):
+            look()
+    assert RAN == []
+    assert listed is None or listed.status in ("done", "damaged")
+
+
+@pytest.mark.parametrize("name", ["launch", "snapshot", "events", "result", "error"])
+def test_a_pickle_that_is_not_signed_by_this_user_is_not_read(name: str) -> None:
+    """Also where it lies in the right folder: one that was restored from another user's archive, say."""
+    error = None if name == "result" else ValueError("nan")
+    folder = _ended(JobOutcome("done" if error is None else "failed", error, values={0: 7}))
+    (folder.path / name).write_bytes(bytes(32) + pickle.dumps(Hostile()))
+    assert [one.status for one in nblaunch.jobs()] == ["done" if error is None else "failed"]
+    with suppress(LookupError, NblaunchError, ValueError):
+        job = nblaunch.attach(dashboard="none")
+        job.wait(10)
+        job.exception(), job.weights(), job.result()
+    assert RAN == []
+
+
+def test_a_signed_pickle_fits_no_other_job_and_no_other_file() -> None:
+    first, second = (_ended(JobOutcome("done", values={0: one}), f"train-{one}") for one in (1, 2))
+    shutil.copy(first.path / "result", second.path / "result")
+    shutil.copy(first.path / "result", first.path / "weights")
+    for job_id, load in ((second.id, lambda job: job.result()), (first.id, lambda job: job.weights())):
+        job = nblaunch.attach(job_id, dashboard="none")
+        with pytest.raises(ResultError, match="damaged"):
+            load(job)
+    assert nblaunch.attach(first.id, dashboard="none").result() == 1
+
+
+CUT = b'{"format":1,"id":"tra'
+DAMAGES = {
+    "record.json": [b"", CUT, b"[]", b"\xff\xfe", b"[" * 100_000],
+    "end.json": [b"", CUT, b"7"],
+    "launch": [b"", b"x" * 100],
+    "snapshot": [b"", b"x" * 100],
+    "events": [b"", bytes(10_000), b"x" * 10_000],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_job_hides_no_others(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = _ended(JobOutcome("done", values={0: 7}), "whole-1")
+    damaged = [_ended(JobOutcome("done", values={0: 8}), f"hurt-{i}") for i, _ in enumerate(DAMAGES[name])]
+    for folder, data in zip(damaged, DAMAGES[name], strict=True):
+        (folder.path / name).write_bytes(data)
+    listed = {one.id: one for one in nblaunch.jobs()}
+    assert listed[whole.id].status == "done"
+    assert len(listed) == 1 + len(damaged)
+    assert nblaunch.attach(whole.id, dashboard="none").result() == 7
+    assert cli.main(["jobs"]) == 0
+    assert cli.main(["attach", whole.id]) == 0
+    printed = capsys.readouterr().out
+    for folder in damaged:
+        one = listed[folder.id]
+        if name in ("record.json", "end.json"):
+            assert (one.status, name in one.problem) == ("damaged", True)
+            assert f"{one.id}: {name} can't be read" in printed
+        else:
+            assert one.status == "done"
+        if name in ("snapshot", "events"):
+            assert nblaunch.attach(one.id, dashboard="none").result() == 8
+        else:
+            with pytest.raises(LookupError, match=f"{one.id} is damaged: {name} .*{one.log_dir}"):
+                nblaunch.attach(one.id)
+        assert cli.main(["stop", one.id]) == 2
+        assert cli.main(["logs", one.id]) in (0, 2)
+
+
+def test_a_job_of_another_version_is_listed_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _ended(JobOutcome("done", values={0: 7}))
+    record = json.loads((folder.path / "record.json").read_text())
+    (folder.path / "record.json").write_text(json.dumps({"format": FORMAT + 1, "what": record}))
     (listed,) = nblaunch.jobs()
     assert (listed.id, listed.function_name, listed.status) == ("train-3f9a2c", "train", "other version")
     assert "worker" not in repr(listed)
@@ -111,38 +246,72 @@ def test_a_job_of_another_version_is_listed_and_refused(
     assert "another version" in printed.err
 
 
+def test_the_newest_job_is_the_newest_that_can_be_attached_to() -> None:
+    whole = _ended(JobOutcome("done", values={0: 7}))
+    hurt = _ended(JobOutcome("done", values={0: 8}), "hurt-1")
+    (hurt.path / "record.json").write_bytes(b"")
+    assert nblaunch.attach(dashboard="none").id == whole.id
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"name": "laptop-on-a-train"}, "running"),
+        ({"boot_id": "before"}, "on here"),  # it has written since this machine was started
+        ({"id": "another", "boot_id": "other"}, "on here"),
+        ({"pid_namespace": "1"}, "lost"),  # of a container, in which no process answers
+    ],
+)
+def test_a_machine_is_known_by_its_id_and_not_by_its_name(changes: dict[str, str], status: str) -> None:
+    own = ProcessMark.own()
+    process = replace(own, machine=replace(own.machine, **{"name": "here", **changes}))
+    with recorded(process=process) as (_, recorder):
+        recorder.on_readings([])
+        assert [one.status for one in nblaunch.jobs()] == [status]
+        if status.startswith("on "):
+            with pytest.raises(LookupError, match="another machine, here: attach to it there"):
+                nblaunch.attach()
+
+
+def test_a_job_that_was_lost_by_a_restart_says_so() -> None:
+    own = ProcessMark.own()
+    process = replace(own, machine=replace(own.machine, boot_id="before"))
+    with recorded(process=process) as (folder, _):
+        pass
+    for name in ("record.json", "events"):
+        os.utime(folder.path / name, (1.0, 1.0))
+    assert [one.status for one in nblaunch.jobs()] == ["lost"]
+    with pytest.raises(JobLost, match="this machine was restarted while"):
+        nblaunch.attach(dashboard="none").result(10)
+
+
+def test_a_process_that_has_the_number_of_a_job_s_process_is_not_taken_for_it() -> None:
+    with recorded(process=replace(ProcessMark.own(), started=1)):
+        assert [one.status for one in nblaunch.jobs()] == ["lost"]
+
+
 def test_a_job_that_another_process_prunes_while_jobs_are_listed_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("train-3f9a2c", "pruned-4f9a2c"):
-        path = folders.root() / name
-        path.mkdir(mode=0o700)
-        (path / "record").write_bytes(b"cnblaunch.detached.gone\nRecord\n.")
-    check = folders.check_private
+        _ended(JobOutcome("done"), name)
+    load = JobFolder.load_record
 
-    def prune(path: Path) -> None:
-        if path.name == "pruned-4f9a2c":
-            shutil.rmtree(path)
-        check(path)
+    def prune(folder: JobFolder) -> Record:
+        if folder.id == "pruned-4f9a2c":
+            shutil.rmtree(folder.path)
+        return load(folder)
 
-    monkeypatch.setattr(folders, "check_private", prune)
+    monkeypatch.setattr(JobFolder, "load_record", prune)
     assert [one.id for one in nblaunch.jobs()] == ["train-3f9a2c"]
 
 
-def test_what_could_be_pickled_of_a_large_value_is_in_the_error(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_be_pickled_of_a_large_value_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is too large to travel with the error itself."""
     monkeypatch.setattr(exceptions, "_MAX_BYTES", 1000)
-    folder = JobFolder(folders.root())
     value = {"weights": torch.arange(1000), "lock": "<Unpicklable>"}
     error = ResultError("rank 1's return value can't be pickled: ...", partial=value)
-    recorder = Recorder(folder, lambda: JobOutcome("done", error, values={0: None, 1: value}))
-    recorder.on_event(JobEnded(-1, 1.0, "done"))
-    descriptors.close(recorder._sender.fd)
-    end = folder.load(End)
-    assert end is not None
-    read = follower._outcome_of(folder, end).error
+    read = _outcome(_ended(JobOutcome("done", error, values={0: None, 1: value}))).error
     assert isinstance(read, ResultError)
     assert torch.equal(read.partial["weights"], value["weights"])
     assert read.partial["lock"] == value["lock"]
@@ -167,23 +336,11 @@ class _Ticks:
 
 def test_a_long_log_is_shown_while_it_is_read() -> None:
     """Else listeners would hold all of it until its end."""
-    path = folders.root() / "train-3f9a2c"
-    path.mkdir(mode=0o700)
-    folder = JobFolder(path)
-    spec = LaunchSpec(print, num_processes=1, backend="cpu")
-    plan = plan_launch(spec).settings
-    folder.write(
-        Record(spec.without_call(), "cpu", b"", plan, {}, socket.gethostname(), pid=1, started_s=1.0)
-    )
-    recorder = Recorder(folder, lambda: JobOutcome("done"))
-    recorder.on_event(AttemptStarted(-1, 1.0, "print", 1))
-    recorder.on_event(JobEnded(-1, 2.0, "done"))
-    descriptors.close(recorder._sender.fd)
+    folder = _ended(JobOutcome("done"))
     folder.log_path(0).parent.mkdir()
     folder.log_path(0).write_text("a line\n" * 500_000)  # read in portions of 1 MiB
     listener = _Ticks()
-    followed = follower.JobFollower(folder, [listener])
-    followed.follow()
+    followed = follower.follow(folder, [listener])
     assert followed.ends_within(30)
     first = listener.order.index("lines")
     assert listener.order[first : first + 6] == ["lines", "tick"] * 3
@@ -204,7 +361,7 @@ class _Requests(JobRequests):
 @pytest.fixture
 def server(own_folder: Path) -> Any:
     made = _Requests()
-    server = requests.RequestServer(own_folder, made)
+    server = requests.RequestServer(Endpoint(own_folder), made)
     yield made
     server.close()
     made.close()
@@ -214,8 +371,8 @@ def test_requests_are_served_through_paths_of_any_length(tmp_path: Path) -> None
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
     made = _Requests()
-    server = requests.RequestServer(folder, made)
-    remote = requests.RemoteRequests(folder)
+    server = requests.RequestServer(Endpoint(folder), made)
+    remote = requests.RemoteRequests(Endpoint(folder))
     remote.stop()
     assert made.stopped.wait(10)
     assert remote.ask_stacks().result(10) == "no worker of the job runs"
@@ -223,7 +380,7 @@ def test_requests_are_served_through_paths_of_any_length(tmp_path: Path) -> None
     assert made.interrupts == remote.interrupts == 1
     server.close()
     made.close()
-    assert not requests.is_served(folder)
+    assert not Endpoint(folder).is_served()
     remote.stop()  # has no effect any more
 
 
@@ -231,8 +388,8 @@ def test_requests_of_another_user_are_ignored(
     own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests.os, "getuid", lambda: os.geteuid() + 1)
-    assert not requests.is_served(own_folder)  # a client takes no answer of another user's process
-    with socket.socket(socket.AF_UNIX) as client, requests._address_in(own_folder) as address:
+    assert not Endpoint(own_folder).is_served()  # a client takes no answer of another user's process
+    with socket.socket(socket.AF_UNIX) as client, requests.address_in(own_folder) as address:
         client.connect(address)
         with suppress(BrokenPipeError):  # it has been refused already
             client.sendall(b"stop")
@@ -251,12 +408,12 @@ def _read(client: socket.socket) -> bytes:
 
 def test_nonsense_does_not_end_the_service(own_folder: Path, server: _Requests) -> None:
     for request in (b"stop now", b"\xff\xfe", b"format c:"):
-        with socket.socket(socket.AF_UNIX) as client, requests._address_in(own_folder) as address:
+        with socket.socket(socket.AF_UNIX) as client, requests.address_in(own_folder) as address:
             client.connect(address)
             client.sendall(request)
             client.settimeout(10)
             assert b"ok" not in _read(client)
-    requests.RemoteRequests(own_folder).stop()
+    requests.RemoteRequests(Endpoint(own_folder)).stop()
     assert server.stopped.wait(10)
 
 
@@ -279,8 +436,8 @@ class _SlowRequests(_Requests):
 
 def test_a_stop_does_not_wait_until_the_stacks_are_known(own_folder: Path) -> None:
     made = _SlowRequests()
-    server = requests.RequestServer(own_folder, made)
-    remote = requests.RemoteRequests(own_folder)
+    server = requests.RequestServer(Endpoint(own_folder), made)
+    remote = requests.RemoteRequests(Endpoint(own_folder))
     stacks = remote.ask_stacks()
     assert made.asked.wait(10)
     remote.stop()
@@ -300,95 +457,76 @@ def test_requests_are_served_after_descriptors_have_run_out(
 
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "accept", refuse)
-        requests.RemoteRequests(own_folder).interrupt()  # the server waits for this one already
+        requests.RemoteRequests(Endpoint(own_folder)).interrupt()  # the server waits for this one already
         assert refused.wait(10)
-    requests.RemoteRequests(own_folder).stop()
+    requests.RemoteRequests(Endpoint(own_folder)).stop()
     assert server.stopped.wait(10)
 
 
 def test_a_job_process_that_takes_no_requests_for_a_while_still_runs(own_folder: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listening, requests._address_in(own_folder) as address:
+    with socket.socket(socket.AF_UNIX) as listening, requests.address_in(own_folder) as address:
         listening.bind(address)
         listening.listen(0)
         with socket.socket(socket.AF_UNIX) as waiting:
             waiting.connect(address)
-            assert requests.is_served(own_folder)
+            assert Endpoint(own_folder).is_served()
 
 
-def test_weights_and_values_come_back_as_they_were(own_folder: Path) -> None:
-    folder = _new_folder(own_folder)
+def test_weights_and_values_come_back_as_they_were() -> None:
     weight = torch.arange(2048.0)
     states = {0: {"weight": weight, "tied": weight, "_extra_state": {"seen": 3}}, "args[1]['a']": {}}
-    recorder = Recorder(folder, lambda: JobOutcome("done", values={0: 7}, unloaded_weights=states))
-    recorder.on_event(JobEnded(-1, 1.0, "done"))
-    descriptors.close(recorder._sender.fd)
-    assert 8192 < folder.weights_path.stat().st_size < 16384, "what is tied is written once"
-    end = folder.load(End)
-    assert end is not None
-    outcome = follower._outcome_of(folder, end)
+    folder = _ended(JobOutcome("done", values={0: 7}, unloaded_weights=states))
+    path = folder.path / "weights"
+    assert 8192 < path.stat().st_size < 16384, "what is tied is written once"
+    outcome = _outcome(folder)
     assert (outcome.error, dict(outcome.values)) == (None, {0: 7})
     state = outcome.unloaded_weights[0]
     assert torch.equal(state["weight"], weight)
     assert state["tied"] is state["weight"]
     assert state["_extra_state"] == {"seen": 3}
     assert outcome.unloaded_weights["args[1]['a']"] == {}
-    folder.weights_path.unlink()
-    assert dict(follower._outcome_of(folder, end).unloaded_weights) == {}
+    path.unlink()
+    assert dict(_outcome(folder).unloaded_weights) == {}
+    before = _outcome(folder)
     shutil.rmtree(folder.path)
-    for stored in (
-        follower._outcome_of(folder, end).values,
-        follower._outcome_of(folder, end).unloaded_weights,
-    ):
+    for stored in (before.values, before.unloaded_weights):
         with pytest.raises(ResultError):
             dict(stored)
 
 
-def test_weights_that_cannot_be_written_do_not_cost_the_result(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = _new_folder(own_folder)
-    states = {0: {"weight": torch.zeros(8)}}
-    recorder = Recorder(folder, lambda: JobOutcome("done", values={0: 7}, unloaded_weights=states))
-    replace_file = JobFolder.replace
+class _Unreadable:
+    """Its own code raises what a full disk does."""
 
-    def refuse_weights(folder: JobFolder, path: Path, write: Callable[[IO[bytes]], object]) -> None:
-        if path == folder.weights_path:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace_file(folder, path, write)
+    def __reduce__(self) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(JobFolder, "replace", refuse_weights)
-    recorder.on_event(JobEnded(-1, 1.0, "done"))
-    descriptors.close(recorder._sender.fd)
-    end = folder.load(End)
-    assert end is not None
-    outcome = follower._outcome_of(folder, end)
+
+def test_a_value_that_cannot_be_written_costs_nothing_else() -> None:
+    states = {0: {"weight": _Unreadable()}}
+    outcome = _outcome(_ended(JobOutcome("done", values={0: 7}, unloaded_weights=states)))
     assert (outcome.error, dict(outcome.values)) == (None, {0: 7})
-    with pytest.raises(ResultError, match="weights"):
+    with pytest.raises(ResultError, match="the trained weights could not be written: OSError"):
         dict(outcome.unloaded_weights)
 
 
-def test_a_moment_without_descriptors_is_no_end_of_a_job(own_folder: Path, server: _Requests) -> None:
-    folder = _new_folder(own_folder)
-    folder.write(Snapshot(1.0, (), ()))
-    loaded: list[Snapshot | None] = []
-    reader = threading.Thread(target=lambda: loaded.append(folder.load(Snapshot, is_patient=True)))
-    with no_descriptor_left():
-        assert requests.is_served(own_folder)
-        reader.start()
-        with pytest.raises(OSError, match="open files"):
-            folder.load(Snapshot)
-        assert not loaded
-    reader.join(10)
-    assert loaded == [Snapshot(1.0, (), ())]
+def test_a_moment_without_descriptors_is_no_end_of_a_job(server: _Requests, own_folder: Path) -> None:
+    with recorded() as (folder, recorder):
+        recorder.on_readings([])
+        loaded: list[Snapshot | None] = []
+        reader = threading.Thread(target=lambda: loaded.append(folder.load(Snapshot)))
+        with no_descriptor_left():
+            assert Endpoint(own_folder).is_served()
+            reader.start()
+            assert not loaded
+        reader.join(10)
+        assert [list(one.readings) for one in loaded if one is not None] == [[]]
 
 
-def test_one_that_attaches_late_sees_the_peak_of_memory(own_folder: Path) -> None:
-    folder = _new_folder(own_folder)
-    recorder = Recorder(folder, lambda: None)
-    for time_s, taken in ((1.0, 50), (2.0, 5)):
-        recorder.on_event(HostMemory(0, time_s, taken, peak_bytes=50, job_peak_bytes=50))
-    recorder.on_readings([])
-    descriptors.close(recorder._sender.fd)
+def test_one_that_attaches_late_sees_the_peak_of_memory() -> None:
+    with recorded() as (folder, recorder):
+        for time_s, taken in ((1.0, 50), (2.0, 5)):
+            recorder.on_event(HostMemory(0, time_s, taken, peak_bytes=50, job_peak_bytes=50))
+        recorder.on_readings([])
     snapshot = folder.load(Snapshot)
     assert snapshot is not None
     view = fold(JobView(), AttemptStarted(-1, 1.0, "train", 1))
@@ -397,27 +535,32 @@ def test_one_that_attaches_late_sees_the_peak_of_memory(own_folder: Path) -> Non
     assert (view.ranks[0].host_bytes, view.ranks[0].host_peak_bytes, view.host_peak_bytes) == (5, 50, 50)
 
 
-def test_events_that_the_disk_has_no_room_for_cost_no_others(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = _new_folder(own_folder)
-    recorder = Recorder(folder, lambda: None)
-    recorder.on_event(Fact(-1, 0.0, "first", "x"))
-    write = os.write
-    room = [10]
-
-    def write_a_little(fd: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(28, "No space left on device")
-        count = write(fd, data[: room[0]])
-        room[0] -= count
-        return count
-
-    with monkeypatch.context() as patch:
-        patch.setattr("nblaunch.wire.channel.os.write", write_a_little)
-        recorder.on_event(Note.of_job("lost"))
-    recorder.on_event(Fact(-1, 0.0, "last", "y"))
-    receiver = EventReceiver(os.open(folder.events_path, os.O_RDONLY))
-    assert [event.name for event in receiver.receive()[0] if isinstance(event, Fact)] == ["first", "last"]
+def _facts(folder: JobFolder) -> list[str]:
+    fd = os.open(folder.path / "events", os.O_RDONLY)
+    receiver = EventReceiver(fd, key=folder.key("events"))
+    names = [event.name for event in receiver.receive()[0] if isinstance(event, Fact)]
     receiver.close()
-    descriptors.close(recorder._sender.fd)
+    return names
+
+
+def test_events_that_the_disk_has_no_room_for_are_written_when_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with recorded() as (folder, recorder):
+        recorder.on_event(Fact(-1, 0.0, "first", "x"))
+        write = os.write
+        room = [10]
+
+        def write_a_little(fd: int, data: bytes) -> int:
+            if not room[0]:
+                raise OSError(28, "No space left on device")
+            count = write(fd, data[: room[0]])
+            room[0] -= count
+            return count
+
+        with monkeypatch.context() as patch:
+            patch.setattr("nblaunch.wire.channel.os.write", write_a_little)
+            recorder.on_event(Fact(-1, 0.0, "second", "y"))
+        assert _facts(folder) == ["first"]
+        recorder.on_event(Fact(-1, 0.0, "last", "z"))
+        assert _facts(folder) == ["first", "second", "last"]

@@ -6,12 +6,15 @@ import errno
 import itertools
 import json
 import os
+import socket
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from nblaunch.errors import LaunchError
-from nblaunch.host import disk
+from nblaunch.host import disk, machine, proc
 from nblaunch.launcher import joblog
 from nblaunch.launcher.joblog import JobLog
 
@@ -53,19 +56,22 @@ def test_jobs_of_kernels_that_have_ended_are_pruned_and_of_others_not(
             return file.read()
 
     def change(job: str, **values: object) -> None:
-        stamp = tmp_path / job / ".nblaunch_job.json"
-        stamp.write_text(json.dumps(json.loads(stamp.read_text()) | values))
+        path = tmp_path / job / ".nblaunch_job.json"
+        stamp = json.loads(path.read_text())
+        path.write_text(json.dumps({**stamp, "process": {**stamp["process"], **values}}))
 
-    ended, renamed, alive, elsewhere = (launch_in_another_process() for _ in range(4))
+    ended, renamed, alive, elsewhere, copied = (launch_in_another_process() for _ in range(5))
     (tmp_path / renamed).rename(tmp_path / "the good one")
-    change(alive, pid=1)
-    change(elsewhere, host="another.machine")
+    change(alive, pid=1, started=proc.start_ticks(1))
+    here = asdict(machine.this_machine())
+    change(elsewhere, machine={**here, "id": "another", "boot_id": "another"})
+    change(copied, machine={**here, "boot_id": "another"})  # and it has written since this one was started
     logs = [JobLog(str(tmp_path)) for _ in range(4)]
     for log in logs:
         log.prune()
     left = {path.name for path in tmp_path.iterdir()}
     assert ended not in left
-    assert left >= {"the good one", alive, elsewhere, *(log.path.name for log in logs)}
+    assert left >= {"the good one", alive, elsewhere, copied, *(log.path.name for log in logs)}
 
 
 def test_what_a_link_leads_to_is_not_pruned(tmp_path: Path, keep_three: None) -> None:
@@ -104,6 +110,31 @@ def test_a_job_that_runs_keeps_its_logs(tmp_path: Path, keep_three: None) -> Non
     running.end()
     ended[-1].prune()
     assert not running.path.exists()
+
+
+def test_jobs_are_pruned_although_the_name_of_the_machine_has_changed(
+    tmp_path: Path, keep_three: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = [JobLog(str(tmp_path)) for _ in range(6)]
+    for log in logs:
+        log.end()
+    monkeypatch.setattr(socket, "gethostname", lambda: "laptop-on-a-train")
+    logs[-1].prune()
+    assert [log.path.exists() for log in logs] == [False] * 3 + [True] * 3
+
+
+@pytest.mark.skipif(not Path("/usr/bin/systemd-tmpfiles").exists(), reason="needs systemd-tmpfiles")
+def test_a_cleaner_of_temporary_files_passes_over_jobs_that_run(tmp_path: Path) -> None:
+    running, ended = JobLog(str(tmp_path / "logs")), JobLog(str(tmp_path / "logs"))
+    for log in (running, ended):
+        log.make_attempt_folder(0, range(2))
+    ended.end()
+    rules = tmp_path / "rules.conf"
+    rules.write_text(f"e {tmp_path / 'logs'} - - - 0s\n")
+    subprocess.run(["systemd-tmpfiles", "--clean", str(rules)], check=True, capture_output=True, timeout=60)
+    assert running.log_path(1).exists()
+    assert not ended.path.exists()
+    running.end()
 
 
 def test_jobs_that_are_over_at_once_do_not_pile_up(tmp_path: Path, keep_three: None) -> None:
@@ -165,7 +196,7 @@ def test_a_job_begins_on_a_disk_that_is_full(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "write_bytes", refuse)
     log = JobLog(str(tmp_path))
     log.make_attempt_folder(0, range(2))
     assert log.log_path(1).exists()

@@ -1,0 +1,140 @@
+"""Where the folders of detached jobs are, and the key of their user.
+
+    $NBLAUNCH_LOG_DIR/detached              where that is set
+    $XDG_STATE_HOME/nblaunch/jobs           else; by default ~/.local/state/nblaunch/jobs
+    <temporary folder>/nblaunch-<uid>/detached      where the user has no home, or can't write there
+
+The temporary folder is the last resort: a restart may empty it, and cleaners remove what was not used for long.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from nblaunch import env
+from nblaunch.errors import LaunchError
+from nblaunch.host import disk, files
+from nblaunch.launcher.joblog import log_root
+
+KEY_NAME = ".key"
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folder in which the folders of new jobs are made.
+
+    Args:
+        path: of it.
+        key: of the user, with which the pickles in it are signed.
+        why_temporary: why it is in the temporary folder; empty where it is not.
+    """
+
+    path: Path
+    key: bytes
+    why_temporary: str = ""
+
+
+def open_home() -> Home:
+    """Return the folder for new jobs, which is made if it is not there.
+
+    Raises:
+        LaunchError: it can't be made.
+        PermissionError: other users can change it.
+    """
+    if env.read("NBLAUNCH_LOG_DIR"):
+        path = log_root() / "detached"
+        return Home(path, _made_key(path))
+    state, why = _state_folder()
+    if state is not None:
+        try:
+            return Home(state, _made_key(state))
+        except PermissionError as error:
+            if error.errno is None:  # it is there, and open to others
+                raise
+            why = f"{state} can't be written to: {error.strerror}"
+        except OSError as error:
+            why = f"{state} can't be written to: {disk.reason(state, error)}"
+    path = log_root() / "detached"
+    return Home(path, _made_key(path), why)
+
+
+def present_homes() -> list[Path]:
+    """Return the folders in which jobs may be now, whether they are there or not."""
+    if env.read("NBLAUNCH_LOG_DIR"):
+        return [log_root() / "detached"]
+    state, _ = _state_folder()
+    try:
+        temporary = Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
+    except FileNotFoundError:  # there is none that can be written to
+        return [state] if state is not None else []
+    if state is None:
+        return [temporary / "detached"]
+    # Another user may have made it. Jobs are in it only where the state folder can't be used.
+    is_own = temporary.is_dir() and temporary.stat().st_uid == os.getuid()
+    return [state, temporary / "detached"] if is_own else [state]
+
+
+def read_key(home_fd: int) -> bytes:
+    """Return the key of the user; empty where there is none."""
+    return files.read(home_fd, KEY_NAME) or b""
+
+
+def private_problem(path: Path, error: PermissionError) -> PermissionError:
+    """Return the error about a folder of jobs that :func:`files.open_private` has refused, with what to do."""
+    if error.errno is not None:  # the system's own: this user may not enter it
+        return error
+    remedy = (
+        f"If only you have written to it: chmod 700 {path}"
+        if "open to" in str(error)
+        else "Choose another place for jobs with NBLAUNCH_LOG_DIR."
+    )
+    return PermissionError(
+        f"{path} {error}, and nothing in it was read: jobs are private to their user. {remedy}"
+    )
+
+
+def _state_folder() -> tuple[Path | None, str]:
+    """Return the folder of jobs in that of the user's state, or None with the reason."""
+    chosen = Path(env.read("XDG_STATE_HOME"))
+    if chosen.is_absolute():  # a relative one is to be ignored: the XDG Base Directory Specification
+        return chosen / "nblaunch" / "jobs", ""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None, f"HOME is not set, and user {os.getuid()} has no home in the system's list"
+    if not home.is_absolute():
+        return None, f"HOME={str(home)!r} is no absolute path"
+    return home / ".local" / "state" / "nblaunch" / "jobs", ""
+
+
+def _made_key(path: Path) -> bytes:
+    """Return the key of the user in the folder of jobs; make both where they are not there.
+
+    Raises:
+        OSError: that is not possible; without a number where the folder is there, and other users can change it.
+    """
+    files.make_private_folder(path)
+    try:
+        with files.private_folder(path) as fd:
+            return checked_key(path, files.make_once(fd, KEY_NAME, secrets.token_bytes(_KEY_BYTES)))
+    except PermissionError as error:
+        raise private_problem(path, error) from None
+
+
+def checked_key(path: Path, key: bytes) -> bytes:
+    """Return a key that was read.
+
+    Raises:
+        LaunchError: it is damaged.
+    """
+    if len(key) != _KEY_BYTES:
+        raise LaunchError(
+            f"the key {path / KEY_NAME} is damaged ({len(key)} bytes, not {_KEY_BYTES}): remove it. Results of jobs "
+            "that were launched before can't be read then"
+        )
+    return key

@@ -1,0 +1,230 @@
+"""The list of the detached jobs of this user: of their folders, and of processes whose folders are gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nblaunch import formatting
+from nblaunch.detached.folder import JobFolder, Unusable
+from nblaunch.detached.home import present_homes, private_problem
+from nblaunch.detached.record import End, Record
+from nblaunch.detached.requests import Endpoint, served_addresses
+from nblaunch.host import files
+from nblaunch.host.machine import ProcessState
+from nblaunch.wire import schema
+
+_PATIENCE_S = 0.5
+"""For the answer of a job process, which may be busy, or stopped: the list does not wait long for it."""
+
+_UNUSABLE = ("damaged", "other version")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a job process says of itself.
+
+    Args:
+        folder: of the job.
+        problem: why what was removed of the folder can't be put back; empty if all is there.
+        waits_for: what it waits for before it ends; empty while it does not.
+        record: of the job.
+    """
+
+    folder: str
+    problem: str
+    waits_for: str
+    record: Record
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """One line of the list of jobs.
+
+    Args:
+        id: short name, for :func:`nblaunch.attach`.
+        function_name: of the user's function.
+        status: as of :class:`nblaunch.Job`; ``"on NAME"`` where it runs on another machine that shares the folder;
+            ``"damaged"`` where its files can't be read; ``"other version"`` where it was launched by another version of
+            nblaunch, whose files this one can't read.
+        num_processes: number of ranks; 0 where that can't be read.
+        backend: device family.
+        started_s: ``time.time()`` of the launch.
+        duration_s: seconds that it ran, or has run by now.
+        log_dir: folder with its logs.
+        problem: what is wrong with a damaged job, or what a job waits for; empty where there is nothing to say.
+    """
+
+    id: str
+    function_name: str
+    status: str
+    num_processes: int
+    backend: str
+    started_s: float
+    duration_s: float
+    log_dir: Path
+    problem: str = ""
+
+    def __repr__(self) -> str:
+        ranks = f" on {formatting.count(self.num_processes, f'{self.backend} worker')}" * bool(
+            self.num_processes
+        )
+        problem = f" ({self.problem})" if self.problem else ""
+        return (
+            f"<{self.id}: {self.function_name}{ranks}, {self.status}{problem}, "
+            f"{formatting.duration(self.duration_s)}>"
+        )
+
+
+def jobs() -> list[JobSummary]:
+    """Return the jobs of this user that were launched with ``detach=True``, the newest last.
+
+    Those of this machine, and of others that share the folder of jobs. The files of ended jobs are kept as logs are, up
+    to ``NBLAUNCH_KEEP_JOBS``. A job whose files are damaged is listed as that, with what is wrong.
+
+    Raises:
+        PermissionError: the folder of the jobs can be changed by other users.
+    """
+    homes = present_homes()
+    listed, records = [], []
+    for folder in _folders(homes):
+        with suppress(FileNotFoundError):  # another process prunes it at the same time
+            summary, record = _look_at(folder)
+            records.append(record)
+            listed.append(summary)
+    known = {record.address for record in records if record is not None}
+    listed += _without_folder(homes, known)
+    return sorted((one for one in listed if one is not None), key=lambda one: one.started_s)
+
+
+def find(job_id: str | None) -> JobFolder:
+    """Return the folder of a job.
+
+    Args:
+        job_id: its name, or the beginning of it; None = the newest that can be attached to.
+
+    Raises:
+        LookupError: there is no such job, or several have names that begin so.
+        PermissionError: other users can change the folder.
+    """
+    known = jobs()
+    if job_id is None:
+        usable = [one for one in known if one.status not in _UNUSABLE and not one.status.startswith("on ")]
+        chosen, begun = (usable or known)[-1:], known
+    else:
+        begun = [one for one in known if one.id.startswith(job_id)]
+        chosen = [one for one in begun if one.id == job_id] or begun
+    if len(chosen) == 1:
+        return JobFolder(chosen[0].log_dir)
+    listed = ", ".join(one.id for one in begun or known) or "none"
+    problem = (
+        f"{job_id!r} is the beginning of several jobs" if begun else f"there is no job {job_id or 'at all'}"
+    )
+    places = " and ".join(map(str, present_homes()))
+    raise LookupError(
+        f"{problem}; in {places}: {listed}. Jobs are listed if they were launched with detach=True"
+    )
+
+
+def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
+    """Ask a job process what it is and waits for; return None where none answers.
+
+    It puts back what was removed of its folder before it answers.
+    """
+    try:
+        return schema.load(Served, endpoint.ask("describe", timeout_s).encode())
+    except ValueError:  # of another version, or there is no answer
+        return None
+
+
+def _folders(homes: Collection[Path]) -> list[JobFolder]:
+    found = []
+    for place in homes:
+        try:
+            with files.private_folder(place) as fd:
+                found += [JobFolder(place / entry) for entry in _subfolders(fd)]
+        except FileNotFoundError:
+            continue
+        except PermissionError as error:
+            raise private_problem(place, error) from None
+    return found
+
+
+def _subfolders(folder_fd: int) -> list[str]:
+    with os.scandir(folder_fd) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def _look_at(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
+    """Return the line of a job, and its record; None for what there is not."""
+    record = None
+    try:
+        record = folder.load_record()
+        state = folder.process_state(record)  # first: what it writes at its end is there when it has gone
+        return _line_of(folder, record, state, folder.load_end()), record
+    except Unusable as error:
+        return _unusable_line(folder, error.status, error.reason), record
+    except LookupError:
+        return None, None  # it is not a job's
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return _unusable_line(folder, "damaged", str(error)), record
+
+
+def _unusable_line(folder: JobFolder, status: str, problem: str) -> JobSummary:
+    name, launched_s = folder.id.rpartition("-")[0], folder.path.stat().st_ctime
+    return JobSummary(folder.id, name, status, 0, "", launched_s, 0.0, folder.path, problem)
+
+
+def _line_of(folder: JobFolder, record: Record, state: ProcessState, end: End | None) -> JobSummary:
+    snapshot = folder.modified("snapshot")
+    problem, until_s = "", time.time()
+    if end is not None:
+        status, until_s = end.event.outcome, end.event.time_s
+    elif state is ProcessState.ELSEWHERE:
+        status = f"on {record.process.machine.name}"
+    elif state is ProcessState.RUNS:
+        served = ask(Endpoint(folder.path, record.address))
+        problem = served.waits_for if served is not None else ""
+        status = "waiting" if problem else "running" if snapshot is not None else "starting"
+    else:
+        status = "lost"
+        until_s = record.started_s if snapshot is None else snapshot[1] / 1e9
+    return _summary(folder.path, record, status, until_s, problem)
+
+
+def _summary(path: Path, record: Record, status: str, until_s: float, problem: str) -> JobSummary:
+    return JobSummary(
+        id=record.id,
+        function_name=record.function_name,
+        status=status,
+        num_processes=record.num_processes,
+        backend=record.backend,
+        started_s=record.started_s,
+        duration_s=max(0.0, until_s - record.started_s),
+        log_dir=path,
+        problem=problem,
+    )
+
+
+def _without_folder(homes: Collection[Path], known: Collection[str]) -> list[JobSummary]:
+    """Return the lines of jobs whose processes run although their folders are gone: they put them back when asked."""
+    lines = []
+    for address in served_addresses():
+        served = None if address in known else ask(Endpoint(Path("/nonexistent"), address))
+        if served is None or Path(served.folder).parent not in homes:
+            continue
+        if not served.problem:
+            with suppress(FileNotFoundError):
+                summary, _ = _look_at(JobFolder(Path(served.folder)))
+                if summary is not None:
+                    lines.append(summary)
+            continue
+        problem = f"its folder was removed, and can't be made anew: {served.problem}"
+        lines.append(_summary(Path(served.folder), served.record, "running", time.time(), problem))
+    return lines

@@ -1,0 +1,372 @@
+"""Recorder: writes what happens in a job into its folder, as a listener of the job in the job process.
+
+What the disk has no room for is kept in memory and written as soon as there is room: events while the job runs; at its
+end the result, the weights and the error, for which the process waits until its user asks it to give up. Room for the
+record of the end is kept from the beginning on. What is removed of the folder while the job runs is put back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nblaunch import formatting
+from nblaunch.detached import home
+from nblaunch.detached.folder import (
+    END_RESERVE,
+    EVENTS,
+    MAX_END_BYTES,
+    RECORD,
+    RESULT,
+    WEIGHTS,
+    JobError,
+    JobFolder,
+    Launch,
+    Snapshot,
+)
+from nblaunch.detached.record import FORMAT, End, Record
+from nblaunch.diagnosis.exceptions import RemoteRendering
+from nblaunch.errors import ResultError
+from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, StatusLine
+from nblaunch.host import descriptors, disk, files
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.outcome import JobOutcome
+from nblaunch.launcher.requests import JobRequests
+from nblaunch.wire import payload
+from nblaunch.wire.board import SlotReading
+from nblaunch.wire.channel import EventSender
+from nblaunch.wire.exceptions import shortened
+from nblaunch.worker.failure import describe_failure
+
+_PROGRESS_S = 0.25
+"""Between two writes of the present state."""
+
+_CHECK_S = 1.0
+"""Between two looks at whether all files are there."""
+
+_LOOK_S = 0.1
+_RETRY_S = 1.0
+"""Between two looks for a request, and between two tries to write, while there is no room."""
+
+_COPY_BYTES = 1 << 20
+_MAX_MESSAGE = 4096
+_MAX_PENDING = 100_000
+"""Characters of each text in the record of the end, and events kept until there is room for them."""
+
+_IN_LOGS = (LogLines, StatusLine)
+"""Events that are made of the log files again, where a process attaches."""
+
+_SAMPLES = (DeviceUse, HostMemory)
+"""Events of which only the last counts."""
+
+
+class Recorder:
+    """Writes the record, events, snapshots of the ranks and the outcome of a job.
+
+    Args:
+        folder: where.
+        log: the same folder, as that of the job's log files.
+        record: what was launched.
+        launch: the rest of it.
+        outcome: returns how the job ended, once it has.
+        requests: to the job: one to end it gives up what there is no room for.
+
+    Attributes:
+        waits_for: what the process waits for before it ends; empty while it does not.
+
+    Raises:
+        OSError: the files can't be made.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        log: JobLog,
+        record: Record,
+        launch: Launch,
+        outcome: Callable[[], JobOutcome | None],
+        requests: JobRequests,
+    ) -> None:
+        self.waits_for = ""
+        self._folder = folder
+        self._log = log
+        self._record = record
+        self._launch = launch
+        self._outcome = outcome
+        self._requests = requests
+        self._samples: dict[tuple[type, int], Event] = {}
+        self._readings: Sequence[SlotReading] = ()
+        self._pending: deque[Event] = deque()
+        self._num_dropped = 0
+        self._next_write_s = self._next_check_s = 0.0
+        self._lock = threading.RLock()  # of what the thread of requests does as well: it restores the folder
+        self._home_fd = -1
+        self._keep_home_from_cleaners()
+        with folder.opened() as folder_fd:
+            self._events_fd = _make_events(folder_fd)
+            files.reserve(folder_fd, END_RESERVE, MAX_END_BYTES)
+        self._sender = EventSender(self._events_fd, folder.key(EVENTS))
+
+    def publish(self) -> None:
+        """Write what was launched: from now on, others can attach.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        self._folder.write(self._launch)
+        self._folder.write_plain(self._record)
+
+    def on_event(self, event: Event) -> None:
+        """Append an event; the last one of the job behind everything else that is kept."""
+        if isinstance(event, _SAMPLES):
+            self._samples[type(event), event.rank] = event
+        elif isinstance(event, JobEnded):
+            self._write_snapshot()
+            self._save_end(event)
+        elif not isinstance(event, _IN_LOGS):
+            self._append(event)
+
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        """Write the state of all ranks, a few times a second, and look after the folder."""
+        self._readings = readings
+        now_s = time.monotonic()
+        if now_s >= self._next_write_s:
+            self._next_write_s = now_s + _PROGRESS_S
+            self._write_snapshot()
+            self._append()
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + _CHECK_S
+            self.restore()
+
+    def close(self) -> None:
+        """Close the files: the end was written with its event."""
+        with self._lock:
+            for fd in (self._events_fd, self._home_fd):
+                if fd >= 0:
+                    descriptors.close(fd)
+            self._events_fd = self._home_fd = -1
+
+    # --- the folder ----------------------------------------------------------------------------------------------
+
+    def restore(self) -> str:
+        """Put back what was removed of the folder; return why that is not possible, empty if all is there."""
+        with self._lock:
+            try:
+                if self._events_fd >= 0 and not self._is_whole():
+                    self._restore()
+            except (OSError, ValueError) as error:
+                return disk.reason(self._folder.path, error) if isinstance(error, OSError) else str(error)
+        return ""
+
+    def _is_whole(self) -> bool:
+        try:
+            with self._folder.opened() as fd:
+                named = os.stat(EVENTS, dir_fd=fd, follow_symlinks=False)
+                os.stat(RECORD, dir_fd=fd, follow_symlinks=False)
+                os.stat("launch", dir_fd=fd, follow_symlinks=False)
+                os.stat(END_RESERVE, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._events_fd))
+
+    def _restore(self) -> None:
+        key = self._folder.key(EVENTS)  # of the user, which it has read at the beginning
+        files.make_private_folder(self._folder.path)
+        self._keep_home_from_cleaners()
+        with files.private_folder(self._folder.path.parent) as home_fd:
+            files.make_once(home_fd, home.KEY_NAME, self._folder.user_key)
+        with self._folder.opened() as fd:
+            self._log.mark()
+            if not _is_same(fd, EVENTS, self._events_fd):
+                _remove(fd, EVENTS)
+                self._move_events(_make_events(fd), key)
+            if not _exists(fd, END_RESERVE):
+                files.reserve(fd, END_RESERVE, MAX_END_BYTES)
+        if self._readings:
+            self._write_snapshot()
+        self.publish()
+
+    def _move_events(self, new_fd: int, key: bytes) -> None:
+        at = 0
+        while chunk := os.pread(self._events_fd, _COPY_BYTES, at):
+            at += len(chunk)
+            while chunk:
+                chunk = chunk[os.write(new_fd, chunk) :]
+        descriptors.close(self._events_fd)
+        self._events_fd, self._sender = new_fd, EventSender(new_fd, key)
+
+    def _keep_home_from_cleaners(self) -> None:
+        if self._home_fd >= 0:
+            descriptors.close(self._home_fd)
+            self._home_fd = -1
+        self._home_fd = files.open_private(self._folder.path.parent)
+        descriptors.keep_from_children(self._home_fd)
+        files.keep_from_cleaners(self._home_fd)
+
+    # --- while it runs -------------------------------------------------------------------------------------------
+
+    def _append(self, *events: Event) -> OSError | None:
+        """Append events, behind those that there was no room for; return why there is none, None if all are there."""
+        with self._lock:
+            self._pending.extend(events)
+            while len(self._pending) > _MAX_PENDING:
+                self._pending.popleft()
+                self._num_dropped += 1
+            while self._pending:
+                end = os.fstat(self._events_fd).st_size
+                try:
+                    self._sender.send(self._pending[0])
+                except OSError as error:  # without a part of this event, those that follow can be read
+                    os.ftruncate(self._events_fd, end)
+                    return error
+                self._pending.popleft()
+        return None
+
+    def _write_snapshot(self) -> None:
+        try:
+            with self._lock:
+                self._folder.write(Snapshot(time.time(), self._readings, list(self._samples.values())))
+        except (OSError, ValueError):  # the disk is full: the next one may find room
+            self._next_write_s = time.monotonic() + 10 * _PROGRESS_S
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _save_end(self, event: JobEnded) -> None:
+        outcome = self._outcome()
+        assert outcome is not None, "the job has ended"
+        folder, values, weights = self._folder, dict(outcome.values), dict(outcome.unloaded_weights)
+        saving = _Saving(self._requests.endings)
+        # The result first, and apart: nothing that happens to weights, which may be large, can cost it.
+        unsaved = unsaved_weights = unsaved_error = ""
+        if outcome.status == "done":
+            unsaved = self._save(saving, "the result", values, lambda: folder.write_payload(RESULT, values))
+        if weights:
+            unsaved_weights = self._save(
+                saving, "the trained weights", weights, lambda: folder.write_payload(WEIGHTS, weights)
+            )
+        if outcome.error is not None:
+            error = _error_of(outcome)
+            unsaved_error = self._save(saving, "the error", None, lambda: folder.write(error))
+        unsaved_events = self._save(saving, "what was logged", None, self._append_pending)
+        lost = "; ".join(filter(None, (unsaved, unsaved_weights, unsaved_error, unsaved_events)))
+        end = End(
+            format=FORMAT,
+            event=replace(event, message=shortened(event.message, _MAX_MESSAGE)),
+            unsaved=shortened(unsaved, _MAX_MESSAGE),
+            unsaved_weights=shortened(unsaved_weights, _MAX_MESSAGE),
+            unsaved_error=shortened(unsaved_error, _MAX_MESSAGE),
+            partial_rank=_partial_rank(outcome),
+        )
+        self._save(saving, "the end of the job", None, lambda: folder.write_plain(end))
+        if self._num_dropped:
+            text = f"{self._num_dropped:,} events were lost: the disk was full while they happened"
+            lost = "; ".join(filter(None, (lost, text)))
+        self._append(*([Note.of_job(lost, "warning")] if lost else []), event)
+
+    def _append_pending(self) -> None:
+        problem = self._append()
+        if problem is not None:
+            raise problem
+
+    def _save(self, saving: _Saving, what: str, value: Any, write: Callable[[], None]) -> str:
+        """Write a part of the outcome as soon as there is room; return why it was not, empty if it is there.
+
+        Args:
+            value: what is pickled, to know how much room it needs; None where that is next to nothing.
+        """
+        try:
+            while True:
+                try:
+                    write()
+                except OSError as error:
+                    problem = error
+                else:
+                    return ""
+                num_bytes = payload.num_bytes(value)  # raises where it is the value's own code that can't
+                why = disk.reason(self._folder.path, problem)
+                if not self._waits(saving, what, num_bytes, problem, why):
+                    return f"{what} could not be written: {why}. It was given up on request"
+        except Exception as error:  # the user's classes have code of their own
+            return f"{what} could not be written: {type(error).__name__}: {error}"
+        finally:
+            self.waits_for = ""
+
+    def _waits(self, saving: _Saving, what: str, num_bytes: int, problem: OSError, why: str) -> bool:
+        """Wait until another try may have room; return False where the user has asked to give up."""
+        place = self._folder.path.parent
+        needs = f"{formatting.size(num_bytes)} of room" if num_bytes > _COPY_BYTES else "room"
+        self.waits_for = (
+            f"waits for {needs} in {place} to write {what} ({why}). It is tried again until it is there; "
+            f"job.stop() or `nblaunch stop {self._folder.id}` gives it up"
+        )
+        next_try_s = time.monotonic() + _RETRY_S
+        while not saving.is_given_up(self._requests):
+            self.restore()
+            free = disk.free_bytes(place) if problem.errno == errno.ENOSPC else None
+            # A try without enough room would take what there is from others for a moment.
+            if time.monotonic() >= next_try_s and (free is None or free > num_bytes):
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
+
+class _Saving:
+    """Whether what can't be written is to be given up: by a request that came after the end of the job.
+
+    Args:
+        endings: number of requests to end the job before.
+    """
+
+    def __init__(self, endings: int) -> None:
+        self._endings = endings
+
+    def is_given_up(self, requests: JobRequests) -> bool:
+        return requests.endings > self._endings
+
+
+def _make_events(folder_fd: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    fd = os.open(EVENTS, flags, 0o600, dir_fd=folder_fd)
+    descriptors.keep_from_children(fd)
+    return fd
+
+
+def _exists(folder_fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_same(folder_fd: int, name: str, fd: int) -> bool:
+    return _exists(folder_fd, name) and os.path.samestat(
+        os.stat(name, dir_fd=folder_fd, follow_symlinks=False), os.fstat(fd)
+    )
+
+
+def _remove(folder_fd: int, name: str) -> None:
+    if _exists(folder_fd, name):
+        os.unlink(name, dir_fd=folder_fd)
+
+
+def _error_of(outcome: JobOutcome) -> JobError:
+    assert outcome.error is not None, "the job has failed"
+    failed = describe_failure(-1 if outcome.failed_rank is None else outcome.failed_rank, outcome.error)
+    notes = None
+    shown = getattr(outcome.error, "_render_traceback_", None)
+    if isinstance(shown, RemoteRendering):
+        failed, notes = replace(failed, info=shown.info), shown.notes
+    return JobError(failed, notes)
+
+
+def _partial_rank(outcome: JobOutcome) -> int | None:
+    partial = outcome.error.partial if isinstance(outcome.error, ResultError) else None
+    ranks = [rank for rank, value in outcome.values.items() if value is partial]
+    return ranks[0] if partial is not None and ranks else None

@@ -1,0 +1,191 @@
+"""Files that are replaced whole, and folders that are private to a user.
+
+A private folder is opened once (:func:`open_private`): its owner and mode are those of the open descriptor, and its
+files are opened relative to that. A user who may rename the folder, or one above it, can't put another in its place
+between the look and the use.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
+"""What file systems without fsync for folders answer (FUSE mounts of cloud storage, some network file systems)."""
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing, each for this user alone whatever the umask is.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    if not path.is_dir():
+        if not path.parent.is_dir():
+            make_private_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_private(path: Path | str, dir_fd: int | None = None) -> int:
+    """Open a folder that only this user can have written to; return the descriptor.
+
+    Args:
+        path: of the folder.
+        dir_fd: descriptor of the folder that a relative path begins in.
+
+    Raises:
+        PermissionError: it is no folder, is another user's, or other users may enter it; the message says which.
+        FileNotFoundError: it does not exist.
+        OSError: it can't be opened.
+    """
+    try:
+        fd = os.open(path, _FOLDER, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file, or a link, wherever it leads
+            raise PermissionError("is no folder of this user") from None
+        raise
+    status = os.fstat(fd)
+    if status.st_uid != os.getuid():
+        problem = "is no folder of this user"
+    elif status.st_mode & 0o077:
+        problem = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return fd
+    os.close(fd)
+    raise PermissionError(problem)
+
+
+@contextmanager
+def private_folder(path: Path | str, dir_fd: int | None = None) -> Iterator[int]:
+    """Open a folder as :func:`open_private` does while the block runs."""
+    fd = open_private(path, dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def keep_from_cleaners(folder_fd: int) -> None:
+    """Lock a folder while the descriptor is open: cleaners of temporary files pass over it and all that is in it.
+
+    Source: tmpfiles.d(5), "a BSD file lock". Does nothing on file systems without such locks.
+    """
+    with suppress(OSError):
+        fcntl.flock(folder_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def read(folder_fd: int, name: str) -> bytes | None:
+    """Return what a file of a folder holds; None where it does not exist.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def replace(
+    folder_fd: int, name: str, write: Callable[[IO[bytes]], object], *, is_lasting: bool = True
+) -> None:
+    """Replace a file in one step: whatever happens, it is as it was or as it is to be.
+
+    Args:
+        folder_fd: descriptor of its folder, in which no other process writes a file of this name.
+        name: of the file.
+        write: writes its contents to a file that is open to be read, too.
+        is_lasting: have the system put it on the disk, so that it is there after a power failure as well.
+
+    Raises:
+        OSError: the disk is full, for example; the file is as it was.
+    """
+    aside = f"{name}.new"
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(aside, flags, 0o600, dir_fd=folder_fd), "w+b") as file:
+            write(file)
+            file.flush()
+            if is_lasting:
+                os.fsync(file.fileno())
+        os.rename(aside, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside, dir_fd=folder_fd)
+        raise
+    if is_lasting:
+        sync_folder(folder_fd)
+
+
+def reserve(folder_fd: int, name: str, num_bytes: int) -> None:
+    """Make a file that keeps room on the disk, for :func:`replace_within`.
+
+    Raises:
+        OSError: there is no room.
+    """
+    zeros = bytes(num_bytes)
+    replace(folder_fd, name, lambda file: file.write(zeros), is_lasting=False)
+
+
+def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) -> None:
+    """Replace a file in one step, in the room that :func:`reserve` has kept: also on a disk that is full.
+
+    Raises:
+        OSError: there is no such room any more, and no other.
+    """
+    try:
+        fd = os.open(reserve_name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return replace(folder_fd, name, lambda file: file.write(data))
+    with open(fd, "r+b") as file:
+        file.write(data)
+        file.truncate()
+        file.flush()
+        os.fsync(fd)
+    os.rename(reserve_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    return sync_folder(folder_fd)
+
+
+def sync_folder(folder_fd: int) -> None:
+    """Have the system put the names of a folder on the disk, where its file system can."""
+    try:
+        os.fsync(folder_fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def make_once(folder_fd: int, name: str, contents: bytes) -> bytes:
+    """Return what a file of a folder holds, which is made with these contents if it is not there.
+
+    Of processes that do so at the same time, all return the same.
+
+    Raises:
+        OSError: it can't be made or read.
+    """
+    present = read(folder_fd, name)
+    if present is not None:
+        return present
+    aside = f"{name}.{secrets.token_hex(8)}"
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder_fd)
+    try:
+        with open(fd, "wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):  # another process was faster
+            os.link(aside, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    finally:
+        os.unlink(aside, dir_fd=folder_fd)
+    return read(folder_fd, name) or contents

@@ -1,0 +1,99 @@
+"""Which machine this is, and whether a process that left a mark runs here, has ended, or is another machine's.
+
+    process ── ProcessMark.own() ──> a file, perhaps on a disk that machines share
+    later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
+
+The name of a machine changes (a laptop in another network), and containers have names of their own on the same kernel.
+So a machine is known by ``/etc/machine-id``, its present kernel by the boot id, and the processes that can be seen from
+here by their namespace. The name is for display, and stands for the machine where there is no such file.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from nblaunch.host import proc
+
+_MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
+_CLOCK_SLACK_S = 60.0
+"""By which the clocks of two machines that share a disk may differ."""
+
+
+class ProcessState(enum.Enum):
+    """What is known of a process that left a mark."""
+
+    RUNS = "runs"
+    ENDED = "has ended"
+    RESTARTED = "its machine, this one, was restarted"
+    HIDDEN = "is in another container of this machine"
+    ELSEWHERE = "is on another machine"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine since its last start, as one of its processes sees it.
+
+    Args:
+        id: of its installation; its name where it has none.
+        boot_id: of the present run of its kernel, which containers share; empty where it has none.
+        pid_namespace: of the processes that can be seen; empty where that is not known.
+        name: for display.
+    """
+
+    id: str
+    boot_id: str
+    pid_namespace: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ProcessMark:
+    """One process of one machine, never taken for another that has its number later.
+
+    Args:
+        pid: its number.
+        started: clock ticks from the start of the machine to its own; 0 where that is not known.
+        machine: on which it runs.
+    """
+
+    pid: int
+    started: int
+    machine: Machine
+
+    @classmethod
+    def own(cls) -> ProcessMark:
+        """Return the mark of this process."""
+        return cls(os.getpid(), proc.start_ticks(os.getpid()), this_machine())
+
+    def state(self, written_s: float) -> ProcessState:
+        """Return what is known of the process.
+
+        Args:
+            written_s: ``time.time()`` when it wrote something last, as a file's time says. Machines that were copied
+                share an id: what was written after this one had started was written by another.
+        """
+        here = this_machine()
+        if self.machine.boot_id == here.boot_id and (here.boot_id or self.machine.id == here.id):
+            if self.machine.pid_namespace != here.pid_namespace:
+                return ProcessState.HIDDEN
+            return ProcessState.RUNS if proc.is_running(self.pid, self.started) else ProcessState.ENDED
+        if self.machine.id == here.id and written_s < proc.boot_time_s() + _CLOCK_SLACK_S:
+            return ProcessState.RESTARTED
+        return ProcessState.ELSEWHERE
+
+
+def this_machine() -> Machine:
+    """Return the machine of this process."""
+    name = socket.gethostname()
+    installed = next(filter(None, map(proc.read, _MACHINE_IDS)), "")
+    try:
+        namespace = str(_PID_NAMESPACE.stat().st_ino)
+    except OSError:  # there is no /proc
+        namespace = ""
+    return Machine(installed or name, proc.read(_BOOT_ID), namespace, name)
