@@ -21,6 +21,7 @@ from nblaunch.training import models
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
+from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup, report_shards
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, share_weights
@@ -99,9 +100,16 @@ class Fsdp2Strategy(DTensorStrategy):
         if is_tp and not is_sharded_model(model):
             warn_of_unsharded(model)
             is_tp = False
-        num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, units, ignored)
+        whole = self._whole_parameters(model, units, ignored)
+        ignored |= {model.get_parameter(name) for name in whole}
+        mesh = self._mesh()
+        num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, units, ignored, mesh)
         for unit in units:
             fsdp2_units.gather_for_training(unit)
+            fsdp2_units.refuse_copies(unit)
+        # Asked for by name: others may have taken their places.
+        averaged = [one for one in map(model.get_parameter, whole) if one.requires_grad]
+        fsdp2_units.average_gradients(averaged, mesh, units)
         own_bytes = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
@@ -112,7 +120,20 @@ class Fsdp2Strategy(DTensorStrategy):
         rest = f"; gathered in {formatting.count(len(units), 'unit')}, each {kept}"
         report_shards(name, num_bytes, own_bytes, rest)
 
-    def _shard_whole(self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> int:
+    def _whole_parameters(
+        self, model: nn.Module, units: Sequence[nn.Module], ignored: set[nn.Parameter]
+    ) -> list[str]:
+        """Return the names of parameters that every rank keeps whole, since they can't be sharded."""
+        odd = fsdp2_units.odd_weights(model, units, ignored, is_one_dtype=self._dtype is None)
+        if self._dtype is not None:
+            for parameter in odd:
+                if parameter.requires_grad and parameter.is_floating_point():  # as those that are sharded
+                    parameter.data = parameter.data.to(torch.float32)
+        return [name for name, parameter in model.named_parameters() if parameter in odd]
+
+    def _shard_whole(
+        self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any
+    ) -> int:
         """Shard a model that is whole on the ranks, or on the meta device, from the inside out; return its size."""
         device = self._process.device
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
@@ -120,7 +141,7 @@ class Fsdp2Strategy(DTensorStrategy):
         trained_dtype = torch.float32 if self._dtype is not None else None
         weights = FullWeights(model, ignored, device, may_be_sent, trained_dtype)
         weights.move_to_meta()
-        self._apply_fully_shard(modules, ignored)
+        self._apply_fully_shard(modules, ignored, mesh)
         place = torch.device("cpu") if self._settings.cpu_offload else device
         weights.fill_shards(place, self._settings.param_init_fn)
         for module in modules:
@@ -128,7 +149,7 @@ class Fsdp2Strategy(DTensorStrategy):
         return weights.num_bytes
 
     def _shard_further(
-        self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+        self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any
     ) -> int:
         """Do so where layers are sharded over other ranks already, so that no rank has the model whole."""
         assert self._parallelism is not None
@@ -138,7 +159,7 @@ class Fsdp2Strategy(DTensorStrategy):
             _train_in_fp32(model, ignored)
         sharded = [parameter for parameter in model.parameters() if parameter not in ignored]
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in sharded)
-        self._apply_fully_shard(modules, ignored)
+        self._apply_fully_shard(modules, ignored, mesh)
         return num_bytes
 
     def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
@@ -148,11 +169,11 @@ class Fsdp2Strategy(DTensorStrategy):
         # A shard would be a plain tensor, without what its library keeps with it.
         return ignored | {one for one in model.parameters() if is_quantised_weight(one)}
 
-    def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
+    def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any) -> None:
         from torch.distributed.fsdp import fully_shard
 
         arguments: dict[str, Any] = {
-            "mesh": self._mesh(),
+            "mesh": mesh,
             "reshard_after_forward": self._settings.reshard_after_forward,
             "mp_policy": self._settings.precision_policy(self._dtype),
             "offload_policy": self._settings.offload_policy(),
@@ -177,6 +198,11 @@ class Fsdp2Strategy(DTensorStrategy):
             # Shards lie in host memory, where NCCL can't exchange what is computed on them: norms, full tensors.
             world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
+
+    def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        if self.holds_shards:
+            _check_optimizer(optimizer)
+        return super().optimizer(optimizer)
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -219,6 +245,25 @@ class FullyShardedDataParallelPlugin(ShardingSettings, StrategyPlugin):
         if setup.process.backend.num_spmd_devices:
             return DeviceShardsStrategy(setup.process, self)
         return Fsdp2Strategy(setup.process, self, setup.precision.dtype, setup.parallelism)
+
+
+_WITHOUT_SHARDS = {
+    "Adafactor": "averages rows and columns of whole matrices",
+    "LBFGS": "joins all weights into one vector",
+    "Rprop": "selects single elements",
+}
+"""Optimizers that torch 2.13 can't step on shards, by the names of their classes, and why."""
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise ValueError for an optimizer that would stop with one of torch's errors about DTensors at its first step."""
+    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WITHOUT_SHARDS), None)
+    if name is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} {_WITHOUT_SHARDS[name]}, which torch can't do where ranks hold shards of the "
+            "weights (fsdp_plugin). Use AdamW, SGD or another optimizer that works element by element, or leave "
+            "fsdp_plugin out"
+        )
 
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:

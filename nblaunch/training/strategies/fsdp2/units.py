@@ -20,11 +20,12 @@ import itertools
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,20 +70,68 @@ def of_one_dtype_each(
 ) -> list[tuple[str, nn.Module]]:
     """Return ``units`` and more inside them, innermost first: trained weights of one unit must be alike in dtype.
 
-    Modules whose own weights are of another dtype than most of their unit's become units.
+    A unit has the dtype of the weights that belong to itself, else that of most weights inside. Modules in it whose own
+    weights are of another dtype become units. :func:`odd_weights` returns what can't be divided so.
     """
-    own = {
-        module: [p.dtype for p in module.parameters(recurse=False) if p.requires_grad]
-        for module in model.modules()
-    }
-    others: set[nn.Module] = set()
+    chosen = list(units)
+    while True:
+        others: set[nn.Module] = set()
+        for unit, inside in _modules_of(model, chosen):
+            dtypes = {module: _trained_dtypes(module) for module in inside}
+            most = Counter(dtypes[unit] or itertools.chain(*dtypes.values())).most_common(1)
+            alike = {dtype for dtype, _ in most}
+            others.update(module for module, own in dtypes.items() if {*own} - alike and module is not unit)
+        more = [
+            (name, module)
+            for name, module in model.named_modules()
+            if module in others and not isinstance(module, _NEVER_CALLED)
+        ]
+        more = _without_split_ties(model, more)
+        if not more:
+            return chosen
+        chosen = sorted([*chosen, *more], key=lambda unit: -unit[0].count("."))
+
+
+def odd_weights(
+    model: nn.Module, units: Sequence[nn.Module], ignored: set[nn.Parameter], is_one_dtype: bool
+) -> set[nn.Parameter]:
+    """Return the parameters that ``fully_shard`` refuses beside the others of their unit.
+
+    Numbers without dimensions, which can't be sharded, and with ``is_one_dtype`` trained weights of another dtype than
+    most elements of their unit.
+
+    Args:
+        model: as the user built it.
+        units: innermost first.
+        ignored: parameters that are not sharded.
+        is_one_dtype: whether trained weights keep their dtypes.
+    """
+    odd = {one for one in model.parameters() if one.ndim == 0 and one not in ignored}
+    named = [("", unit) for unit in units if unit is not model]
+    for _, inside in _modules_of(model, named) if is_one_dtype else ():
+        of_dtype: dict[torch.dtype, set[nn.Parameter]] = defaultdict(set)
+        for parameter in itertools.chain(*(module.parameters(recurse=False) for module in inside)):
+            if parameter.requires_grad and parameter not in ignored and parameter not in odd:
+                of_dtype[parameter.dtype].add(parameter)
+        by_size = sorted(of_dtype.values(), key=lambda alike: sum(one.numel() for one in alike))
+        odd.update(*by_size[:-1])
+    return odd
+
+
+def _modules_of(
+    model: nn.Module, units: Sequence[tuple[str, nn.Module]]
+) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Yield each unit, innermost first and the model last, with the modules whose weights it gathers."""
+    left = dict.fromkeys(model.modules())
     for _, unit in [*units, ("", model)]:
-        inside = {module: own.pop(module) for module in unit.modules() if module in own}
-        most = Counter(itertools.chain(*inside.values())).most_common(1)
-        others.update(module for module, dtypes in inside.items() if {*dtypes} - {dtype for dtype, _ in most})
-        others.discard(unit)
-    more = [(name, module) for name, module in model.named_modules() if module in others]
-    return sorted([*units, *_without_split_ties(model, more)], key=lambda unit: -unit[0].count("."))
+        inside = [module for module in unit.modules() if module in left]
+        for module in inside:
+            del left[module]
+        yield unit, inside
+
+
+def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
+    return [one.dtype for one in module.parameters(recurse=False) if one.requires_grad and one.ndim]
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
@@ -300,6 +349,38 @@ def register_new_parameters(module: nn.Module) -> None:
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()  # as after ``load_state_dict(assign=True)``
             parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequence[nn.Module]) -> None:
+    """Average the gradients of parameters that every rank has whole, wherever ``backward`` reduces those of ``units``.
+
+    What was accumulated before is averaged as well; where that was an average, it is the same on all ranks, and stays.
+    """
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+
+    def average(parameter: torch.Tensor) -> None:
+        if parameter.grad is None or not all(group.reduce_grads for unit in units for group in _groups(unit)):
+            return
+        for group in groups:
+            dist.all_reduce(parameter.grad, group=group)
+        parameter.grad.div_(mesh.size())
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Have a copy of a sharded module raise an error that says what to do; torch's own does not."""
+    type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> Any:
+    name = type(module).__name__.removeprefix("FSDP")
+    raise RuntimeError(
+        f"a {name} whose weights are sharded over ranks can't be copied by copy.deepcopy, as AveragedModel does. Copy "
+        "the model, or make the AveragedModel of it, before prepare, and pass the copy to prepare as well; or keep an "
+        "average of its shards: [p.detach().clone() for p in model.parameters()]"
+    )
 
 
 def is_reducing(module: nn.Module) -> bool:
