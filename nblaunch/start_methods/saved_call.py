@@ -20,6 +20,7 @@ from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import output
+from nblaunch.worker.inheritance.modules import Place, find_at, places_of_this_process
 from nblaunch.worker.inheritance.random_states import RandomStates
 from nblaunch.worker.inheritance.settings import KernelSettings
 
@@ -30,6 +31,7 @@ class SavedCall:
 
     Args:
         fd: memory file of the call, see ``wire/payload.py``.
+        modules: the user's modules that imports would not find there now, by name.
         settings: of libraries, warnings and loggers.
         random_states: of this process, so that a fresh worker draws the numbers that a forked one would.
         environment: all variables.
@@ -41,6 +43,7 @@ class SavedCall:
     """
 
     fd: int
+    modules: Mapping[str, Place]
     settings: KernelSettings
     random_states: RandomStates
     environment: Mapping[str, str]
@@ -55,6 +58,7 @@ class SavedCall:
         """Return the call in the memory file ``fd``, with what else this process has at present."""
         return cls(
             fd=fd,
+            modules=places_of_this_process(),
             settings=KernelSettings.of_this_process(),
             random_states=RandomStates.of_this_process(),
             environment=env.snapshot(),
@@ -74,6 +78,7 @@ class SavedCall:
 
     def load(self) -> tuple[FunctionCall, int]:
         """Return the call, and the address of its memory file; put settings and random states back."""
+        find_at(self.modules)
         loaded = payload.load_mapped_with_address(self.fd)
         self.settings.restore()
         self.random_states.restore()

@@ -1,6 +1,7 @@
 """What a worker inherits from the kernel, and what becomes of it.
 
 inventory.py      the table: every kind of state, and its treatment under each start method
+modules.py        the user's modules that a fresh process would not find
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
 message_settings.py  likewise filters of warnings and what is set of loggers
 random_states.py  gives workers the kernel's random states, and moves the kernel's on

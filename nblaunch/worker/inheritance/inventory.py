@@ -117,6 +117,15 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.KEPT, "the same"),
     ),
     Kind(
+        "import path and modules",
+        fork=Way(Treatment.KEPT, "all that the kernel has imported"),
+        fresh=Way(
+            Treatment.KEPT,
+            "`sys.path`, and the user's modules from the files from which the kernel has them, also after `%cd` or a "
+            "change of the path. A file that was edited since its import counts as it is now",
+        ),
+    ),
+    Kind(
         "numeric settings of torch",
         fork=Way(Treatment.KEPT, "all"),
         fresh=Way(

@@ -1,0 +1,104 @@
+"""Modules of the user's that imports would not find any more, or not in the same file."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.inheritance.contract import contract
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    folder = tmp_path_factory.mktemp("notebook")
+    _write_modules(folder)
+    with Kernel.start(cwd=folder) as kernel:
+        kernel.run(CELL)
+        yield kernel
+
+
+def _write_modules(folder: Path) -> None:
+    for name in ("repo", "elsewhere", "other", "elsewhere/package", "spaces/within"):
+        (folder / name).mkdir(parents=True)
+    (folder / "repo" / "helper.py").write_text("def value(): return 'of repo'\n")
+    (folder / "other" / "helper.py").write_text("def value(): return 'of other'\n")
+    (folder / "elsewhere" / "package" / "__init__.py").write_text("")
+    (folder / "elsewhere" / "package" / "part.py").write_text("def value(): return 'of package.part'\n")
+    (folder / "spaces" / "within" / "deep.py").write_text("def value(): return 'of within.deep'\n")
+    (folder / "recipe.txt").write_text("def value(): return 'of recipe'\n")
+    (folder / "script.py").write_text("def from_script(): return 'of script'\n")
+    with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
+        archive.writestr("inside.py", "def value(): return 'of inside'\n")
+
+
+CELL = """
+import importlib.machinery, importlib.util, os, sys
+from nblaunch import notebook_launcher
+
+%cd -q repo
+import helper
+%cd -q ..
+sys.path.append(os.path.abspath("other"))  # where a search finds another module of the same name
+
+sys.path.insert(0, os.path.abspath("elsewhere"))
+import package.part
+sys.path.pop(0)
+
+sys.path.insert(0, "spaces")
+import within.deep
+sys.path.pop(0)
+
+sys.path.insert(0, os.path.abspath("zipped.zip"))
+import inside
+sys.path.pop(0)
+
+loader = importlib.machinery.SourceFileLoader("recipe", "recipe.txt")
+recipe = importlib.util.module_from_spec(importlib.util.spec_from_loader("recipe", loader))
+sys.modules["recipe"] = recipe
+loader.exec_module(recipe)
+
+%run -n script.py
+
+def values():
+    modules = helper, package.part, within.deep, inside, recipe
+    return [module.value() for module in modules] + [from_script()]
+
+def launch(function, start_method):
+    return notebook_launcher(
+        function, num_processes=1, start_method=start_method, dashboard="none", backend="cpu", return_all=True
+    )
+"""
+
+VALUES = ["of repo", "of package.part", "of within.deep", "of inside", "of recipe", "of script"]
+
+
+@contract("import path and modules")
+def test_modules_come_from_the_files_from_which_the_kernel_has_them(
+    shared: Kernel, start_method: str
+) -> None:
+    assert shared.run(f"launch(values, {start_method!r})").value == [VALUES]
+
+
+def test_processes_that_a_worker_spawns_find_them_too(shared: Kernel) -> None:
+    shared.run(
+        "def of_child():\n"
+        "    import multiprocessing\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        return pool.apply(package.part.value)"
+    )
+    assert shared.run("launch(of_child, 'forkserver')").value == ["of package.part"]
+
+
+def test_what_imports_find_anyway_is_not_sent(shared: Kernel) -> None:
+    places = shared.run(
+        "import nblaunch, textwrap, torch, pandas\n"
+        "from nblaunch.worker.inheritance.modules import places_of_this_process\n"
+        "sorted(places_of_this_process())"
+    ).value
+    assert places == ["helper", "inside", "package", "package.part", "recipe", "within", "within.deep"]
