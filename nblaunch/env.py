@@ -170,6 +170,23 @@ def snapshot() -> dict[str, str]:
     return dict(os.environ)
 
 
+def split_by_size(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the smallest variables, which a program can be started with on any system, and the others."""
+    small, room = {}, _ROOM_BYTES
+    for name, value in sorted(environment.items(), key=lambda item: len(item[1])):
+        room -= len(os.fsencode(name)) + len(os.fsencode(value)) + _OVERHEAD_BYTES
+        if room < 0:
+            break
+        small[name] = value
+    return small, {name: value for name, value in environment.items() if name not in small}
+
+
+_ROOM_BYTES = 64 << 10
+"""Half of what Linux has room for at least, arguments included. Source: execve(2), "Limits on size of arguments"."""
+
+_OVERHEAD_BYTES = 10  # "=", the zero at the end, and a pointer
+
+
 def apply(changes: Mapping[str, str | None]) -> None:
     """Set variables of this process; None removes one."""
     for name, value in changes.items():

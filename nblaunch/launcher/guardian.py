@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 
+from nblaunch import env
 from nblaunch.host import descriptors
 
 _SCRIPT = (
@@ -68,6 +69,7 @@ class Guardian:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                     cwd="/",
+                    env=env.split_by_size(env.snapshot())[0],  # PATH is all that it needs
                 )
             except OSError:
                 descriptors.close(self._writing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nblaunch import attached_debugger, backends
+from nblaunch import attached_debugger, backends, env
 from nblaunch.errors import LaunchError
 from nblaunch.events import Note
 from nblaunch.host import descriptors
@@ -23,6 +24,7 @@ from nblaunch.worker import process_control
 
 # The kernel's search path comes first of all: nblaunch itself may have been found through it.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1:])"
+_REST = "import os, pickle; os.environ.update(pickle.load(os.fdopen({fd}, 'rb'))); "
 
 
 @dataclass(frozen=True)
@@ -111,26 +113,63 @@ def start_program(
     Raises:
         OSError: the system refused the process.
     """
-    message_fd = create_memory_file("nblaunch-message")
+    message_fd = _written("nblaunch-message", message)
     try:
-        os.write(message_fd, pickle.dumps(message))
-        os.lseek(message_fd, 0, os.SEEK_SET)
         # Imports pass over entries of any other type, as a pathlib.Path; the repr() of one would end the program.
         path = [entry for entry in (sys.path if call is None else call.path) if isinstance(entry, str)]
         program = _PROGRAM.format(path=path, module=module)
         fds = {message_fd, *inherited} if call is None else {message_fd, call.fd, *inherited}
-        # Or an interrupt would print the traceback of an unfinished import into the cell.
-        with process_control.signals_blocked(), descriptors.forks_held_back(), attached_debugger.kept_out():
-            return subprocess.Popen(
-                [sys.executable, "-c", program, str(message_fd)],
-                stdin=subprocess.DEVNULL,
-                cwd=_working_folder(None if call is None else call.folder),
-                env=call.environment if call is not None and environment is None else environment,
-                pass_fds=sorted(fds),
-                start_new_session=True,
-            )
+        folder = _working_folder(None if call is None else call.folder)
+        if environment is None:
+            environment = env.snapshot() if call is None else call.environment
+        try:
+            return _start(program, message_fd, fds, folder, environment)
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+        return _start_with_large_environment(program, message_fd, fds, folder, environment)
     finally:
         os.close(message_fd)
+
+
+def _start_with_large_environment(
+    program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start with the variables that the system has room for; the program sets the others itself, first of all."""
+    small, rest = env.split_by_size(environment)
+    rest_fd = _written("nblaunch-environment", rest)
+    try:
+        return _start(_REST.format(fd=rest_fd) + program, message_fd, {*fds, rest_fd}, folder, small)
+    finally:
+        os.close(rest_fd)
+
+
+def _start(
+    program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    # Or an interrupt would print the traceback of an unfinished import into the cell.
+    with process_control.signals_blocked(), descriptors.forks_held_back(), attached_debugger.kept_out():
+        return subprocess.Popen(
+            [sys.executable, "-c", program, str(message_fd)],
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env=environment,
+            pass_fds=sorted(fds),
+            start_new_session=True,
+        )
+
+
+def _written(name: str, message: object) -> int:
+    """Return the descriptor of a memory file with ``message`` pickled in it."""
+    fd = create_memory_file(name)
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            pickle.dump(message, file)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _working_folder(wanted: str | None) -> str | None:

@@ -102,3 +102,20 @@ def test_a_worker_that_is_forked_meanwhile_does_not_delay_the_start(monkeypatch:
         os.waitpid(pid, 0)
         starting.join()
         guardian.dismiss()
+
+
+@pytest.mark.timeout(60)
+def test_variables_of_the_kernel_do_not_keep_a_guardian_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LARGE", "x" * 200_000)
+    before = psutil.Process().children()
+    guardian = Guardian([], 0)
+    guardian.start()
+    try:
+        [process] = set(psutil.Process().children()) - set(before)
+        environment = process.environ()
+    finally:
+        guardian.dismiss()
+    assert "LARGE" not in environment
+    assert "PATH" in environment

@@ -40,6 +40,20 @@ def test_the_environment_is_the_kernels_and_the_workers_own(kernel: Kernel, star
     assert cell.result == "[('yes', '0', '2'), ('yes', '1', '2')]"
 
 
+@contract("environment variables")
+def test_variables_that_no_program_can_be_started_with_arrive(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import os, nblaunch\n"
+        "os.environ['LARGE'] = 'x' * 200_000\n"  # more than one variable may have
+        "for number in range(40): os.environ[f'MANY_{number}'] = 'y' * 100_000\n"  # more than all may have
+        "def train(): return len(os.environ['LARGE']), sum(name.startswith('MANY_') for name in os.environ)"
+    )
+    cell = kernel.run(
+        f"nblaunch.notebook_launcher(train, num_processes=2, start_method={start_method!r}, dashboard='none')"
+    )
+    assert cell.value == (200_000, 40)
+
+
 @contract("random generators")
 def test_generators_begin_as_the_kernels_which_then_move_on(kernel: Kernel, start_method: str) -> None:
     kernel.run(
