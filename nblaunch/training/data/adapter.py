@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.packages import is_installed
 from nblaunch.training.data.sharding import EpochPosition
@@ -75,6 +75,9 @@ class Epochs:
         global_start: the same of torch's global generator, where that decides the order.
         saved_position: where in it the epoch was in the checkpoint that was loaded, until one is read.
         state: of a loader that knows its position, as of the batch in hand; None: it was not read.
+        batches_behind: those of the loader that reads that were read before, by the state that was loaded last, until
+            an epoch begins.
+        batches_to_drop: as many of them as that loader reads once more, since its stream can't begin in the middle.
     """
 
     completed: int = 0
@@ -84,6 +87,8 @@ class Epochs:
     global_start: torch.Tensor | None = None
     saved_position: EpochPosition | None = None
     state: dict[str, Any] | None = None
+    batches_behind: int = 0
+    batches_to_drop: int = 0
 
 
 if TYPE_CHECKING:
@@ -105,6 +110,8 @@ class DataLoaderAdapter(Base):
 
     base_dataloader: DataLoader
     """What reads."""
+    skip_batches = 0
+    """Batches that are left out of the first epoch that is read."""
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **options: Any
@@ -166,9 +173,26 @@ class DataLoaderAdapter(Base):
         # At the end of an epoch the next one starts afresh; torchdata would draw its order twice to find that out.
         is_fresh = state_dict.get(FINISHED, True) or "position" in order
         self._forget_base_state()
-        base.load_state_dict({} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER})
+        progress = _Progress.of({} if is_fresh else state_dict)
+        if not is_fresh:
+            self.skip_batches = 0  # they are among what was read
+        self.epochs.batches_behind = progress.batches
+        if progress.knows_stream or not isinstance(base.dataset, IterableDataset):
+            base.load_state_dict(
+                {} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER}
+            )
+        else:
+            # torchdata (0.11) would read and drop them, too, but count them twice: in the next state, once more as many
+            # batches were read, and the loader that goes on there loses these.
+            base.load_state_dict({})
+            self.epochs.batches_to_drop = progress.batches
         self._resume_order_state(order)
         self.epochs.state = state_dict
+
+    def _take_batches_to_drop(self) -> int:
+        """Return how many batches the loader that reads has to drop; none from the next time on."""
+        dropped, self.epochs.batches_to_drop = self.epochs.batches_to_drop, 0
+        return dropped
 
     def _check_stateful(self, name: str) -> None:
         if not self.use_stateful_dataloader:
@@ -176,6 +200,7 @@ class DataLoaderAdapter(Base):
 
     def _forget_base_state(self) -> None:
         """Let the loader that reads begin its next epoch at the start, though a state was loaded."""
+        self.epochs.batches_behind = self.epochs.batches_to_drop = 0
         if self.use_stateful_dataloader:
             vars(self.base_dataloader)["next_iter_state"] = None  # torchdata's: load_state_dict({}) leaves it
 
@@ -195,6 +220,35 @@ class DataLoaderAdapter(Base):
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`_order_state` has returned."""
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What a state of torchdata says of the epoch.
+
+    Args:
+        batches: that were handed out.
+        knows_stream: the dataset, or its iterator, has a state of its own.
+    """
+
+    batches: int = 0
+    knows_stream: bool = False
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> _Progress:
+        """Return that of a state, of one process that reads or of several."""
+        snapshot = state.get("_snapshot")
+        if snapshot is None:
+            readers, batches = [state], state.get("_num_yielded", 0)
+        else:
+            readers = list(snapshot["_worker_snapshots"].values())
+            batches = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
+        knows_stream = any(
+            reader.get("dataset_state") is not None
+            or (reader.get("fetcher_state") or {}).get("dataset_iter_state") is not None
+            for reader in readers
+        )
+        return cls(batches, knows_stream)
 
 
 def _rebuild(cls: type[DataLoaderAdapter], state: dict[str, Any]) -> DataLoaderAdapter:

@@ -108,6 +108,7 @@ class DataLoaderDispatcher(PreparedLoader):
         skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
         if not self._is_reader:
+            self._take_batches_to_drop()
             shared.take_resuming()  # where nothing is read, making an iterator draws no number
         for whole, num_rows, is_last in self._send(shared, skipped) if self._is_reader else self._receive():
             rows = nested.count_rows(whole) // size

@@ -187,6 +187,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
         """Yield batches as they are read here, behind those that are skipped."""
+        num_skipped += self._take_batches_to_drop()
         global_now, self._global_now = self._global_now, None
         # Making an iterator draws a number; it was drawn before.
         with torch.random.fork_rng(devices=[], enabled=shared.take_resuming() and global_now is None):
@@ -259,9 +260,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         epoch = self.iteration + self.epochs.left + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         behind, length = self._rounds_behind, length_of(self)
+        resumed, self.epochs.batches_behind = self.epochs.batches_behind // self.batches_per_round, 0
         if length >= 0:  # the bar is that of the whole epoch, and begins in the middle
             length += behind
-        return shared.loops.begin(length, epoch, state, behind + self.skip_batches)
+        return shared.loops.begin(length, epoch, state, behind + self.skip_batches + resumed)
 
     def _take_skip(self) -> int:
         """Return how many batches to leave out now; none from the next time on."""

@@ -49,6 +49,8 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skipped, self.skip_batches = self.skip_batches, 0
+        skipped += self._take_batches_to_drop()
+        self.epochs.batches_behind = 0
         self.begin()
         try:
             for batch in islice(iter(self.base_dataloader), skipped, None):

@@ -1,0 +1,165 @@
+"""Stateful loaders that are resumed again and again in one epoch: each sample is seen once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from nblaunch import Accelerator
+from nblaunch.data_loader import skip_first_batches
+from nblaunch.training.options import DataLoaderConfiguration
+from tests.training import ranks
+
+ROWS = 24
+
+# torchdata 0.11 calls functions that torch 2.13 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+class Plain(IterableDataset[int]):
+    """Knows no position."""
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        return iter(range(ROWS)) if info is None else iter(range(info.id, ROWS, info.num_workers))
+
+
+class Stateful(IterableDataset[int]):
+    """Knows its position."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        while first + self.read * step < ROWS:
+            self.read += 1
+            yield first + (self.read - 1) * step
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+class Shuffled(Plain):
+    """Draws its order from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(ROWS, generator=self.generator).tolist())
+
+
+DATA: dict[str, Any] = {
+    "plain": Plain,
+    "stateful": Stateful,
+    "shuffled": Shuffled,
+    "indexed": lambda: TensorDataset(torch.arange(ROWS)),
+}
+
+
+def _part(
+    kind: str, dispatch: bool, num_workers: int, folder: str, is_resumed: bool, steps: int, state: Any
+) -> tuple[list[int], Any, int]:
+    """Read ``steps`` batches, from a state or a checkpoint; return rows, state, and what all ranks have read."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
+    torch.manual_seed(3)
+    given = DataLoader(DATA[kind](), batch_size=2, num_workers=num_workers, shuffle=kind == "indexed" or None)
+    loader = accelerator.prepare(given)
+    if folder and is_resumed:
+        accelerator.load_state(folder)
+    elif is_resumed:
+        loader.load_state_dict(state)
+    rows: list[int] = []
+    for number, batch in enumerate(loader, 1):
+        rows += (batch[0] if isinstance(batch, list) else batch).tolist()
+        if number == steps:
+            if folder:
+                accelerator.save_state(folder)
+            return rows, loader.state_dict(), loader.position.samples
+    return rows, None, 0
+
+
+def _seen(
+    kind: str, sizes: list[int], steps: list[int], dispatch: bool, num_workers: int, folder: str = ""
+) -> tuple[Counter[int], list[int]]:
+    """Return how often each row was seen, and how many rows all ranks had read at each state."""
+    seen: Counter[int] = Counter()
+    read: list[int] = []
+    states: list[Any] = [None]
+    for number, size in enumerate(sizes):
+        state = states[0]  # of streams that ranks share, those of all ranks are alike
+        parts = ranks.run(_part, size, kind, dispatch, num_workers, folder, number > 0, steps[number], state)
+        for rows, _, _ in parts:
+            seen.update(rows)
+        states = [state for _, state, _ in parts]
+        read.append(parts[0][2])
+    return seen, read
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "indexed"])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_each_row_is_seen_once_however_often_a_loader_is_resumed(
+    kind: str, dispatch: bool, tmp_path: Path
+) -> None:
+    for folder in ("", str(tmp_path / "state")):
+        seen, read = _seen(kind, [2, 2, 2, 2], [2, 1, 1, -1], dispatch, 0, folder)
+        assert seen == Counter(range(ROWS)), folder
+        assert read == [8, 12, 16, 0], "the position of all ranks counts from the start of the epoch"
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_lone_process_sees_each_row_once(kind: str, num_workers: int) -> None:
+    seen, read = _seen(kind, [1, 1, 1, 1], [3, 2, 1, -1], False, num_workers)
+    assert seen == Counter(range(ROWS))
+    assert read == [6, 10, 12, 0]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_processes_that_read_for_ranks_are_resumed_too(dispatch: bool, tmp_path: Path) -> None:
+    seen, _ = _seen("plain", [2, 2, 2], [2, 1, -1], dispatch, 2, str(tmp_path / "state"))
+    assert seen == Counter(range(ROWS))
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "indexed"])
+def test_another_number_of_ranks_goes_on_behind_two_resumptions(kind: str, tmp_path: Path) -> None:
+    seen, _ = _seen(kind, [2, 2, 1, 1], [2, 2, 1, -1], False, 0, str(tmp_path / "state"))
+    assert seen == Counter(range(ROWS))
+
+
+def test_torchdata_and_a_loader_of_the_rest_take_the_states() -> None:
+    """In any order: a loader of the rest of a stream, torchdata's own, and a prepared one."""
+
+    def take(loader: Any, steps: int) -> tuple[list[int], Any]:
+        rows: list[int] = []
+        for number, batch in enumerate(loader, 1):
+            rows += batch.tolist()
+            if number == steps:
+                break
+        return rows, loader.state_dict()
+
+    seen, state = take(skip_first_batches(StatefulDataLoader(Plain(), batch_size=2), 1), 2)
+    for make in (
+        lambda: skip_first_batches(StatefulDataLoader(Plain(), batch_size=2), 1),
+        lambda: Accelerator().prepare(StatefulDataLoader(Plain(), batch_size=2)),
+        lambda: Accelerator().prepare(StatefulDataLoader(Plain(), batch_size=2)),
+        lambda: StatefulDataLoader(Plain(), batch_size=2),
+    ):
+        loader = make()
+        loader.load_state_dict(state)
+        rows, state = take(loader, 2)
+        seen += rows
+    assert seen == list(range(2, 22))
