@@ -228,6 +228,21 @@ class Returned(Event):
 
 
 @dataclass(frozen=True)
+class Interrupted(Event):
+    """The user's interrupt has ended the function of a rank. What it had trained follows, then :class:`Failed`.
+
+    Args:
+        step: steps of optimizers that had ended.
+        is_cut: it was in the middle of another one, and sends nothing.
+        sends: as in :class:`Returned`.
+    """
+
+    step: int = 0
+    is_cut: bool = False
+    sends: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True)
 class StateSent(Event):
     """The state dict of a module or an optimizer is in the rank's outbox (``wire/outbox.py``), or could not be sent.
 

@@ -132,10 +132,11 @@ def notebook_launcher(
             that is updated; ``"text"``: lines; ``"none"``: nothing, and what workers print is in the logs only.
             ``"auto"``: widgets where a user can see them, else HTML in a notebook, else text.
         threads_per_process: CPU threads of each worker; None = ``OMP_NUM_THREADS``, or usable cores / workers.
-        interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed. A function that
-            catches the KeyboardInterrupt and returns on every rank has lost nothing: the cell ends with the interrupt,
-            but trained weights are loaded, and ``last_job().result()``, or ``session.result()``, returns the value.
-            With several machines this holds for each on which every rank returns.
+        interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed. The modules in
+            ``args`` then have the weights of the last optimizer step that had ended, or a note says why not. A function
+            that catches the KeyboardInterrupt and returns on every rank has lost nothing: the cell ends with the
+            interrupt, but trained weights are loaded, and ``last_job().result()``, or ``session.result()``, returns the
+            value. With several machines this holds for each on which every rank returns.
         hang_timeout_s: seconds without progress after which the position of every rank is shown; None = never. Progress
             is counted: steps of optimizers, batches of prepared loaders, collectives and backward of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and bars of tqdm that advance. Output and

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nblaunch.diagnosis.memory import MemoryRecord
-from nblaunch.events import EpochEnded, ExitStatus, Failed, HostMemory, Returned, StateSent
+from nblaunch.events import EpochEnded, ExitStatus, Failed, HostMemory, Interrupted, Returned, StateSent
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.board import SlotReading
 
@@ -62,6 +62,7 @@ class AttemptReport:
     Args:
         returned: ranks whose function returned.
         sent_states: rank -> argument path of a module or optimizer -> its state, which the rank has sent.
+        interruptions: ranks whose function the user's interrupt has ended.
         failed: ranks whose function raised, in order of arrival.
         exits: exit status of each process of this node, and when it was seen.
         signalled: rank -> time of the launcher's first signal to it.
@@ -80,6 +81,7 @@ class AttemptReport:
 
     returned: dict[int, Returned] = field(default_factory=dict)
     sent_states: dict[int, dict[ArgPath, StateSent]] = field(default_factory=dict)
+    interruptions: dict[int, Interrupted] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     signalled: dict[int, float] = field(default_factory=dict)
@@ -100,6 +102,11 @@ class AttemptReport:
         """Whether the function returned on every rank and the job was not stopped."""
         is_stopped = self.interrupted or self.cancelled or self.hang or self.kept
         return not is_stopped and len(self.returned) == len(self.exits)
+
+    @property
+    def announced(self) -> dict[int, tuple[ArgPath, ...]]:
+        """Rank -> argument paths of the modules and optimizers whose states it has announced."""
+        return {rank: event.sends for rank, event in (self.interruptions | self.returned).items()}
 
     @property
     def delivered(self) -> set[int]:

@@ -17,7 +17,8 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
         hang_watch.py    finds ranks without progress; where the ranks are
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
-      outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
+      interruption.py  what an interrupted job has kept of its training
+outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
     debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures
 

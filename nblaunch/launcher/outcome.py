@@ -16,7 +16,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
 from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Note
-from nblaunch.launcher import weights
+from nblaunch.launcher import interruption, weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.user_code import from_first_user_frame
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
@@ -103,7 +103,7 @@ def conclude_job(
     pids: Mapping[int, int],
     past_failures: list[str],
 ) -> tuple[JobOutcome, list[Note]]:
-    """Return the outcome of a job and notes about it; of a job that is done, load the trained weights first.
+    """Return the outcome of a job and notes about it; load the trained weights of one that is done or was interrupted.
 
     One that was interrupted has a KeyboardInterrupt of its own: those that workers raised are not used.
 
@@ -120,7 +120,8 @@ def conclude_job(
         return JobOutcome("cancelled", JobCancelled("\n".join([text, *unkillable]))), []
     if report.interrupted:
         error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
-        return JobOutcome("interrupted", error), []
+        unfit, notes = _load_interrupted(attempt, report, rank_results)
+        return JobOutcome("interrupted", error, unloaded_weights=unfit), notes
     if not report.is_success:
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
@@ -151,10 +152,30 @@ def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
 # --- trained weights -------------------------------------------------------------------------------------------------
 
 
-def _load_weights(
+def _load_interrupted(
     attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
-    """Load what workers trained into the kernel's modules; return what did not fit them, and notes."""
+    """Load what an interrupted job has trained, with one note about it; return as :func:`_load_weights` does."""
+    modules = attempt.plan.modules
+    if not modules:
+        return {}, [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
+    if loss := interruption.describe_loss(attempt, report, rank_results):
+        return {}, [Note.of_job(loss, "warning")]
+    if not interruption.can_load(attempt, report):
+        return {}, []
+    where, what = interruption.described(attempt, report)
+    unfit, notes = _load_weights(attempt, report, rank_results, what)
+    notes = [replace(note, text=f"{where}: {note.text}") for note in notes[:1]] + notes[1:]
+    return unfit, notes + _load_optimizers(attempt, report, rank_results)
+
+
+def _load_weights(
+    attempt: Attempt,
+    report: AttemptReport,
+    rank_results: Mapping[int, RankResult],
+    what: str = "trained weights",
+) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
+    """Load ``what`` workers have left into the kernel's modules; return what did not fit them, and notes."""
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
     if first_rank not in rank_results:
         return {}, []
@@ -171,7 +192,7 @@ def _load_weights(
     if attempt.spec.is_detached:
         full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
         return full, weights.notes_of_detached(modules, full, lost)
-    loaded, notes = weights.load_back(modules, back, lost)
+    loaded, notes = weights.load_back(modules, back, lost, what)
     unfit = {
         path: weights.assembled(state, modules[path]) for path, state in back.items() if path not in loaded
     }
@@ -219,9 +240,9 @@ def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> str:
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
     """Return why ranks whose function returned did not send states that they had announced, by argument path."""
     reasons: dict[ArgPath, str] = {}
-    for rank, returned in sorted(report.returned.items()):
+    for rank, announced in sorted(report.announced.items()):
         sent = report.sent_states.get(rank, {})
-        missing = [path for path in returned.sends if path not in sent]
+        missing = [path for path in announced if path not in sent]
         reasons |= dict.fromkeys(missing, _death_while_sending(report, rank)) if missing else {}
         for path, event in sent.items():
             if event.error:

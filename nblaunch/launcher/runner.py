@@ -41,6 +41,7 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.inline import run_inline
 from nblaunch.start_methods.saved_call import SavedCall, save_call
 from nblaunch.topology import Topology
+from nblaunch.wire.board import Slot
 from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker.inheritance import random_states
@@ -104,6 +105,7 @@ class JobRunner(Job):
         super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
         self.command_connections: Mapping[int, CommandConnection] = {}
         self.past_failures: list[str] = []
+        self._slots: list[Slot] = []
         self._has_begun = False
         self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
@@ -359,6 +361,7 @@ class JobRunner(Job):
         running = self._start_from_launch_states()
         connections = running.connections
         self.command_connections = connections.commands
+        self._slots = [running.board.slot(rank) for rank in running.attempt.ranks]
         self.debugger = DebugClient(connections.debug) if connections.debug else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
@@ -379,6 +382,12 @@ class JobRunner(Job):
             return start_attempt(attempt)
         with self._random_states.in_place():
             return start_attempt(attempt)
+
+    def keep_weights(self, wanted: bool) -> None:
+        """Say whether ranks send what they have trained when they are interrupted. Safe in signal handlers."""
+        with suppress(ValueError):  # the attempt has ended
+            for slot in self._slots:
+                slot.keeps_weights = int(wanted)
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers that have been started to their end; return the report, and rank -> what it left."""

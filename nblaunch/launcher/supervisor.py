@@ -14,6 +14,7 @@ concluded.
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import time
@@ -29,10 +30,12 @@ from nblaunch.events import (
     Exited,
     ExitStatus,
     Failed,
+    Interrupted,
     Note,
     Returned,
     Started,
     StateSent,
+    ValueLocation,
     WorkerState,
 )
 from nblaunch.host import signal_handlers
@@ -60,6 +63,9 @@ _POLL_S = 0.02
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
 
+
+_SENDING_S = 5.0
+"""How long a rank that was interrupted may send its weights without any progress."""
 
 _LATE_FAILURES_S = 0.3
 """From the first failure until its job ends, where its workers are kept."""
@@ -110,6 +116,8 @@ class Supervisor:
         self._escalation: Escalation | None = None
         self._interrupts_seen = 0
         self._killed_s: dict[int, float] = {}
+        self._outbox_sizes: dict[int, tuple[int, float]] = {}
+        """Rank -> bytes of what it sends after an interrupt, and since when there are so many."""
         self._lingering_since: float | None = None
         self._started: set[int] = set()
         self._memory_sampler = MemorySampler()
@@ -119,6 +127,24 @@ class Supervisor:
     def _alive(self) -> set[int]:
         """The ranks whose process has neither ended nor been given up."""
         return set(self._attempt.ranks) - self._report.exits.keys()
+
+    @property
+    def _stoppable(self) -> set[int]:
+        """The ranks that an escalation may signal: after one interrupt, not those whose weights are on their way."""
+        report = self._report
+        if self._requests.interrupts > 1 or report.cancelled:
+            return self._alive
+        outboxes = {own.rank: own.outbox_fd for own in self._running.assignments}
+        now = time.monotonic()
+        sending = set()
+        for rank, event in report.interruptions.items():
+            if len(report.sent_states.get(rank, ())) < len(event.sends):
+                size = os.fstat(outboxes[rank]).st_size
+                if size != self._outbox_sizes.get(rank, (-1, 0.0))[0]:
+                    self._outbox_sizes[rank] = (size, now)
+                if now - self._outbox_sizes[rank][1] < _SENDING_S:
+                    sending.add(rank)
+        return self._alive - sending
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers to their end, in any thread; return the report, and rank -> what it left.
@@ -240,7 +266,7 @@ class Supervisor:
     def _timeout(self) -> float:
         until = self._next_tick
         if self._escalation is not None:
-            step = self._escalation.next_s(self._alive, self._has_noticed)
+            step = self._escalation.next_s(self._stoppable, self._has_noticed)
             until = min(until, step) if step is not None else until
         if not self._watched_ends:
             until = min(until, time.monotonic() + _POLL_S)
@@ -265,6 +291,8 @@ class Supervisor:
                 self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
             elif isinstance(event, Returned):
                 self._report.returned.setdefault(event.rank, event)
+            elif isinstance(event, Interrupted):
+                self._report.interruptions[event.rank] = event
             elif isinstance(event, StateSent):
                 self._report.sent_states.setdefault(event.rank, {})[event.path] = event
             elif isinstance(event, EpochEnded):
@@ -339,6 +367,9 @@ class Supervisor:
     def _interrupt(self) -> None:
         now = time.monotonic()
         self._report.interrupted = self._report.interrupted or not self._is_decided()
+        if self._report.interrupted:
+            for rank in self._alive:
+                self._board.slot(rank).keeps_weights = 1
         if self._requests.interrupts > 1:  # also where both came before this look
             self._escalation = Escalation.kill(now)
         elif self._escalation is not None:
@@ -397,7 +428,7 @@ class Supervisor:
     def _escalate(self) -> None:
         if self._escalation is None:
             return
-        for rank, signum in self._escalation.due(time.monotonic(), self._alive, self._has_noticed):
+        for rank, signum in self._escalation.due(time.monotonic(), self._stoppable, self._has_noticed):
             self._report.signalled.setdefault(rank, time.time())
             if signum == signal.SIGKILL:
                 self._killed_s.setdefault(rank, time.monotonic())
@@ -534,14 +565,14 @@ class Supervisor:
         self._emit_readings(self._report.last_readings)
 
     def _collect(self) -> dict[int, RankResult]:
-        """Read the outboxes of the ranks that finished."""
+        """Read the outboxes of the ranks that returned, or sent what they had when they were interrupted."""
         report = self._report
+        locations = dict.fromkeys(report.interruptions, ValueLocation())
+        locations |= {rank: event.value_location for rank, event in report.returned.items()}
         return {
-            own.rank: outbox.read(
-                own.outbox_fd, report.returned[own.rank].value_location, report.sent_states.get(own.rank, {})
-            )
+            own.rank: outbox.read(own.outbox_fd, locations[own.rank], report.sent_states.get(own.rank, {}))
             for own in self._running.assignments
-            if own.outbox_fd >= 0 and own.rank in report.returned
+            if own.outbox_fd >= 0 and own.rank in locations
         }
 
 

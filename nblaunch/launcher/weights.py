@@ -57,7 +57,10 @@ def _whole(value: Any) -> Any:
 
 
 def load_back(
-    modules: Mapping[ArgPath, Any], weights: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
+    modules: Mapping[ArgPath, Any],
+    weights: Mapping[ArgPath, Mapping[str, Any]],
+    lost: Mapping[ArgPath, str],
+    what: str = "trained weights",
 ) -> tuple[set[ArgPath], list[Note]]:
     """Load state dicts into the modules they belong to.
 
@@ -65,6 +68,7 @@ def load_back(
         modules: of the kernel, by their argument paths.
         weights: argument path -> state dict, whose tensors may be :class:`ShardedTensor`.
         lost: argument path -> what of the state dict did not come through, or why none of it did.
+        what: these weights are, for the note.
 
     Returns:
         the paths of the modules that have their weights; notes about all modules, with warnings about those whose
@@ -89,9 +93,9 @@ def load_back(
     lines = []
     if back:
         size = formatting.size(sum(_num_bytes(weights[path]) for path in back))
-        lines.append(f"copied trained weights into {_listed(modules, back)}: {size}")
+        lines.append(f"copied {what} into {listed(modules, back)}: {size}")
     if known_unchanged:
-        lines.append(f"the weights of {_listed(modules, known_unchanged)} were not changed by the workers")
+        lines.append(f"the weights of {listed(modules, known_unchanged)} were not changed by the workers")
     notes = [*map(Note.of_job, lines), *(Note.of_job(text, "warning") for text in warnings)]
     return {*back, *unchanged}, [*notes, *notes_of_lost(modules, weights, lost)]
 
@@ -106,7 +110,7 @@ def notes_of_lost(
         paths_by_reason.setdefault((quantity, reason), []).append(path)
     return [
         Note.of_job(
-            f"{quantity}trained weights of {_listed(modules, paths)} could not be copied back: {reason}. The return "
+            f"{quantity}trained weights of {listed(modules, paths)} could not be copied back: {reason}. The return "
             "value and the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
             "sync_weights=False to send none",
             "warning",
@@ -119,7 +123,7 @@ def notes_of_detached(
     modules: Mapping[ArgPath, Any], full: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
 ) -> list[Note]:
     """Return notes about the weights of a detached job, which are kept; see :func:`load_back`."""
-    text = f"kept the trained weights of {_listed(modules, list(full))}: job.load_weights(model) loads them"
+    text = f"kept the trained weights of {listed(modules, list(full))}: job.load_weights(model) loads them"
     return [*([Note.of_job(text)] if full else []), *notes_of_lost(modules, full, lost)]
 
 
@@ -140,7 +144,8 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
         )
 
 
-def _listed(modules: Mapping[ArgPath, Any], paths: Sequence[ArgPath]) -> str:
+def listed(modules: Mapping[ArgPath, Any], paths: Sequence[ArgPath]) -> str:
+    """Return the names of modules in one line, with their classes."""
     return formatting.first([_name(modules[path], path) for path in paths], _MAX_NAMED)
 
 

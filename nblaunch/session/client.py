@@ -127,6 +127,7 @@ class SessionClient:
         self.num_interrupts += 1
         if self.num_interrupts > 1 and self.busy:
             self._runner.requests.cancel()
+        self._runner.keep_weights(True)
         self._signal(self.busy)
 
     def close(self) -> None:
@@ -182,6 +183,7 @@ class SessionClient:
                 has_breakpoints=debugging.takes_breakpoints(False),
             )
             self.debugger.forget_stops()
+        self._runner.keep_weights(False)
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
             self._send(rank, command, files)

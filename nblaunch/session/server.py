@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 from nblaunch import context
@@ -40,6 +40,7 @@ from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
+from nblaunch.worker.optimizer_steps import steps
 from nblaunch.worker.process_control import ChildHandler
 
 _EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
@@ -69,6 +70,7 @@ class _Server:
         self._slot = context.current().slot
         self._is_interruptible = False
         self._group = 0
+        self._interrupted = Reply()
         self._pid = os.getpid()
         self._child_handler = ChildHandler()
         signal.signal(signal.SIGINT, self._on_interrupt)
@@ -91,16 +93,20 @@ class _Server:
                 for fd in (*files, outbox_fd):
                     os.close(fd)
 
-    def _on_interrupt(self, signum: int, frame: object) -> None:
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Raise in the code of a command alone, and once: what follows it must not be cut in two."""
         if os.getpid() != self._pid:
             raise KeyboardInterrupt  # a process that the code forked
-        if self._is_interruptible:
-            self._is_interruptible = False
-            raise KeyboardInterrupt
+        if self._is_interruptible and not steps.is_held(frame, self._raise_interrupt):
+            self._raise_interrupt()
+
+    def _raise_interrupt(self) -> None:
+        self._is_interruptible = False
+        raise KeyboardInterrupt
 
     def _reply(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
         failed, done = None, Reply()
+        self._interrupted = Reply()
         is_code = isinstance(command, (Execute, RunFunction))
         if not isinstance(command, LeaveGroup):
             self._debugger.begin_command()
@@ -125,7 +131,7 @@ class _Server:
             if is_code:
                 process_group.drop_destroyed_groups()
         except BaseException as error:
-            failed = describe_failure(self._topology.rank, error)
+            failed, done = describe_failure(self._topology.rank, error), self._interrupted
             self._debugger.end_command(error)
         self._slot.set_state(WorkerState.DONE)
         output.flush()
@@ -172,9 +178,14 @@ class _Server:
         function, args = payload.load_mapped(call_fd)
         returns_value = command.returns_all or self._topology.rank == 0
         delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
+        num_before, steps.is_cut = steps.num_done, False
         try:
             with self._child_handler:
                 value, has_exited = _call_until_exit(function, *args)
+        except KeyboardInterrupt:
+            if self._slot.keeps_weights:
+                self._interrupted = _interrupted(delivery, num_before)
+            raise
         finally:
             self._is_interruptible = False  # what the function has made is sent whole
         output.show_pending_figures()
@@ -193,6 +204,20 @@ class _Server:
             backend = context.current().backend
             backend.join(self._topology, backend.device(self._topology))
         self._group = command.group
+
+
+def _interrupted(delivery: Delivery, num_before: int) -> Reply:
+    """Return a reply with what a call had trained when the user's interrupt has ended it.
+
+    Args:
+        delivery: of the call.
+        num_before: steps of optimizers that had ended when it began.
+    """
+    interrupted = delivery.announce_interrupted()
+    sent_states = {sent.path: sent for sent in delivery.put_states(interrupted.sends)}
+    return Reply(
+        interrupted=replace(interrupted, step=interrupted.step - num_before), sent_states=sent_states
+    )
 
 
 def _end_subprocess() -> NoReturn:

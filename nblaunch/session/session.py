@@ -496,6 +496,7 @@ class Session(RankCommands):
                 if reply.failed is None
             },
             sent_states={rank: dict(reply.sent_states) for rank, reply in by_rank.items()},
+            interruptions={rank: reply.interrupted for rank, reply in by_rank.items() if reply.interrupted},
             failed=failed,
             exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
             # Where no rank has failed, each has handled the interrupt and returned.

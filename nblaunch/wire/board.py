@@ -59,7 +59,7 @@ class LossCurve:
 
 NO_LOSSES = LossCurve()
 
-_FIRST_MEAN = 32
+_FIRST_MEAN = 40
 _WORDS = _FIRST_MEAN + MAX_BINS
 _SLOT_BYTES = 8 * _WORDS
 
@@ -72,6 +72,7 @@ _LOSS, _STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
 _BUSY_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
 _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
+_KEEPS_WEIGHTS = 31
 
 _MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
 
@@ -159,6 +160,8 @@ class Slot:
     """Reply of the worker to a proposal to stop: its number, negated to refuse; 0 before the first."""
     stop_proposal = _Word(_STOP_PROPOSAL)
     """The check at which the launcher proposes to stop; 0 without a request. Written by the launcher."""
+    keeps_weights = _Word(_KEEPS_WEIGHTS)
+    """1 where the user interrupts the rank, which then sends what it has trained. Written by the launcher."""
     stop_decision = _Word(_STOP_DECISION)
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch.events import Failed, Returned, StateSent
+from nblaunch.events import Failed, Interrupted, Returned, StateSent, ValueLocation
 from nblaunch.host import descriptors
 from nblaunch.wire import outbox
 from nblaunch.wire.argument_paths import ArgPath
@@ -308,12 +308,13 @@ class FrameVariables:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a command. Its outbox follows as a memory file if ``returned`` is set.
+    """The reply to a command. Its outbox follows as a memory file if there is something in it.
 
     Args:
         time_s: when it ended, by the wall clock.
         failed: the exception that the command raised.
         value: of an expression, where its type is one of :data:`PLAIN_TYPES`.
+        interrupted: the user's interrupt has ended a call.
         returned: where any other value lies in the outbox (``wire/outbox.py``).
         sent_states: of a call: where the states of modules lie there, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
@@ -323,12 +324,18 @@ class Reply:
 
     time_s: float = 0.0
     failed: Failed | None = None
+    interrupted: Interrupted | None = None
     value: Any = None
     returned: Returned | None = None
     sent_states: Mapping[ArgPath, StateSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
     has_torch: bool = False
+
+    @property
+    def has_outbox(self) -> bool:
+        """Whether its outbox comes with it."""
+        return self.returned is not None or self.interrupted is not None
 
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
@@ -354,11 +361,12 @@ class ReceivedReply:
     def of(cls, reply: Reply, files: Sequence[int]) -> ReceivedReply:
         """Read what came with a reply, and close its files."""
         try:
-            if reply.returned is None:
+            if not reply.has_outbox:
                 return cls(reply, RankResult(value=reply.value))
             if not files:
                 return cls(reply, RankResult(value_error=NO_DESCRIPTOR))
-            return cls(reply, outbox.read(files[0], reply.returned.value_location, reply.sent_states))
+            location = reply.returned.value_location if reply.returned is not None else ValueLocation()
+            return cls(reply, outbox.read(files[0], location, reply.sent_states))
         finally:
             for fd in files:
                 os.close(fd)
@@ -382,4 +390,4 @@ def send_reply(connection: CommandConnection, reply: Reply, outbox_fd: int) -> N
     Raises:
         OSError: the other process has gone.
     """
-    connection.send(reply, [outbox_fd] if reply.returned is not None else [])
+    connection.send(reply, [outbox_fd] if reply.has_outbox else [])

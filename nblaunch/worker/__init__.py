@@ -2,6 +2,7 @@
 
 bootstrap.py         the life of a worker: set-up, the function, results, end
 process_control.py   POSIX session, end with the parent, signals and interrupts, stacks on request
+optimizer_steps.py   steps of optimizers, which an interrupt leaves whole
 inheritance/         what a worker inherits from the kernel: the inventory, and what is made right
 libraries.py         hooks on libraries: progress, plain text, Trainers that were made in the notebook
 output.py            output to the log file, displays to the launcher

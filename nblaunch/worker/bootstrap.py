@@ -12,7 +12,8 @@
     ──> Started
     function         the call is loaded; delivery notes the modules' tensors; the user's function is called
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
-                     (or, where the function raised: ──> Failed; after ``sys.exit(n)``, n not 0: an exit code alone)
+                     (or, where the function raised: ──> Failed; after ``sys.exit(n)``, n not 0: an exit code alone;
+                     where the user has interrupted it: ──> Interrupted, the states, Failed)
     finish           after success threads are joined; exit handlers run; files that are left open are written;
                      after success groups are left, but gloo's; ``os._exit``
 
@@ -141,8 +142,13 @@ class _Worker:
         )
         if own.post_mortem:
             process_group.extend_collective_timeout()
-        with self.interrupts, self.child_handler:
-            value, exit_code = _call(function, args)
+        try:
+            with self.interrupts, self.child_handler:
+                value, exit_code = _call(function, args)
+        except KeyboardInterrupt:
+            if self.slot.keeps_weights and not self._is_subprocess:
+                self._deliver_interrupted(delivery)
+            raise
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
         process_group.drop_destroyed_groups()
@@ -156,6 +162,15 @@ class _Worker:
         for sent in delivery.put_states(returned.sends):
             self.sender.send(sent)
         return value, 0
+
+    def _deliver_interrupted(self, delivery: Delivery) -> None:
+        """Deliver what the function had trained when the user's interrupt has ended it."""
+        process_group.drop_destroyed_groups()
+        self.slot.set_state(WorkerState.FINISHING)
+        interrupted = delivery.announce_interrupted()
+        self.sender.send(interrupted)
+        for sent in delivery.put_states(interrupted.sends):
+            self.sender.send(sent)
 
     def _report_failure(self, error: BaseException) -> int:
         """Send ``error``, which ended the function or its preparation, to the launcher; return the exit code."""

@@ -1,6 +1,7 @@
 """What a worker sends once its function has returned: the value, then the trained weights and optimizer states.
 
     value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
+    (or, where the user has interrupted it: ──> Interrupted ──> the states in the same way)
 
 Once every rank has sent ``Returned``, the job has its result. Nothing that happens to weights, which may be large, can
 cost it: neither memory that runs out, nor a ``state_dict()`` that raises.
@@ -14,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.events import Returned, StateSent, ValueLocation
+from nblaunch.events import Interrupted, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
@@ -27,6 +28,7 @@ from nblaunch.wire.weights import (
     quantised_entries,
     shards_to_send,
 )
+from nblaunch.worker.optimizer_steps import steps
 
 _MAX_NAMED = 3  # tensors in one line
 _ABSENT = "its arguments do not hold that object: a __getstate__ may leave it out where they are pickled"
@@ -85,13 +87,19 @@ class Delivery:
         """
         is_wanted = self._returns_value and not left_by_exit and value is not None
         location = self._outbox.put_value(value) if is_wanted else ValueLocation()
+        return Returned(
+            self._rank, time.time(), value_location=location, left_by_exit=left_by_exit, sends=self._sends()
+        )
+
+    def announce_interrupted(self) -> Interrupted:
+        """Return the event that reports how far the function of this rank has come, and which states follow."""
+        sends = () if steps.is_cut else self._sends()
+        return Interrupted(self._rank, time.time(), step=steps.num_done, is_cut=steps.is_cut, sends=sends)
+
+    def _sends(self) -> tuple[ArgPath, ...]:
         # Where every rank holds the whole, one of them is enough.
         sends = tuple(self._modules) if self._is_local_main or self._holds_shards() else ()
-        if self._is_local_main:
-            sends += (*self._optimizers, *self._absent)
-        return Returned(
-            self._rank, time.time(), value_location=location, left_by_exit=left_by_exit, sends=sends
-        )
+        return (*sends, *self._optimizers, *self._absent) if self._is_local_main else sends
 
     def put_states(self, paths: Sequence[ArgPath]) -> Iterator[StateSent]:
         """Write one state after the other; yield where each is, or why there is none."""

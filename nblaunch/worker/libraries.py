@@ -24,26 +24,15 @@ from functools import partial
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.backends import process_group
 from nblaunch.wire.board import Slot
+from nblaunch.worker.optimizer_steps import steps
 
 
 def count_progress(slot: Slot) -> None:
     """Count on ``slot`` from now on, also what libraries do that are imported later."""
-    packages.when_imported("torch.optim.optimizer", lambda module: _watch_optimizers(module, slot))
+    packages.when_imported("torch.optim.optimizer", lambda module: steps.watch(module, slot))
     packages.when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
     packages.when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
-
-
-def _watch_optimizers(module: Any, slot: Slot) -> None:
-    import torch
-
-    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
-            slot.num_updates += 1
-            process_group.keep_groups()
-
-    module.register_optimizer_step_post_hook(count)
 
 
 def _watch_parameters(module: Any, slot: Slot) -> None:

@@ -11,10 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
 from nblaunch.wire.board import Slot
+from nblaunch.worker.optimizer_steps import steps
 
 _OOM_SCORE = 500
 _PR_SET_PDEATHSIG = 1  # source: prctl(2), <linux/prctl.h>
@@ -31,7 +33,8 @@ class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt`` in ``with interrupts:``, a block of the user's code, and only there.
 
     One that comes before the block is raised when that begins, and one that comes after it is only counted: it never
-    interrupts what the worker does by itself. Made in the main thread, it handles SIGINT from then on.
+    interrupts what the worker does by itself. One that comes in the step of an optimizer is raised when that ends
+    (``optimizer_steps.py``). Made in the main thread, it handles SIGINT from then on.
 
     No ``contextmanager``, which sets an attribute of the exceptions that pass: the user's may refuse that.
     """
@@ -42,16 +45,18 @@ class Interrupts:
         self._is_pending = False
         signal.signal(signal.SIGINT, self._on_signal)
 
-    def _on_signal(self, signum: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # The launcher reads this count: a worker that noticed gets its grace, one stuck in C code may not need it.
         self._slot.note_interrupt()
-        if self._are_raised:
+        if not self._are_raised:
+            self._is_pending = True
+        elif not steps.is_held(frame):
             raise KeyboardInterrupt
-        self._is_pending = True
 
     def reset_in_subprocess(self) -> None:
         """Forget what the worker received, in a process that was forked from it."""
         self._is_pending = False
+        steps.reset_in_subprocess()
         if not _forked_by_main_thread:
             self._are_raised = True  # the main thread, which may hold them back, is not in this process
 

@@ -39,6 +39,7 @@ class Ranks:
             debugger=DebugClient({rank: kernel for rank, (kernel, _) in enumerate(debugger)}),
             requests=SimpleNamespace(cancel=lambda: self.cancelled.append(True), ask_logs=Future),
             pids={},
+            keep_weights=lambda wanted: None,
             is_running=True,
         )
         self.client = SessionClient(runner, self.output)

@@ -1,0 +1,87 @@
+"""What an interrupted job has kept: the weights of its last optimizer step, or the reason why there are none.
+
+Each rank that leaves the function by the interrupt says after which step, and sends what it has of the modules
+(:class:`nblaunch.events.Interrupted`). Where every rank holds the whole model, the first rank of this machine is
+enough. Shards are of one model only if all ranks were at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import how_ended
+from nblaunch.events import WorkerState
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.weights import listed
+from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.weights import TensorShard
+
+_REMEDY = (
+    "A function that catches the KeyboardInterrupt and returns keeps them, and so do checkpoints, as of "
+    "accelerator.save_state()"
+)
+
+
+def describe_loss(attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]) -> str:
+    """Return a sentence about weights of an interrupted job that can't be had; empty if they can, or none began."""
+    first = attempt.ranks[0]
+    ranks = attempt.ranks if _are_shards(rank_results.get(first)) else [first]
+    reason = next(filter(None, (_reason_of(report, rank) for rank in ranks)), "")
+    if not reason and len(steps := _steps(report, ranks)) > 1:
+        reason = f"ranks hold shards of them, and stopped after different steps ({', '.join(steps)})"
+    if not reason or not all(_has_begun(report, rank) for rank in ranks):
+        return ""
+    named = listed(attempt.plan.modules, list(attempt.plan.modules))
+    return f"interrupted: what the workers changed in {named} is lost: {reason}. {_REMEDY}"
+
+
+def can_load(attempt: Attempt, report: AttemptReport) -> bool:
+    """Return whether the first rank of this machine has announced what it sends."""
+    return attempt.ranks[0] in report.announced
+
+
+def _steps(report: AttemptReport, ranks: Sequence[int]) -> list[str]:
+    known = {report.interruptions[rank].step for rank in ranks if rank in report.interruptions}
+    return [f"{step:,}" for step in sorted(known)]
+
+
+def described(attempt: Attempt, report: AttemptReport) -> tuple[str, str]:
+    """Return where the job was interrupted, and what its weights are then."""
+    event = report.interruptions.get(attempt.ranks[0])
+    if event is None:
+        return "interrupted when the function had returned on the first rank", "trained weights"
+    if event.step == 0:
+        return "interrupted before any step of an optimizer", "the weights of that moment"
+    return f"interrupted after optimizer step {event.step:,}", "the weights of that step"
+
+
+def _are_shards(result: RankResult | None) -> bool:
+    states = result.states.values() if result is not None else ()
+    return any(isinstance(value, TensorShard) for state in states for value in state.values())
+
+
+def _has_begun(report: AttemptReport, rank: int) -> bool:
+    """Return whether the function of a rank had begun when the interrupt came."""
+    if rank in report.announced:
+        return True
+    failed = report.failed.get(rank)
+    if failed is not None:  # the function's own KeyboardInterrupt is announced
+        return failed.info.type_name != KeyboardInterrupt.__name__
+    states = {reading.rank: reading.state for reading in report.last_readings}
+    return states.get(rank) is not WorkerState.STARTING
+
+
+def _reason_of(report: AttemptReport, rank: int) -> str:
+    """Return why a rank has not sent what it has; empty if it has."""
+    event = report.interruptions.get(rank)
+    if rank in report.returned or (event is not None and not event.is_cut):
+        return ""
+    if event is not None:
+        step = f"optimizer step {event.step + 1:,}"
+        return f"rank {rank} was interrupted in the middle of {step}, which did not end in time"
+    failed = report.failed.get(rank)
+    if failed is not None:
+        return f"rank {rank} raised {failed.info.type_name} when it was interrupted"
+    status, _ = report.exits[rank]
+    return f"rank {rank} {how_ended(status)} before it had left the function"

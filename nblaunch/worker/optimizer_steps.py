@@ -1,0 +1,138 @@
+"""Steps of optimizers: counted on the board, and kept whole where an interrupt comes.
+
+Parameters change in an optimizer's step, and nowhere else. An interrupt between two steps leaves a model with the
+weights of the last one. One that comes in a step is held until the step ends, for :data:`HOLD_S` at most: a step may
+wait for another rank, or take a closure through a whole data set.
+
+    handler of SIGINT ── is_held(frame)? ──> no: raises KeyboardInterrupt
+                                        └──> yes: the hook after the step raises it
+
+There is one state for the process, as there is one handler of SIGINT and one list of torch's hooks.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from nblaunch.backends import process_group
+from nblaunch.wire.board import Slot
+
+HOLD_S = 1.0
+"""How long a step may hold an interrupt back."""
+
+
+class OptimizerSteps:
+    """The steps of this process.
+
+    Attributes:
+        num_done: steps that have ended. One that an optimizer takes by another optimizer's step is part of that.
+        is_cut: an interrupt was raised inside of a step, and none has ended since.
+    """
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self.is_cut = False
+        self._active: Any = None
+        self._held_since_s: float | None = None
+        self._raise: Callable[[], None] = _raise_interrupt
+        self._is_reminded = False
+
+    # --- hooks of torch ----------------------------------------------------------------------------------------------
+
+    def watch(self, module: Any, slot: Slot) -> None:
+        """Count steps on ``slot`` from now on. ``module`` is ``torch.optim.optimizer``."""
+        import torch
+
+        def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._begin(optimizer, sys._getframe(2))
+
+        def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
+                slot.num_updates += 1
+                process_group.keep_groups()
+                self._end(optimizer)
+
+        module.register_optimizer_step_pre_hook(begin)
+        module.register_optimizer_step_post_hook(end)
+
+    def _begin(self, optimizer: Any, caller: FrameType | None) -> None:
+        """Handle the beginning of a step, which another optimizer's may have called from ``caller``."""
+        # Without a look at the frames an active one may be of a step that has raised.
+        if self._active is None or self._active is optimizer or not _is_in_step(caller):
+            self._active = optimizer
+
+    def _end(self, optimizer: Any) -> None:
+        if self._active is not optimizer:
+            return
+        self._active = None
+        self.num_done += 1
+        self.is_cut = False
+        if self._held_since_s is not None:
+            self._held_since_s = None
+            self._raise()
+
+    # --- the handler of SIGINT ---------------------------------------------------------------------------------------
+
+    def is_held(self, frame: FrameType | None, raise_later: Callable[[], None] | None = None) -> bool:
+        """Return whether an interrupt that has come in ``frame`` must not be raised now.
+
+        Args:
+            frame: what the signal has interrupted.
+            raise_later: called at the end of the step; None = raise KeyboardInterrupt.
+        """
+        if self._is_reminded:
+            self._is_reminded = False
+            if self._held_since_s is None:
+                return True  # it was raised meanwhile
+        if not _is_in_step(frame):
+            self._held_since_s = None
+            return False
+        now = time.monotonic()
+        if self._held_since_s is None:
+            self._held_since_s = now
+            self._raise = raise_later or _raise_interrupt
+            # Not by ``threading``: the signal may have come while that holds its lock.
+            _thread.start_new_thread(self._remind, (now,))
+            return True
+        if now - self._held_since_s < HOLD_S:
+            return True
+        self._held_since_s = None
+        self.is_cut = True
+        return False
+
+    def _remind(self, since_s: float) -> None:
+        """Interrupt the main thread again if the step that has held an interrupt back takes too long."""
+        time.sleep(HOLD_S)
+        if self._held_since_s == since_s:
+            self._is_reminded = True
+            # To the thread, or a system call in it would go on.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def reset_in_subprocess(self) -> None:
+        """Forget an interrupt that is held, in a process that was forked from the worker."""
+        self._held_since_s = None
+
+
+def _raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _is_in_step(frame: FrameType | None) -> bool:
+    """Return whether ``frame``, or one of its callers, is what torch puts around a step of an optimizer."""
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            return True
+        frame = frame.f_back
+    return False
+
+
+steps = OptimizerSteps()
+"""Those of this process."""
