@@ -5,8 +5,7 @@
 base.py            Dashboard: what the launcher calls with events and readings of the progress board
 fold.py            the view of the job after each of them; the rates of ranks
 view.py            JobView: the state of a job as it is shown
-table.py           all text of the view
-rows.py            rows of the whole job and of ranks: which are shown, which are collapsed
+table.py           all text of the view: rows of the whole job and of ranks, headline, failures, epochs
 notices.py         slow and stalled ranks, losses that are not finite; a rank that has stopped has the rate 0
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals, with a table that is redrawn in place

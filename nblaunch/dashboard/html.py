@@ -18,8 +18,7 @@ from html import escape
 from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.palette import BAD, CAUTION, COLOURS, MUTED, STATE_LOOKS, ink, outcome_look, shape_of
-from nblaunch.dashboard.rows import Row, full_length
-from nblaunch.dashboard.table import EpochTable, Table, tabulate
+from nblaunch.dashboard.table import EpochTable, Row, Table, full_length, tabulate
 from nblaunch.dashboard.text import Tail, render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState

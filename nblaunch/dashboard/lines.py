@@ -24,7 +24,7 @@ from typing import Any, TextIO, final
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.rows import HEAD_LINES
+from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveTable, write
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.formatting import single_line

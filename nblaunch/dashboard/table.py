@@ -1,19 +1,293 @@
-"""All text that is shown of a job, without layout: rows, headline, failures, notices, epochs.
+"""All text of a job, without layout: rows, headline, failures, notices, epochs.
 
-Text, HTML and widgets draw the same table, so that they show the same numbers.
+    rank  state            epoch      step  steps/s ...
+     all  training, 1 slow   2/6   450/1,000    24.1
+      11  training, slow     2/6   450/1,000    24.1
+    ranks 0-10, 12-63 training
+
+One row is for the whole job, and one for each rank. With more than :data:`MAX_ALL_IN_ROWS` ranks, a line in words
+stands for the ranks in lockstep. Text, HTML and widgets draw the same table, so that they show the same numbers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 from nblaunch import formatting
-from nblaunch.dashboard.notices import Notice, as_of_now, notices
-from nblaunch.dashboard.rows import Row, furthest_behind, rows_of
+from nblaunch.dashboard.notices import Notice, as_of_now, notices, settled_state, stall_text
 from nblaunch.dashboard.view import EpochView, JobView, RankView
+from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, rate, single_line, whole_duration
+
+MAX_ALL_IN_ROWS = 16
+"""Largest number of ranks that all have a row of their own."""
+
+MAX_DIFFERING_ROWS = 12
+"""Largest number of rows for ranks that differ; more of them are collapsed as well."""
+
+HEAD_LINES = 500
+"""Number of lines of a rank that a cell prints at once; further lines are left out, see ``lines.py``."""
+
+_NO_PROGRESS = "no progress"
+_TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
+_MEMORY_ALONE_S = 3.0  # seconds after which memory is shown of a job that may not train at all
+
+_LONG_NAMES = 40  # characters of ranks that are named one by one
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: one rank, or the whole job.
+
+    Args:
+        rank: None for the whole job.
+        label: text of the rank column.
+        state: decides colour and shape.
+        state_text: text of the state column.
+        cells: one text per column of the table; may be empty.
+        fraction: progress, 0 to 1, or None.
+        detail: the worker's progress bar as text, or where it waits, or its last line, or its exit status.
+        is_marked: the rank differs from the others.
+    """
+
+    rank: int | None
+    label: str
+    state: WorkerState
+    state_text: str
+    cells: tuple[str, ...]
+    fraction: float | None = None
+    detail: str = ""
+    is_marked: bool = False
+
+
+def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], tuple[Row, ...], str]:
+    """Return the rows of a job.
+
+    Args:
+        view: the job, with the rates of the moment (``notices.as_of_now``).
+        notices: of the job.
+
+    Returns:
+        The names of the columns between state and detail; the rows: of the whole job, unless it has a single rank, and
+        of ranks that differ, or of all if they are few; and the other ranks in words, empty if all have a row.
+    """
+    marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
+    columns = _used_columns(view)
+    are_few = len(view.ranks) <= MAX_ALL_IN_ROWS
+    statuses = [_status_of(view, rank) for rank in view.ranks]
+    shown = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
+    num_marked = sum(
+        not view.ranks[rank].state.is_final for rank in shown if marks.get(rank, "stalled") != "stalled"
+    )
+    whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
+    ranks = [_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in shown]
+    return columns, (*whole, *ranks), "" if are_few else _collapsed(statuses, shown)
+
+
+def _used_columns(view: JobView) -> tuple[str, ...]:
+    """Return the names of the columns: all of training at once, since a column that comes later moves the others."""
+    trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
+    has_memory = any(rank.host_peak_bytes for rank in view.ranks)
+    has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)
+    shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
+    shows_device = has_device or (trains and view.start.backend not in ("", "cpu"))
+    return (
+        *(_TRAINING_COLUMNS if trains else ()),
+        *(["peak memory"] if shows_memory else []),
+        *(["peak device"] if shows_device else []),
+    )
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+class _RankStatus(NamedTuple):
+    """What a rank does: its state, that in one word, and where it is if it does not move."""
+
+    state: WorkerState
+    word: str
+    where: str
+
+
+def _status_of(view: JobView, rank: RankView) -> _RankStatus:
+    stalled = stall_text(view, rank)
+    if stalled:
+        waits = rank.stall is not None and bool(rank.stall.waiting_in)
+        return _RankStatus(WorkerState.WAITING, "waiting" if waits else _NO_PROGRESS, stalled)
+    state = settled_state(view, rank)
+    return _RankStatus(state, "killed" if rank.is_killed else state.name.lower(), "")
+
+
+def _row(
+    view: JobView, rank: RankView, status: _RankStatus, marks: Mapping[int, str], columns: Sequence[str]
+) -> Row:
+    # A rank alone has no others that it could differ from; a stalled rank says so by its state.
+    mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
+    words = "" if mark == "stalled" else mark
+    if rank.is_consequence and status.state is WorkerState.FAILED:
+        words = "secondary"  # it failed because another rank did
+    cells = {
+        "epoch": epoch_of(rank),
+        "step": _steps(rank),
+        "steps/s": _rate(rank.steps_per_s),
+        "samples/s": _rate(rank.samples_per_s),
+        "ETA": _eta(rank.left_s),
+        "loss": "" if rank.loss is None else loss(rank.loss),
+        "peak memory": _size(rank.host_peak_bytes),
+        "peak device": _device(rank),
+    }
+    return Row(
+        rank=rank.rank,
+        label=str(rank.rank),
+        state=status.state,
+        state_text=f"{status.word}, {words}" if words else status.word,
+        cells=tuple(cells[name] for name in columns),
+        fraction=_fraction(rank),
+        detail=status.where or _detail(rank),
+        is_marked=bool(mark),
+    )
+
+
+def epoch_of(rank: RankView) -> str:
+    """Return ``2/6``, ``2`` where the number of epochs is unknown, or nothing before the first."""
+    if not rank.epoch:
+        return ""
+    return f"{rank.epoch}/{rank.num_epochs}" if rank.num_epochs else f"{rank.epoch}"
+
+
+def _steps(rank: RankView) -> str:
+    if rank.total >= 0:
+        return f"{rank.step:,}/{rank.total:,}"
+    return f"{rank.step:,}" if rank.step else ""
+
+
+def full_length(steps: str) -> int:
+    """Return the characters of ``steps`` at the end of the loop: ``7/1,000`` will be ``1,000/1,000``."""
+    _, slash, total = steps.partition("/")
+    return 2 * len(total) + 1 if slash else len(steps)
+
+
+def _rate(per_s: float | None) -> str:
+    return "" if per_s is None else rate(per_s) if per_s else "0"
+
+
+def _eta(left_s: float | None) -> str:
+    return "" if left_s is None else whole_duration(left_s)
+
+
+def _size(num_bytes: int | None) -> str:
+    return formatting.size(num_bytes) if num_bytes else ""
+
+
+def _device(rank: RankView) -> str:
+    taken = _size(rank.device_peak_bytes)
+    if taken and rank.device_limit_bytes:
+        taken = f"{taken} of {formatting.size(rank.device_limit_bytes)}"
+    is_shown = rank.device_use is not None and not rank.state.is_final
+    return ", ".join(part for part in (taken, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
+
+
+def _fraction(rank: RankView) -> float | None:
+    """Return the progress of the rank's epochs, or of its own progress bar if it has no loader."""
+    if rank.job_fraction is None and not rank.has_progress and (bar := rank.bar):
+        return bar.fraction
+    return rank.job_fraction
+
+
+def _detail(rank: RankView) -> str:
+    if rank.exit_status is not None and rank.exit_status.code not in (0, 1):
+        return str(rank.exit_status)
+    if rank.state.is_final:
+        return ""
+    if bar := rank.bar:
+        return bar.text
+    # The cell shows printed lines below the table, unless this rank prints so much that they are left out.
+    return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
+
+
+# --- the whole job ---------------------------------------------------------------------------------------------------
+
+
+def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, columns: Sequence[str]) -> Row:
+    """Return the row of all ranks: progress of the last one, and the throughput and the memory of all together."""
+    ranks = view.ranks
+    last = furthest_behind(view)
+    (most, _), *_ = Counter(status.state for status in statuses).most_common(1)
+    has_failed = any(rank.state is WorkerState.FAILED for rank in ranks)
+    rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
+    samples_per_s = [rank.samples_per_s for rank in ranks if rank.samples_per_s is not None]
+    losses = [rank.loss for rank in ranks if rank.loss is not None]
+    is_still = any(rank.steps_per_s == 0 for rank in ranks)
+    cells = {
+        "epoch": epoch_of(last),
+        "step": _steps(last),
+        "steps/s": _rate(median(rates) if rates else 0.0 if is_still else None),
+        "samples/s": _rate(sum(samples_per_s) if samples_per_s else None),
+        "ETA": _eta(view.left_s),
+        "loss": loss(sum(losses) / len(losses)) if losses else "",
+        "peak memory": _size(view.host_peak_bytes),
+        "peak device": _size(sum(rank.device_peak_bytes or 0 for rank in ranks)),
+    }
+    return Row(
+        rank=None,
+        label="all",
+        state=WorkerState.FAILED if has_failed else most,
+        state_text=_counted(statuses, num_marked),
+        cells=tuple(cells[name] for name in columns),
+        fraction=_fraction(last),
+        is_marked=num_marked > 0,
+    )
+
+
+def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
+    """Return ``training``, ``3 waiting, 1 done``, ``training, 1 differs``; failures and stalls first."""
+    words = Counter(status.word for status in statuses)
+    if len(words) == 1:
+        differing = f", {num_marked} {'differs' if num_marked == 1 else 'differ'}" if num_marked else ""
+        return f"{statuses[0].word}{differing}"
+    failed = [status.word for status in statuses if status.state is WorkerState.FAILED]
+    stalled = [_NO_PROGRESS] * (_NO_PROGRESS in words)
+    first, *others = dict.fromkeys([*failed, *stalled, *(word for word, _ in words.most_common())])
+    named = others[0] if len(others) == 1 else "other"
+    return f"{words[first]} {first}, {len(statuses) - words[first]} {named}"
+
+
+def furthest_behind(view: JobView) -> RankView:
+    """Return the rank with the fewest steps of those that run, or of all if none does."""
+    live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
+    return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
+
+
+# --- ranks that differ, and the others -------------------------------------------------------------------------------
+
+
+def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapping[int, str]) -> list[int]:
+    """Return the ranks that differ, in order: failed, noticed, or doing what few do; if they are many, the first."""
+    counts = Counter(status.word for status in statuses)
+    few = max(len(statuses) // 8, 1)
+    failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
+    failed.sort(key=lambda rank: (rank.rank != view.end.failed_rank, rank.is_consequence, rank.rank))
+    noticed = [rank for rank in sorted(marks) if len(marks) <= len(statuses) // 2]
+    alone = [rank for rank, status in enumerate(statuses) if counts[status.word] <= few]
+    ordered = dict.fromkeys([*(rank.rank for rank in failed), *noticed, *alone])
+    return sorted(list(ordered)[:MAX_DIFFERING_ROWS])
+
+
+def _collapsed(statuses: Sequence[_RankStatus], differing: Collection[int]) -> str:
+    """Return the other ranks in words: ``ranks 0-7 training; ranks 8-15 waiting``."""
+    words = {rank: status.word for rank, status in enumerate(statuses) if rank not in differing}
+    return "; ".join(f"{_named(ranks)} {word}" for word, ranks in formatting.ranks_by_text(words).items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    names = formatting.ranks(ranks)
+    return names if len(names) <= _LONG_NAMES else formatting.count(len(ranks), "rank")
+
 
 _NUM_FAILURE_LINES = 4
 _NUM_NOTES = 5

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
-from nblaunch.dashboard.rows import full_length, furthest_behind
-from nblaunch.dashboard.table import EpochTable, Table, headline, tabulate
+from nblaunch.dashboard.table import EpochTable, Table, full_length, furthest_behind, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 
 
@@ -54,7 +53,7 @@ def render_text(
 ) -> str:
     """Return the table as text, without a final line end.
 
-    The rows, the ranks in lockstep (see ``rows.py``), then the headline, failures, notices, warnings, the table of
+    The rows, the ranks in lockstep (see ``table.py``), then the headline, failures, notices, warnings, the table of
     epochs or the last metrics, and the folder of logs.
 
     Args:

@@ -19,8 +19,7 @@ from nblaunch.dashboard.palette import (
     outcome_look,
     shape_of,
 )
-from nblaunch.dashboard.rows import MAX_DIFFERING_ROWS
-from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.table import MAX_DIFFERING_ROWS, Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import HostMemory, JobEnded, Returned, Stalled, WorkerState
