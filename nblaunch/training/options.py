@@ -376,9 +376,12 @@ class DataLoaderConfiguration(KwargsHandler):
         non_blocking: copy batches to the device asynchronously; of use with ``pin_memory=True``.
         use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``, so that ``state_dict`` of a loader says
             where in an epoch it is.
+        data_is_sharded: True: the loader of each rank reads its own part of the data already, as files of its own, and
+            is not divided once more; nothing is added to parts of unequal length. False: it is divided. None: as the
+            dataset says, which ``datasets.distributed.split_dataset_by_node`` marks where it is a stream.
 
     Raises:
-        ValueError: ``data_seed`` is negative.
+        ValueError: ``data_seed`` is negative, or ``data_is_sharded`` together with ``dispatch_batches``.
         ImportError: ``use_stateful_dataloader`` without torchdata.
     """
 
@@ -389,8 +392,14 @@ class DataLoaderConfiguration(KwargsHandler):
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    data_is_sharded: bool | None = None
 
     def check(self) -> None:
+        if self.data_is_sharded and self.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches=True has rank 0 read for all, and with data_is_sharded=True each rank has a part of "
+                "its own. Set one of them"
+            )
         if self.data_seed is not None and self.data_seed < 0:
             raise ValueError(f"data_seed={self.data_seed} is negative")
         if self.use_stateful_dataloader and not is_installed("torchdata"):

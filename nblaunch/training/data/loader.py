@@ -306,7 +306,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _is_of_dividing_stream(self) -> bool:
-        """Whether each rank reads a part of a stream that divides itself, of any length."""
+        """Whether each rank reads a part of its own, of any length: the data was divided before, or divides itself."""
         return self.shard is None and self.reads_on_every_rank and self.num_processes > 1
 
     @property
@@ -347,7 +347,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def has_portable_position(self) -> bool:
-        """Whether other numbers of ranks can go on there; not where several processes read parts of a stream."""
+        """Whether other numbers of ranks can go on there; not where several processes read parts of their own."""
+        if self._is_of_dividing_stream:
+            return False
         if not isinstance(self.dataset, IterableDataset):
             return True
         is_shared_here = self.num_processes == 1 or self.shard is not None or self.batches_per_round > 1

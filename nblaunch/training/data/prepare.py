@@ -69,6 +69,8 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    *,
+    data_is_sharded: bool | None = None,
 ) -> PreparedLoader:
     """Return a rank's part of ``dataloader``, without an Accelerator.
 
@@ -82,7 +84,7 @@ def prepare_data_loader(
             samplers alone, where all ranks of the job share the data.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
         split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
-        use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader: likewise.
+        use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader, data_is_sharded: likewise.
 
     Raises:
         ValueError: the data can't be shared like that, with the reason.
@@ -96,6 +98,7 @@ def prepare_data_loader(
         data_seed=data_seed,
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
+        data_is_sharded=data_is_sharded,
     )
     target = LoaderTarget(
         rank=topology.rank if process_index is None else process_index,
@@ -113,7 +116,8 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     What shuffles by torch's global generator gets a generator of its own, in place: see
     :func:`_make_samplers_shareable_in_place`. ValueError where the data can't be shared as ``config`` says.
     """
-    _check_plain(loader)
+    is_sharded = _is_sharded(loader, target, config)
+    _check_plain(loader, is_sharded)
     common = inherited_options(loader)
     common.update(
         device=target.device,
@@ -122,6 +126,8 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
         use_stateful_dataloader=config.use_stateful_dataloader or is_stateful(loader),
         _non_blocking=config.non_blocking,
     )
+    if is_sharded:
+        return _take_own_part(loader, target, config, common)
     is_iterable = isinstance(loader.dataset, IterableDataset)
     if target.world_size > 1 and _is_dispatched(config, target, is_iterable):
         return _dispatch(loader, target, config, common)
@@ -132,6 +138,54 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     shard = _shard_index_sampler(loader, index_sampler, target, config)
     index_sampler = index_sampler if shard is None else shard
     return DataLoaderShard(loader.dataset, **index_sampler_options(loader, index_sampler), **common)
+
+
+def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> bool:
+    """Return whether each rank's loader reads a part of its own already.
+
+    Raises:
+        ValueError: its dataset is divided among other ranks than those of the job.
+    """
+    if config.data_is_sharded is not None or target.world_size == 1:
+        return bool(config.data_is_sharded) and target.world_size > 1
+    # datasets.IterableDataset keeps there how split_dataset_by_node has divided it.
+    division = getattr(loader.dataset, "_distributed", None)
+    num_parts, part = getattr(division, "world_size", 1), getattr(division, "rank", target.rank)
+    if num_parts == 1:
+        return False
+    if (num_parts, part) != (target.world_size, target.rank):
+        raise ValueError(
+            f"the {type(loader.dataset).__name__} is part {part} of {num_parts} already, and this is rank "
+            f"{target.rank} of {target.world_size}: prepare would divide it once more, and the ranks would read only "
+            "some of the data. Split it by accelerator.process_index and accelerator.num_processes, or not at all; "
+            "or set DataLoaderConfiguration(data_is_sharded=True) where each rank has a part of its own, False where "
+            "ranks share one"
+        )
+    if config.dispatch_batches:
+        raise ValueError(
+            f"dispatch_batches=True has rank 0 read for all, and its {type(loader.dataset).__name__} is one of "
+            f"{num_parts} parts. Do not split it by node, or leave dispatch_batches out"
+        )
+    return True
+
+
+def _take_own_part(
+    loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
+) -> PreparedLoader:
+    """Return a loader of all that ``loader`` reads on this rank."""
+    if config.split_batches:
+        raise ValueError(
+            "split_batches=True cuts batches of all ranks, and here each rank has data of its own. Give the loader the "
+            "batch_size of one rank, and leave split_batches out"
+        )
+    if config.even_batches and not isinstance(loader.sampler, DistributedSampler):
+        _warn_of_uneven_parts(loader.dataset, "T")
+    if isinstance(loader.dataset, IterableDataset):
+        sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    else:
+        _make_samplers_shareable_in_place(index_sampler_of(loader), config)
+        sampling = index_sampler_options(loader, index_sampler_of(loader))
+    return DataLoaderShard(loader.dataset, **sampling, **common)
 
 
 def _shard_index_sampler(
@@ -163,14 +217,14 @@ def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_ite
     return config.dispatch_batches
 
 
-def _check_plain(loader: DataLoader) -> None:
+def _check_plain(loader: DataLoader, is_sharded: bool) -> None:
     """Refuse what would be shared twice; warn about what a new loader can't take over."""
     for sampler in nested_samplers(index_sampler_of(loader)):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and not is_sharded:
             raise ValueError(
                 f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare "
                 "would share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True "
-                "if it shuffles)."
+                "if it shuffles), or let it be with DataLoaderConfiguration(data_is_sharded=True)."
             )
     if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
         warn(
@@ -207,7 +261,9 @@ def _shard_iterable(
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
         # It can divide itself (datasets.IterableDataset), so that no rank reads what is not its own.
         if config.even_batches:
-            _warn_of_uneven_parts(dataset)
+            _warn_of_uneven_parts(
+                dataset, "Let rank 0 read for all, by DataLoaderConfiguration(dispatch_batches=True), or t"
+            )
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1
     if world_size == 1:
@@ -223,16 +279,20 @@ def _num_shards(dataset: Any) -> int:
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 
-def _warn_of_uneven_parts(dataset: Any) -> None:
-    """Say on rank 0 that nothing evens the parts of a stream that divides itself, whatever their lengths."""
+def _warn_of_uneven_parts(dataset: Any, way_out: str) -> None:
+    """Name on rank 0 that nothing evens the parts of a dataset that ranks do not share by order, whatever their length.
+
+    Args:
+        dataset: that is divided.
+        way_out: the beginning of "train in ..." with what else can be done.
+    """
     if current_topology().rank > 0:
         return
     warn(
-        f"{type(dataset).__name__} divides itself into a part per rank, and even_batches=True adds nothing to these: "
-        "ranks that have more batches than others would wait for them in backward, until the timeout of collectives. "
-        "Let rank 0 read for all, by DataLoaderConfiguration(dispatch_batches=True), or train in "
-        "`with accelerator.join_uneven_inputs([model]):`. If all ranks have equally many batches, or stop at the same "
-        "step, DataLoaderConfiguration(even_batches=False) says so."
+        f"each rank reads a part of its own of the {type(dataset).__name__}, and even_batches=True adds nothing to "
+        "these: ranks that have more batches than others would wait for them in backward, until the timeout of "
+        f"collectives. {way_out}rain in `with accelerator.join_uneven_inputs([model]):`. If all ranks have equally "
+        "many batches, or stop at the same step, DataLoaderConfiguration(even_batches=False) states it."
     )
 
 
