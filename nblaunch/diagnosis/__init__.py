@@ -5,6 +5,7 @@ While a job runs, the launcher has ``hang.HangDetector`` check the workers' prog
 the facts.
 
 hang.py         whether the job hangs, and which rank waits for which
+deadlock.py     which ranks wait for a thread that their process does not have
 stacks.py       the ranks' Python stacks, collected when one makes no progress
 report.py       the facts of an attempt
 root_cause.py   the earliest failure that no other failure explains; what it means

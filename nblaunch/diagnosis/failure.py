@@ -179,7 +179,7 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> F
 
 def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
     lines = ["no rank made progress, so the job was stopped:", *hang.lines]
-    lines += [f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s."]
+    lines += [hang.advice] if hang.advice else []
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
     return Failure(JobHung("\n".join(lines)), hang.rank, hang.headline)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch import formatting
+from nblaunch.diagnosis.root_cause import SAME_COLLECTIVES
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.events import WorkerState
 from nblaunch.wire.board import SlotReading
@@ -253,6 +254,10 @@ def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = 
         for rank, position in positions.items()
     }
     return [f"{formatting.ranks(ranks)}: {text}" for text, ranks in formatting.ranks_by_text(texts).items()]
+
+
+BUSY_FOR_LONG = f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s."
+"""What to look for where ranks have made no progress for ``hang_timeout_s``."""
 
 
 def describe_hang(

@@ -48,11 +48,13 @@ class Hang:
         rank: the one that the others wait for, as far as that is known.
         headline: of that rank, as the end of a sentence.
         lines: positions of all ranks.
+        advice: what to look for, where the lines do not say it.
     """
 
     rank: int
     headline: str
     lines: tuple[str, ...]
+    advice: str
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nblaunch.host import disk, proc
 from nblaunch.user_code import cell_name, is_own_file, is_user_file
-from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
+from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, NUM_THREADS, STACKS_SIGNAL
 
 _NATIVE_S = 0.2
 """Seconds after which a rank that has not answered is taken to be blocked in native code, and is asked again."""
@@ -61,6 +61,7 @@ _WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "all_gather_into"}
 _THREAD = re.compile(
     r"^(Stack|Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"
 )
+_NUM_THREADS = re.compile(rf"^{re.escape(NUM_THREADS)}(\d+)$", re.MULTILINE)
 _CELL = re.compile(r"^Cell In\[(\d+)\]")
 _FOLDER = re.compile(r"/\S*/")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
@@ -93,6 +94,7 @@ class Position:
         is_long_work: it compiles, or writes or reads a checkpoint.
         stack: of the thread that runs the function, innermost first.
         is_importing: it imports a library.
+        num_threads: how many threads of Python the process has; None where it did not answer by itself.
     """
 
     where: str
@@ -100,6 +102,7 @@ class Position:
     is_long_work: bool = field(default=False, compare=False)
     stack: tuple[StackFrame, ...] = field(default=(), compare=False, repr=False)
     is_importing: bool = field(default=False, compare=False)
+    num_threads: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def waits_for_ranks(self) -> bool:
@@ -196,8 +199,15 @@ def position_of(text: str) -> Position | None:
         part in frame.filename for part in _LONG_WORK_FILES for frame in inner
     )
     is_importing = any(frame.filename.startswith(_IMPORT_SYSTEM) for frame in inner)
+    counted = _NUM_THREADS.search(text)
+    num_threads = int(counted[1]) if counted else None
     return Position(
-        _stage(thread.frames) + described[0], waiting_in, is_long_work, thread.frames, is_importing
+        _stage(thread.frames) + described[0],
+        waiting_in,
+        is_long_work,
+        thread.frames,
+        is_importing,
+        num_threads,
     )
 
 
@@ -222,6 +232,11 @@ def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
         if frame.filename.endswith(_BOOTSTRAP):
             return frames[:i]
     return frames
+
+
+def frames_inside_user_code(position: Position) -> Sequence[StackFrame]:
+    """Return the frames of what the user's innermost line has called, innermost first."""
+    return _split_at_user(_without_inherited(position.stack))[0]
 
 
 def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], Sequence[StackFrame]]:

@@ -121,12 +121,17 @@ def unusual_state(pid: int) -> str | None:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether the process has a handler of its own for a signal. Source: proc_pid_status(5), SigCgt."""
+    """Return whether the process has a handler of its own for a signal."""
+    return bool(caught_signals(pid) >> (signum - 1) & 1)
+
+
+def caught_signals(pid: int) -> int:
+    """Return the signals for which a process has handlers: bit 0 is signal 1. Source: proc_pid_status(5), SigCgt."""
     for line in _read(pid, "status").splitlines():
         name, _, mask = line.partition(":")
         if name == "SigCgt":
-            return bool(int(mask, 16) >> (signum - 1) & 1)
-    return False
+            return int(mask, 16)
+    return 0
 
 
 def _stat_fields(pid: int, thread: str = "") -> list[str]:

@@ -2,6 +2,7 @@
 
     progress ──> HangDetector ── needs stacks ──> StackDump ── poll ──> HangDetector ──> notes, Stalled, hang
     query ──────────────────────────────────────> StackDump ── poll ──> answer
+    threads ──> DeadlockDetector ─ needs stacks ─> StackDump ── poll ──> note, Stalled, hang
 
 What counts as a hang is in ``diagnosis/hang.py``.
 """
@@ -12,9 +13,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from nblaunch import formatting
+from nblaunch.diagnosis import deadlock
+from nblaunch.diagnosis.deadlock import DeadlockDetector
 from nblaunch.diagnosis.hang import (
+    BUSY_FOR_LONG,
     Check,
     Finding,
     HangDetector,
@@ -31,8 +37,25 @@ from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.wire.board import SlotReading
 
 Positions = Mapping[int, Position]
-Hung = tuple[Positions, list[str]]
-"""A certain hang: where the ranks are, and its description in lines."""
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A certain hang.
+
+    Args:
+        positions: of the ranks.
+        lines: its description.
+        advice: what to look for, where the description does not say it.
+    """
+
+    positions: Positions
+    lines: Sequence[str]
+    advice: str
+
+
+_Use = Callable[[Positions, Collection[int]], Hung | None]
+"""What is done with stacks: gets the positions of ranks, and the ranks that have nothing more to do."""
 
 
 class HangWatch:
@@ -51,7 +74,9 @@ class HangWatch:
         self._emit = emit
         self._num_messages = Counter[int]()
         self._num_metrics = Counter[int]()
-        self._dumps: list[tuple[StackDump, Query | None]] = []
+        self._dumps: list[tuple[StackDump, _Use]] = []
+        self._deadlocks = DeadlockDetector()
+        self._deadlocked: dict[int, Position] = {}
         self.begin_anew()
 
     @property
@@ -84,41 +109,63 @@ class HangWatch:
             for reading in readings
         }
         if self._detector.observe(now, progress, list(pids)):
-            self._dump_stacks(pids, None)
+            self._dump_stacks(pids, partial(self._judge, pids=pids))
+        if deadlocked := self._deadlocks.observe(now, pids):
+            self._dump_stacks(pids, partial(self._report_deadlock, deadlocked=deadlocked))
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
         """Answer a query where all ranks are, when their stacks are there; ``pids`` as in :meth:`inspect`."""
-        self._dump_stacks(pids, query)
+        self._dump_stacks(pids, partial(self._answer, query=query))
 
-    def poll(self, pids: Mapping[int, int], done: Collection[int]) -> Hung | None:
+    def poll(self, done: Collection[int]) -> Hung | None:
         """Handle stacks that are complete; return the last certain hang that they show.
 
         Args:
-            pids: as in :meth:`inspect`.
             done: ranks that have nothing more to do.
         """
         hung = None
-        for dump, query in list(self._dumps):
+        for dump, use in list(self._dumps):
             dump.poll()
             if dump.is_done:
-                self._dumps.remove((dump, query))
-                if query is None:
-                    hung = self._judge(dump.positions(), pids, done) or hung
-                else:
-                    self._answer(query, dump.positions(), done)
+                self._dumps.remove((dump, use))
+                hung = use(dump.positions(), done) or hung
         return hung
 
-    def _dump_stacks(self, pids: Mapping[int, int], query: Query | None) -> None:
+    def _dump_stacks(self, pids: Mapping[int, int], use: _Use) -> None:
         log, number = self._attempt.log, self._attempt.number
         paths = {rank: log.stacks_path(rank, number) for rank in self._attempt.ranks}
-        self._dumps.append((StackDump(pids, paths), query))
+        self._dumps.append((StackDump(pids, paths), use))
 
-    def _answer(self, query: Query, positions: Positions, done: Collection[int]) -> None:
+    def _answer(self, positions: Positions, done: Collection[int], query: Query) -> None:
         is_hang = positions.keys() <= self._detector.still_for(time.monotonic()).keys()
         lines = self._describe(positions, done) if is_hang else describe_positions(positions)
         self._requests.answer(query, "\n".join(lines) or "no rank runs the function at the moment")
 
-    def _judge(self, positions: Positions, pids: Mapping[int, int], done: Collection[int]) -> Hung | None:
+    def _report_deadlock(
+        self, positions: Positions, done: Collection[int], deadlocked: Mapping[int, bool]
+    ) -> Hung | None:
+        """Report ranks that wait for ever. One that waits in a collective waits for ranks, whatever its threads do.
+
+        Args:
+            deadlocked: rank -> whether that is certain without its stack.
+        """
+        waiting = {
+            rank: positions[rank]
+            for rank, is_certain in deadlocked.items()
+            if rank in positions and positions[rank].stack and not positions[rank].waits_for_ranks
+            if is_certain or deadlock.is_confirmed(positions[rank])
+        }
+        if not waiting:
+            return None
+        self._deadlocked.update(waiting)
+        for rank, at in waiting.items():
+            self._emit(Stalled(rank, time.time(), at.place, "", deadlock.CERTAIN_S))
+        lines = self._describe(positions, done)
+        self._report(f"no progress for {deadlock.CERTAIN_S:g} s:", lines)
+        is_certain = any(deadlocked[rank] for rank in waiting)
+        return Hung(positions, lines, "") if is_certain else None
+
+    def _judge(self, positions: Positions, done: Collection[int], pids: Mapping[int, int]) -> Hung | None:
         """Report what the detector finds in the stacks that it wanted; return it where it is a hang for certain."""
         now = time.monotonic()
         finding = self._detector.judge(now, _checks(pids, positions))
@@ -132,16 +179,22 @@ class HangWatch:
         if finding is None:
             return None
         lines = self._describe(positions, done, finding.busy)
-        text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
-        self._emit(Note.of_job(text, "hang"))
-        return (positions, lines) if finding.hung else None
+        self._report(self._headline(finding), lines)
+        return Hung(positions, lines, BUSY_FOR_LONG) if finding.hung else None
 
     def _describe(self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()) -> list[str]:
         steps = {reading.rank: reading.step for reading in self._board.read()}
         lines = describe_hang(positions, steps, gone=sorted(done), busy=busy)
-        if self._attempt.plan.start_method == "fork":
+        start_method = self._attempt.plan.start_method
+        deadlocked = {rank: at for rank, at in self._deadlocked.items() if positions.get(rank) == at}
+        if deadlocked:
+            lines += [*deadlock.explain(deadlocked), deadlock.advice(start_method)]
+        elif start_method == "fork":
             lines += fork_safety.explain_hang(list(positions.values()))
         return lines
+
+    def _report(self, headline: str, lines: Sequence[str]) -> None:
+        self._emit(Note.of_job("\n".join([headline, *(f"    {line}" for line in lines)]), "hang"))
 
     def _headline(self, finding: Finding) -> str:
         timeout_s = self._detector.timeout_s

@@ -467,13 +467,13 @@ class Supervisor:
 
     def _judge_hang(self) -> None:
         """Go on with collecting stacks; end the workers where these show a hang, if that is what the user wants."""
-        hang = self._hangs.poll(self._active_pids(), self._done()) if self._hangs.is_asking else None
+        hang = self._hangs.poll(self._done()) if self._hangs.is_asking else None
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
-            positions, lines = hang
             # Where every function has returned there is a result, and states alone are late.
             if running := sorted(self._alive - self._report.returned.keys()):
                 steps = {reading.rank: reading.step for reading in self._board.read()}
-                self._report.hang = Hang(*cause(positions, steps, running), tuple(lines))
+                named = cause(hang.positions, steps, running)
+                self._report.hang = Hang(*named, tuple(hang.lines), hang.advice)
             self._begin_escalation()
 
     def _poll_agreement(self) -> None:

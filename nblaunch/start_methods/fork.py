@@ -38,6 +38,7 @@ from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, output, process_control
+from nblaunch.worker.inheritance import kernel_threads
 from nblaunch.worker.inheritance.files import KernelFiles
 
 
@@ -56,6 +57,7 @@ def fork_workers(
     output.flush_before_fork()
     _prepare(backends.find(assignments[0].backend))
     is_paused = pause_pools()
+    kernel_threads.remember()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)
     # Before the forks, since what a worker writes to is copied page by page.

@@ -25,6 +25,9 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR
 NATIVE_STACKS_SIGNAL = STACKS_SIGNAL + 1 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR1
 """Asks a worker that did not answer, being blocked in native code: only then may its frames be read at any moment."""
 
+NUM_THREADS = "threads of Python: "
+"""Begins the line after a stack that a worker has written by itself."""
+
 
 @dataclass(frozen=True)
 class Assignment:

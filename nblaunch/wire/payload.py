@@ -36,7 +36,7 @@ from typing import Any
 
 import cloudpickle
 
-from nblaunch.wire import accelerate_states, signing
+from nblaunch.wire import accelerate_states, made_anew, signing
 from nblaunch.wire.originals import Unchanged
 
 _HEADER = struct.Struct("<QQQ")
@@ -83,10 +83,14 @@ class NotebookPickler(cloudpickle.CloudPickler):
         of_state = accelerate_states.reduction(obj)
         if of_state is not None:
             return of_state
-        if not isinstance(obj, (type, types.FunctionType)) or not self._is_of_main(obj):
-            return super().reducer_override(obj)
-        if self._main_by_reference:
+        is_named = isinstance(obj, (type, types.FunctionType)) and self._is_of_main(obj)
+        if is_named and self._main_by_reference:
             return obj.__qualname__
+        of_new = made_anew.reduction(obj)
+        if of_new is not None:
+            return of_new
+        if not is_named:
+            return super().reducer_override(obj)
         reduced = super().reducer_override(obj)
         if "." in obj.__qualname__ or not isinstance(reduced, tuple):
             return reduced

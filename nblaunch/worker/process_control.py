@@ -14,7 +14,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
+from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, NUM_THREADS, STACKS_SIGNAL
 from nblaunch.wire.board import Slot
 from nblaunch.worker.optimizer_steps import steps
 
@@ -181,7 +181,11 @@ def watch_faults(stacks_path: str) -> None:
 
 
 def _answer_with_stack(fd: int) -> None:
-    signal.signal(STACKS_SIGNAL, lambda signum, frame: faulthandler.dump_traceback(fd, all_threads=False))
+    def answer(signum: int, frame: object) -> None:
+        faulthandler.dump_traceback(fd, all_threads=False)
+        os.write(fd, f"{NUM_THREADS}{len(sys._current_frames())}\n".encode())
+
+    signal.signal(STACKS_SIGNAL, answer)
     signal.siginterrupt(STACKS_SIGNAL, False)  # or system calls of native code would fail with EINTR
     faulthandler.register(NATIVE_STACKS_SIGNAL, file=fd, all_threads=False, chain=False)
 

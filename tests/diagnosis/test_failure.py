@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.diagnosis.failure import failure_of
+from nblaunch.diagnosis.hang import BUSY_FOR_LONG
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.diagnosis.root_cause import SAME_COLLECTIVES
@@ -170,7 +171,7 @@ def test_a_hang_that_was_stopped(log: JobLog) -> None:
     report = died(-15)
     report.signalled = {0: 1.0, 1: 1.0}
     lines = ("rank 0: waiting in barrier, train.py, line 3", "rank 1: train.py, line 9")
-    report.hang = Hang(1, "did not enter the collective that rank 0 waits in", lines)
+    report.hang = Hang(1, "did not enter the collective that rank 0 waits in", lines, BUSY_FOR_LONG)
     failure = failure_of(report, {}, log, 0)
     assert isinstance(failure.error, JobHung)
     assert failure.sentence == "rank 1 did not enter the collective that rank 0 waits in"

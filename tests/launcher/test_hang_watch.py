@@ -25,6 +25,6 @@ def test_the_answer_says_that_no_rank_runs_the_function() -> None:
         (query,) = requests.take_queries()
         watch.ask(query, {})
         while not answer.done():
-            watch.poll({}, ())
+            watch.poll(())
         assert answer.result(0) == "no rank runs the function at the moment"
     requests.close()

@@ -167,5 +167,79 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(Treatment.DROPPED, "the same"),
     ),
+    Kind(
+        "compiled functions",
+        fork=Way(
+            Treatment.KEPT,
+            "what `torch.compile` has compiled runs as it is where a worker has as many threads as the kernel, and is "
+            "compiled again, from inductor's cache, where it has not. Inductor's pools are made anew",
+        ),
+        fresh=Way(
+            Treatment.RENEWED, "compiled again with the same settings, from inductor's cache on the disk"
+        ),
+    ),
+    Kind(
+        "thread pools",
+        fork=Way(
+            Treatment.RENEWED,
+            "`ThreadPoolExecutor`, `ThreadPool` and asyncio's executor start threads at the first use in a worker; the "
+            "kernel's tasks stay there",
+        ),
+        fresh=Way(
+            Treatment.RENEWED,
+            "`ThreadPoolExecutor` is made anew; `ThreadPool` is refused by the error about pickling",
+        ),
+    ),
+    Kind(
+        "process pools",
+        fork=Way(
+            Treatment.RENEWED,
+            "`ProcessPoolExecutor` and `multiprocessing.Pool` start processes at the first use in a worker",
+        ),
+        fresh=Way(
+            Treatment.RENEWED,
+            "`ProcessPoolExecutor` is made anew; `multiprocessing.Pool` is refused by the error about pickling",
+        ),
+    ),
+    Kind(
+        "threads",
+        fork=Way(
+            Treatment.NOTED,
+            "none runs in a worker: a note names a `join()` of one, and a wait that no thread of the worker can end is "
+            "named within seconds",
+        ),
+        fresh=Way(Treatment.REFUSED, "a thread can't be pickled, and an error names the variable"),
+    ),
+    Kind(
+        "locks",
+        fork=Way(
+            Treatment.NOTED,
+            "a copy for each worker; a wait for one that a thread of the kernel holds is named within seconds",
+        ),
+        fresh=Way(Treatment.REFUSED, "a lock can't be pickled, and an error names the variable"),
+    ),
+    Kind(
+        "data loaders",
+        fork=Way(
+            Treatment.RENEWED,
+            "a `DataLoader` starts processes of its own; an iterator that the kernel has begun goes on without "
+            "processes, and is refused with them",
+        ),
+        fresh=Way(
+            Treatment.RENEWED,
+            "a `DataLoader` starts processes of its own; an iterator with processes is refused by the error about "
+            "pickling",
+        ),
+    ),
+    Kind(
+        "listeners of log queues",
+        fork=Way(Treatment.RENEWED, "a `QueueListener` starts a thread in each worker at the first record"),
+        fresh=Way(Treatment.NOTED, "a line names the handler, which can't be sent"),
+    ),
+    Kind(
+        "event loops",
+        fork=Way(Treatment.DROPPED, "`asyncio.run` and `asyncio.get_event_loop` make one for the worker"),
+        fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
+    ),
 )
 """Ordered by what users meet first."""

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from nblaunch.backends import process_group
 from nblaunch.wire import accelerate_states
 from nblaunch.worker import libraries
+from nblaunch.worker.inheritance import kernel_threads, loaders, pools
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
@@ -42,6 +43,10 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     _forget_figures()
     libraries.show_plain_text()
     _disown_processes()
+    _leave_event_loop()
+    pools.renew_at_use()
+    loaders.renew_at_use()
+    kernel_threads.watch()
     accelerate_states.reset_in_worker()
     libraries.renew_objects()
     process_group.forget_inherited()
@@ -137,6 +142,18 @@ def _kernel() -> Any:
     kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
     # Not instance(), which would make one where there is none.
     return None if kernelbase is None else kernelbase.Kernel._instance
+
+
+def _leave_event_loop() -> None:
+    """Forget the kernel's event loop, which waits on descriptors that the kernel reads. Python 3.12 does the same."""
+    events: Any = sys.modules.get("asyncio.events")
+    if events is None or sys.version_info >= (3, 12):
+        return
+    policy = events._event_loop_policy
+    if policy is not None and hasattr(policy, "_local"):
+        _abandoned.append(policy._local)  # to free a loop would close its descriptors
+        policy._local = type(policy._local)()
+    events._set_running_loop(None)
 
 
 def _forget_figures() -> None:

@@ -1,0 +1,127 @@
+"""Ranks that wait for a thread which their process does not have: certain hangs, named within seconds.
+
+A forked worker has none of the kernel's threads. What waits for one of them, as for a pool that a cell has used or for
+a thread that fills a queue, waits for ever. The same is true where the threads of a worker wait for each other. No list
+of libraries is needed: ``host/waits.py`` reads that nothing outside of the process can end what its threads wait for.
+
+    DeadlockDetector  processes -> observe() -> ranks of which that is certain, or likely
+    is_confirmed      a likely one and its stack -> whether it is true
+    explain, advice   what they wait for, and what to do
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from nblaunch import formatting
+from nblaunch.diagnosis.stacks import Position, frames_inside_user_code
+from nblaunch.host.waits import Waits, endless_waits
+
+_PERIOD_S = 0.4
+CERTAIN_S = 1.0
+"""How long no thread of a rank may have run: the threads of a pool take turns, and a signal may be on its way."""
+
+_LIKELY_S = 1.5
+"""The same for the main thread alone, while other threads wait for clocks or sockets, as those of gloo."""
+
+_AWAITED = (
+    ("/concurrent/futures/", "the task of a pool"),
+    ("/multiprocessing/pool.py", "the task of a pool"),
+    ("/multiprocess/pool.py", "the task of a pool"),
+    ("/asyncio/", "the task of an event loop"),
+    ("/queue.py", "a queue"),
+    ("/threading.py", "another thread"),
+)
+"""Files of the standard library, and what a call into one of them waits for."""
+
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
+
+
+class DeadlockDetector:
+    """Finds ranks that wait for ever, each wait once. A look at a rank that runs reads one small file."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._seen: dict[int, tuple[float, Waits]] = {}
+        self._reported: dict[int, str] = {}
+
+    def observe(self, now_s: float, pids: Mapping[int, int]) -> dict[int, bool]:
+        """Look at the running ranks, twice a second at most.
+
+        Args:
+            now_s: ``time.monotonic()``.
+            pids: rank -> process.
+
+        Returns:
+            Rank -> whether it is certain that it waits for ever, each wait once. Where it is not certain, its stack may
+            show it: see :func:`is_confirmed`.
+        """
+        if now_s < self._next_s:
+            return {}
+        self._next_s = now_s + _PERIOD_S
+        found = {rank: self._judge(now_s, rank, endless_waits(pid)) for rank, pid in pids.items()}
+        return {rank: is_certain for rank, is_certain in found.items() if is_certain is not None}
+
+    def _judge(self, now_s: float, rank: int, waits: Waits | None) -> bool | None:
+        if waits is None:
+            self._seen.pop(rank, None)
+            return None
+        since_s, before = self._seen.get(rank, (now_s, None))
+        if before is None or waits.main != before.main or (waits.are_endless and waits != before):
+            self._seen[rank] = (now_s, waits)
+            return None
+        _, address, _ = waits.main
+        needed_s = CERTAIN_S if waits.are_endless else _LIKELY_S
+        if now_s - since_s < needed_s or self._reported.get(rank) == address:
+            return None
+        self._reported[rank] = address
+        return waits.are_endless
+
+
+def is_confirmed(position: Position) -> bool:
+    """Return whether a rank waits for a thread of Python although it has no other one, where native threads may run."""
+    inner = frames_inside_user_code(position)
+    is_python_wait = bool(inner) and any(part in inner[0].filename for part, _ in _AWAITED)
+    return is_python_wait and position.num_threads == 1
+
+
+def explain(positions: Mapping[int, Position]) -> list[str]:
+    """Return a line about what ranks wait for, for each kind of wait.
+
+    Args:
+        positions: of ranks that wait for ever.
+    """
+    awaited = {rank: _awaited(position) for rank, position in positions.items()}
+    return [
+        f"{formatting.ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {what}, and the worker has no thread "
+        "that could end the wait."
+        for what, ranks in formatting.ranks_by_text(awaited).items()
+    ]
+
+
+def advice(start_method: str) -> str:
+    """Return what to do about ranks that wait for ever, by the start method of the workers."""
+    return _FORKED if start_method == "fork" else _FRESH
+
+
+_FORKED = (
+    "A forked worker has none of the kernel's threads: create inside the function what needs them (a pool, a thread "
+    "that fills a queue, a session of a library), or launch with start_method='forkserver'."
+)
+_FRESH = (
+    "Every thread of the worker waits for another one: look for a lock that is taken twice, or a queue that nothing "
+    "fills."
+)
+
+
+def _awaited(position: Position) -> str:
+    """Return what a rank waits for, by the outermost library function that the user's code has called."""
+    for frame in reversed(frames_inside_user_code(position)):
+        for part, what in _AWAITED:
+            if part in frame.filename:
+                return what
+        package = _PACKAGE.search(frame.filename)
+        if package is not None:
+            return f"a thread of {package[1]}"
+    return "another thread"

@@ -1,0 +1,111 @@
+"""Waits that nothing outside of a process can end, read from ``/proc``.
+
+A thread that waits for a lock, a condition, a semaphore or an event of its own process sleeps in the system call
+``futex``, with a flag that says that no other process shares the word of memory it waits on. Without a deadline, only
+another thread of the same process can wake it, or the handler of a signal. Where all threads of a process sleep so, the
+process waits for ever: that is certain. A thread that waits for a pipe, a socket, a file, a clock, another process or
+a lock shared with one sleeps in another system call, without the flag, or with a deadline.
+
+Where the system does not show system calls (no ``/proc``, other processors, a sandbox), nothing is known.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from dataclasses import dataclass
+
+from nblaunch.host import proc
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
+"""Number of the system call. Source: syscall tables of Linux, ``asm/unistd.h``."""
+
+_WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
+_PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and what is left without flags
+
+_SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
+"""Threads of torch that carry the messages of others: none of them ends a wait while the threads it serves are idle."""
+
+Wait = tuple[int, str, str]
+"""Thread, address of what it waits on, how often it has been put to sleep."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a process waits for, whose main thread can be woken by another thread of it alone.
+
+    Args:
+        main: the wait of the main thread. An equal one later means that the thread has not run in between.
+        others: the waits of the other threads, where each is of the same kind; None where a thread may go on by itself.
+    """
+
+    main: Wait
+    others: tuple[Wait, ...] | None
+
+    @property
+    def are_endless(self) -> bool:
+        """Whether no thread of the process can ever go on."""
+        return self.others is not None
+
+
+def endless_waits(pid: int) -> Waits | None:
+    """Return what a process waits for; None where its main thread runs, or something else may wake it."""
+    main = _endless_wait(pid, pid)  # most often the only file that is read
+    if main is None or _may_be_woken_by_signal(pid):
+        return None
+    return Waits(main, _waits_of_others(pid))
+
+
+def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
+    try:
+        others = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
+    except OSError:  # it has ended
+        return None
+    waits = []
+    for thread in others:
+        wait = _endless_wait(pid, thread)
+        if wait is not None:
+            waits.append(wait)
+        elif not proc.read(f"/proc/{pid}/task/{thread}/comm").startswith(_SERVERS):
+            return None
+    return tuple(waits)
+
+
+def _endless_wait(pid: int, thread: int) -> Wait | None:
+    folder = f"/proc/{pid}/task/{thread}"
+    # number, six arguments, stack pointer, program counter; "running" for a thread that runs
+    fields = proc.read(f"{folder}/syscall").split()
+    if len(fields) != 9 or fields[0] != str(_FUTEX):
+        return None
+    address, operation, deadline = fields[1], int(fields[2], 16), int(fields[4], 16)
+    if operation & _COMMAND not in _WAITS or not operation & _PRIVATE or deadline:
+        return None
+    return thread, address, _num_sleeps(folder)
+
+
+def _num_sleeps(folder: str) -> str:
+    """Return how often a thread has gone to sleep. Source: proc_pid_status(5), voluntary_ctxt_switches."""
+    return proc.read(f"{folder}/status").partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0].strip()
+
+
+_ENDS_NO_WAIT = sum(
+    1 << (number - 1)
+    for number in (
+        signal.SIGINT,
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGABRT,
+    )
+)
+"""Signals that a worker has handlers for by itself: of an interrupt, and of crashes."""
+
+_CLASSIC = (1 << 31) - 1
+"""Signals 1 to 31. Those above are real-time signals, by which the launcher asks for stacks."""
+
+
+def _may_be_woken_by_signal(pid: int) -> bool:
+    """Return whether the process handles signals that come from clocks, files, other processes or users."""
+    return bool(proc.caught_signals(pid) & _CLASSIC & ~_ENDS_NO_WAIT)

@@ -1,0 +1,107 @@
+"""Objects of the kernel that can't be pickled as they are, and that a fresh process makes anew with the same settings.
+
+compiled functions   torch pickles a compiled module, but no compiled function, whose closure holds the state of a
+                     thread; what was compiled is found again in inductor's cache on the disk
+executors            pools of threads and of processes, which start both when the first task comes
+data loaders         without the iterator and its processes that ``persistent_workers`` keeps
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
+from typing import Any
+
+Reduction = tuple[Any, ...]
+
+
+def reduction(obj: Any) -> Reduction | None:
+    """Return how to pickle ``obj`` for a fresh process; None where pickle knows."""
+    if isinstance(obj, types.FunctionType):
+        return _of_compiled(obj)
+    for name, cls, reduce in _OF_CLASSES:
+        kind = getattr(sys.modules.get(name), cls, None)
+        if kind is not None and isinstance(obj, kind):
+            return reduce(obj)
+    return None
+
+
+_SETTINGS = ("fullgraph", "error_on_graph_break", "export", "compiler_config")
+
+
+def _of_compiled(function: types.FunctionType) -> Reduction | None:
+    original = vars(function).get("_torchdynamo_orig_callable")
+    if original is None:
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    context: Any = cells["self"].cell_contents if "self" in cells else None
+    kind = type(context)
+    if kind.__name__ != "OptimizeContext" or getattr(context, "callback", None) is None:
+        return None
+    settings = {name: getattr(context, name) for name in _SETTINGS if hasattr(context, name)}
+    settings["dynamic"] = getattr(context, "_dynamic", None)
+    known = inspect.signature(kind).parameters
+    return _compile, (
+        kind,
+        context.callback,
+        context._backend_ctx_ctor,
+        context.first_ctx,
+        {name: value for name, value in settings.items() if name in known},
+        original,
+    )
+
+
+def _compile(
+    kind: Any, callback: Any, make_context: Any, first: Any, settings: Mapping[str, Any], function: Any
+) -> Any:
+    return kind(callback, make_context, first, **settings)(function)
+
+
+def _of_thread_executor(pool: Any) -> Reduction | None:
+    # A class of the user's may take other arguments; Python 3.14 keeps the initializer elsewhere.
+    if (
+        pool._shutdown
+        or type(pool).__module__ != "concurrent.futures.thread"
+        or not hasattr(pool, "_initargs")
+    ):
+        return None
+    return type(pool), (pool._max_workers, pool._thread_name_prefix, pool._initializer, pool._initargs)
+
+
+def _of_process_executor(pool: Any) -> Reduction | None:
+    if pool._shutdown_thread or type(pool).__module__ != "concurrent.futures.process":
+        return None
+    arguments = (
+        type(pool),
+        pool._max_workers,
+        pool._mp_context.get_start_method(),
+        pool._initializer,
+        pool._initargs,
+        getattr(pool, "_max_tasks_per_child", None),
+    )
+    return _make_process_executor, arguments
+
+
+def _make_process_executor(
+    kind: Any, max_workers: int, start_method: str, initializer: Any, initargs: Any, max_tasks: int | None
+) -> Any:
+    options = {} if max_tasks is None else {"max_tasks_per_child": max_tasks}
+    return kind(max_workers, get_context(start_method), initializer, initargs, **options)
+
+
+def _of_loader(loader: Any) -> Reduction | None:
+    if getattr(vars(loader).get("_iterator"), "_workers", None) is None:
+        return None
+    make, arguments, state, *rest = loader.__reduce_ex__(4)
+    return make, arguments, {**state, "_iterator": None}, *rest
+
+
+_OF_CLASSES: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
+    ("concurrent.futures.thread", "ThreadPoolExecutor", _of_thread_executor),
+    ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
+    ("torch.utils.data.dataloader", "DataLoader", _of_loader),
+)
+"""Module, class, how to pickle its objects."""

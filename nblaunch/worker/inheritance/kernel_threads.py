@@ -1,0 +1,117 @@
+"""Threads of the kernel, none of which runs in a forked worker, and what depends on one of them.
+
+A log handler of the class ``QueueHandler`` hands records to a thread, which a ``QueueListener`` runs: a worker starts
+that thread anew when it logs for the first time. ``join()`` of another thread returns at once in a worker, since Python
+marks the threads that a fork leaves behind as ended: a note says so.
+
+What waits for such a thread otherwise is found by the launcher (``diagnosis/deadlock.py``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+from typing import Any
+
+from nblaunch import context
+from nblaunch.events import Note
+from nblaunch.user_code import is_user_file
+
+_MARK = "_nblaunch_used_in"
+
+of_kernel: list[threading.Thread] = []
+"""In a forked worker: the threads that ran in the kernel when it forked."""
+
+_reported: set[int] = set()
+
+
+def remember() -> None:
+    """Note which threads run in this process, which is about to fork."""
+    of_kernel[:] = threading.enumerate()
+    of_kernel.remove(threading.current_thread())
+
+
+def watch() -> None:
+    """Restart listeners of logs in this worker when they are needed, and report joins of threads that are not here."""
+    handlers = sys.modules.get("logging.handlers")
+    if handlers is not None:
+        _watch_handlers(handlers)
+    if of_kernel:
+        _watch_joins()
+
+
+def _watch_handlers(module: Any) -> None:
+    handle = module.QueueHandler.handle
+
+    @functools.wraps(handle)
+    def handle_here(self: Any, record: Any) -> Any:
+        if vars(self).get(_MARK) != os.getpid():
+            setattr(self, _MARK, os.getpid())
+            _restart_listener(self.queue, module.QueueListener)
+        return handle(self, record)
+
+    module.QueueHandler.handle = handle_here
+
+
+def _restart_listener(records: Any, cls: Any) -> None:
+    """Start a thread here for the listener that takes records from a queue in the kernel, if there is one.
+
+    Queues between processes reach the listener in the kernel as they are.
+    """
+    if not isinstance(records, (queue.Queue, queue.SimpleQueue)):
+        return
+    for thread in of_kernel:
+        listener: Any = getattr(getattr(thread, "_target", None), "__self__", None)
+        if isinstance(listener, cls) and listener.queue is records and listener._thread is thread:
+            _empty(records)
+            listener._thread = None
+            listener.start()
+            atexit.register(_stop, listener)
+            return
+
+
+def _empty(records: Any) -> None:
+    """Drop the kernel's records, which its own thread handles, and the state of that thread's wait."""
+    if isinstance(records, queue.Queue):
+        queue.Queue.__init__(records, records.maxsize)
+        return
+    while not records.empty():
+        records.get_nowait()
+
+
+def _stop(listener: Any) -> None:
+    if listener._thread is not None:  # the function may have stopped it
+        listener.stop()
+
+
+def _watch_joins() -> None:
+    join = threading.Thread.join
+
+    @functools.wraps(join)
+    def join_here(self: threading.Thread, timeout: float | None = None) -> None:
+        if id(self) not in _reported and any(self is thread for thread in of_kernel):
+            caller = sys._getframe(1)
+            if is_user_file(caller.f_code.co_filename):
+                _reported.add(id(self))
+                _report_join(self.name, caller.f_lineno)
+        join(self, timeout)
+
+    threading.Thread.join = join_here  # type: ignore[method-assign]
+
+
+def _report_join(name: str, line: int) -> None:
+    here = context.current()
+    here.emit(
+        Note(
+            rank=here.topology.rank,
+            time_s=time.time(),
+            kind="warning",
+            text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker: join() returns "
+            "at once, and what the thread does is not done here. Start it inside the function",
+        )
+    )

@@ -1,0 +1,74 @@
+"""Data loaders that the kernel has read with worker processes, which answer the kernel alone.
+
+A loader with ``persistent_workers`` keeps an iterator and its processes: a rank makes its own. An iterator that a cell
+has begun to read is refused, since no rank knows what its processes have sent to the kernel meanwhile. Iterators
+without processes go on in each rank where the kernel stood.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+_ITERATORS = (
+    ("torch.utils.data.dataloader", "DataLoader", "_MultiProcessingDataLoaderIter"),
+    (
+        "torchdata.stateful_dataloader.stateful_dataloader",
+        "StatefulDataLoader",
+        "_StatefulMultiProcessingDataLoaderIter",
+    ),
+)
+"""Module, class of its loaders, class of their iterators with processes."""
+
+_kept: list[Any] = []
+"""Iterators of the kernel: what frees one ends its processes."""
+
+
+def renew_at_use() -> None:
+    """Have loaders that this process inherits read afresh, and iterators with the kernel's processes refused."""
+    for name, loader, iterator in _ITERATORS:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, iterator):
+            _read_afresh(getattr(module, loader))
+            _refuse(getattr(module, iterator))
+
+
+def _is_kernels(iterator: Any) -> bool:
+    processes: Any = getattr(iterator, "_workers", None)
+    return bool(processes) and processes[0]._parent_pid != os.getpid()
+
+
+def _read_afresh(cls: Any) -> None:
+    iterate = cls.__iter__
+
+    @functools.wraps(iterate)
+    def iterate_here(self: Any) -> Any:
+        iterator = vars(self).get("_iterator")
+        if _is_kernels(iterator):
+            _kept.append(iterator)
+            self._iterator = None
+        return iterate(self)
+
+    cls.__iter__ = iterate_here
+
+
+def _refuse(cls: Any) -> None:
+    read, end = cls._next_data, cls._shutdown_workers
+
+    @functools.wraps(read)
+    def read_here(self: Any) -> Any:
+        if _is_kernels(self) and not self._shutdown:
+            raise RuntimeError(
+                "this iterator of a DataLoader began in another process, and its worker processes answer that process "
+                "alone: call iter(loader) inside the function, which reads the loader from its beginning"
+            )
+        return read(self)
+
+    @functools.wraps(end)
+    def end_here(self: Any) -> None:
+        if not _is_kernels(self):  # or the kernel's would end: they share an event
+            end(self)
+
+    cls._next_data, cls._shutdown_workers = read_here, end_here

@@ -1,0 +1,139 @@
+"""Pools of the standard library that the kernel has made, which a worker may use as its own.
+
+A fork copies a pool's bookkeeping, but not its threads; its processes are the kernel's, and take no tasks from others.
+A pool that says that its threads exist starts none, so that the first task would wait for ever. So at its first use in
+a worker a pool is made anew in place, with the same arguments: other objects may refer to it. The kernel's tasks stay
+in the kernel.
+
+Only what the kernel has loaded is looked at, and only a pool that is used is changed: nothing here walks the heap.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "_nblaunch_made_in"
+"""Attribute with the id of the process that has made a pool, or has made it anew."""
+
+_kept: list[Any] = []
+"""Parts of the kernel's pools: what frees them may write to pipes that the kernel's processes read."""
+
+
+def renew_at_use() -> None:
+    """Have every pool that this process inherits made anew when it is first used here, or in a process forked here."""
+    for name, watch in _WATCHES:
+        module = sys.modules.get(name)
+        if module is not None:
+            watch(module)
+
+
+def empty_like(kernels: Any) -> Any:
+    """Return an empty queue of the same class and size, with locks that no thread of the kernel holds."""
+    return type(kernels)(kernels.maxsize) if isinstance(kernels, queue.Queue) else type(kernels)()
+
+
+def _is_own(pool: Any) -> bool:
+    return vars(pool).get(_MARK) == os.getpid()
+
+
+def _watch_thread_executors(module: Any) -> None:
+    def renew(pool: Any) -> None:
+        if not _is_own(pool):
+            setattr(pool, _MARK, os.getpid())
+            if pool._threads:
+                _kept.append(dict(vars(pool)))
+                pool._work_queue = empty_like(pool._work_queue)
+                pool._idle_semaphore = threading.Semaphore(0)
+                pool._threads = set()
+                pool._shutdown_lock = threading.Lock()
+
+    _before(module.ThreadPoolExecutor, "submit", renew)
+
+
+def _watch_process_executors(module: Any) -> None:
+    cls = module.ProcessPoolExecutor
+    make = cls.__init__
+
+    def renew(pool: Any) -> None:
+        if _is_own(pool):
+            return
+        setattr(pool, _MARK, os.getpid())
+        if pool._shutdown_thread:
+            return
+        _kept.append(dict(vars(pool)))
+        options = (
+            {"max_tasks_per_child": pool._max_tasks_per_child}
+            if hasattr(pool, "_max_tasks_per_child")
+            else {}
+        )
+        make(pool, pool._max_workers, pool._mp_context, pool._initializer, pool._initargs, **options)
+
+    _before(cls, "__init__", _mark)
+    _before(cls, "submit", renew)
+    _before(cls, "shutdown", renew)  # or it would wake the thread that manages the kernel's
+    # At this process's exit, each would be woken as well.
+    _kept.append(module._threads_wakeups)
+    module._threads_wakeups = type(module._threads_wakeups)()
+
+
+def _watch_pools(module: Any) -> None:
+    """Of ``multiprocessing.pool``, or of a package that has the same classes: ``ThreadPool`` is one of them."""
+    cls = module.Pool
+    make = cls.__init__
+
+    def renew(pool: Any) -> None:
+        if not _is_own(pool):
+            setattr(pool, _MARK, os.getpid())
+            if pool._state == module.RUN:
+                _kept.append(dict(vars(pool)))
+                make(
+                    pool,
+                    pool._processes,
+                    pool._initializer,
+                    pool._initargs,
+                    pool._maxtasksperchild,
+                    pool._ctx,
+                )
+
+    def end(pool: Any) -> None:
+        """End a pool that was never used here: it has neither threads nor processes of this process."""
+        if not _is_own(pool):
+            _kept.append(dict(vars(pool)))
+            pool._pool = []
+            pool._change_notifier = queue.SimpleQueue()
+            setattr(pool, _MARK, os.getpid())
+
+    _before(cls, "__init__", _mark)
+    _before(cls, "_check_running", renew)
+    for name in ("close", "terminate", "join"):
+        _before(cls, name, end)
+
+
+def _mark(pool: Any) -> None:
+    setattr(pool, _MARK, os.getpid())
+
+
+def _before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
+    """Have ``act(instance)`` called before each call of a method."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        act(self)
+        return method(self, *args, **kwargs)
+
+    setattr(cls, name, call)
+
+
+_WATCHES: tuple[tuple[str, Callable[[Any], None]], ...] = (
+    ("concurrent.futures.thread", _watch_thread_executors),
+    ("concurrent.futures.process", _watch_process_executors),
+    ("multiprocessing.pool", _watch_pools),
+    ("multiprocess.pool", _watch_pools),
+)

@@ -1,0 +1,220 @@
+"""What lives in threads and processes of the kernel: pools, compiled code, loaders, listeners of logs, event loops."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contracts.inheritance.contract import contract
+from tests.kernels import Cell, Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def launch(kernel: Kernel, function: str, start_method: str, raises: str | None = None) -> Cell:
+    """Launch a function of the kernel in two workers; the cell's value is the list of what they return."""
+    return kernel.run(
+        f"nblaunch.notebook_launcher({function}, num_processes=2, start_method={start_method!r}, dashboard='none', "
+        "return_all=True, on_hang='stop')",
+        raises=raises,
+        timeout_s=90,
+    )
+
+
+@contract("thread pools")
+def test_an_executor_that_has_run_tasks_runs_those_of_a_worker(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import nblaunch\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor(2, initializer=len, initargs=('',))\n"
+        "assert list(pool.map(abs, [-1] * 4)) == [1] * 4\n"
+        "def train(): return list(pool.map(abs, [-1, -2])), pool.submit(len, 'abc').result()"
+    )
+    assert launch(kernel, "train", start_method).result == "[([1, 2], 3), ([1, 2], 3)]"
+    assert kernel.run("train()").result == "([1, 2], 3)"  # the kernel's own threads still serve it
+
+
+@contract("thread pools")
+def test_a_thread_pool_of_multiprocessing_works_by_fork_and_is_refused_otherwise(
+    kernel: Kernel, start_method: str
+) -> None:
+    kernel.run(
+        "import nblaunch\n"
+        "from multiprocessing.pool import ThreadPool\n"
+        "pool = ThreadPool(2)\n"
+        "pool.map(abs, [-1] * 4)\n"
+        "def train(): return pool.map(abs, [-1, -2])"
+    )
+    if start_method == "fork":
+        assert launch(kernel, "train", start_method).result == "[[1, 2], [1, 2]]"
+    else:
+        assert "pool" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
+    assert kernel.run("result = train(); pool.terminate(); result").result == "[1, 2]"
+
+
+@contract("process pools")
+def test_an_executor_with_processes_starts_its_own_in_a_worker(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import os, nblaunch\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "pool = ProcessPoolExecutor(1)\n"
+        "process = pool.submit(os.getpid).result()\n"
+        "def train(): return pool.submit(abs, -3).result(), pool.submit(os.getpid).result() == process"
+    )
+    assert launch(kernel, "train", start_method).result == "[(3, False), (3, False)]"
+    assert kernel.run("result = train(); pool.shutdown(); result").result == "(3, True)"
+
+
+@contract("process pools")
+def test_a_pool_of_multiprocessing_starts_its_own_processes_by_fork_and_is_refused_otherwise(
+    kernel: Kernel, start_method: str
+) -> None:
+    kernel.run(
+        "import os, nblaunch, multiprocessing\n"
+        "pool = multiprocessing.Pool(1)\n"
+        "process = pool.apply(os.getpid)\n"
+        "def train(): return pool.apply(abs, [-3]), pool.apply(os.getpid) == process"
+    )
+    if start_method == "fork":
+        assert launch(kernel, "train", start_method).result == "[(3, False), (3, False)]"
+    else:
+        assert "pool" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
+    assert kernel.run("result = train(); pool.terminate(); pool.join(); result").result == "(3, True)"
+
+
+def test_a_pool_that_a_worker_only_ends_goes_on_in_the_kernel(kernel: Kernel) -> None:
+    kernel.run(
+        "import nblaunch, multiprocessing\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "pools = multiprocessing.Pool(1), ProcessPoolExecutor(1)\n"
+        "def use(): return [list(pool.map(abs, [-1])) for pool in pools]\n"
+        "use()\n"
+        "def train():\n"
+        "    for pool in pools:\n"
+        "        with pool: pass\n"
+        "    pools[0].join()\n"
+        "    return 'ended'"
+    )
+    assert launch(kernel, "train", "fork").result == "['ended', 'ended']"
+    assert (
+        kernel.run("result = use(); pools[0].terminate(); pools[1].shutdown(); result").result == "[[1], [1]]"
+    )
+
+
+@contract("compiled functions")
+def test_compiled_functions_and_new_ones_run(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import torch, nblaunch\n"
+        "double = torch.compile(lambda x: x.sin() * 2, dynamic=True)\n"
+        "x = torch.zeros(2)\n"
+        "double(x)\n"
+        "def train():\n"
+        "    triple = torch.compile(lambda x: x.cos() * 3)\n"
+        "    return double(x).tolist(), triple(x).tolist()",
+        timeout_s=100,
+    )
+    assert launch(kernel, "train", start_method).value == [([0.0, 0.0], [3.0, 3.0])] * 2
+
+
+@contract("threads")
+def test_a_thread_of_the_kernel_is_named_by_a_worker_that_joins_it(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import threading, nblaunch\n"
+        "stop = threading.Event()\n"
+        "thread = threading.Thread(target=stop.wait, name='filler')\n"
+        "thread.start()\n"
+        "def train(): thread.join()"
+    )
+    if start_method == "fork":
+        shown = kernel.run("nblaunch.notebook_launcher(train, num_processes=2)").shown
+        assert "joins the thread 'filler' of the kernel, which does not run in a worker" in shown
+    else:
+        assert "thread" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
+    kernel.run("stop.set()")
+
+
+@contract("locks")
+def test_a_lock_that_the_kernel_holds_is_named(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import threading, nblaunch\n"
+        "lock = threading.Lock()\n"
+        "lock.acquire()\n"
+        "def train():\n"
+        "    lock.acquire()"
+    )
+    if start_method == "fork":
+        error = launch(kernel, "train", start_method, raises="JobHung").raised
+        assert (
+            "ranks 0-1 wait for another thread, and the worker has no thread that could end the wait"
+            in error.value
+        )
+        assert "line 5 in train: lock.acquire()" in error.value
+        assert "create inside the function what needs them" in error.value
+    else:
+        assert "lock" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
+
+
+@contract("data loaders")
+def test_a_loader_is_read_afresh_and_an_iterator_with_processes_is_refused(
+    kernel: Kernel, start_method: str
+) -> None:
+    kernel.run(
+        "import nblaunch\n"
+        "from torch.utils.data import DataLoader\n"
+        "loader = DataLoader(list(range(8)), num_workers=1, persistent_workers=True)\n"
+        "begun = iter(loader)\n"
+        "assert next(begun).item() == 0\n"
+        "plain = iter(DataLoader(list(range(8))))\n"
+        "assert next(plain).item() == 0\n"
+        "def train(): return [len(list(loader)) for _ in range(2)]\n"
+        "def go_on(): return next(begun)\n"
+        "def go_on_without_processes(): return len(list(plain))"
+    )
+    assert launch(kernel, "train", start_method).result == "[[8, 8], [8, 8]]"
+    if start_method == "fork":
+        assert launch(kernel, "go_on_without_processes", start_method).result == "[7, 7]"
+        error = launch(kernel, "go_on", start_method, raises="RuntimeError").raised
+        assert "call iter(loader) inside the function" in error.value
+    else:
+        launch(kernel, "go_on", start_method, raises="PayloadError")
+    assert (
+        kernel.run("result = len(list(begun)), len(list(plain)); del begun, loader; result").result
+        == "(7, 7)"
+    )
+
+
+@contract("listeners of log queues")
+def test_records_reach_the_handlers_of_a_listener(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import logging.handlers, nblaunch, queue, sys\n"
+        "records = queue.Queue()\n"
+        "listener = logging.handlers.QueueListener(records, logging.StreamHandler(sys.stdout))\n"
+        "listener.start()\n"
+        "logging.getLogger('cell').addHandler(logging.handlers.QueueHandler(records))\n"
+        "def train():\n"
+        "    log = logging.getLogger('cell')\n"
+        "    for number in range(10): log.warning('record %d', number)\n"
+        "    return len(log.handlers)"
+    )
+    has_handler = start_method == "fork"
+    assert launch(kernel, "train", start_method).result == ("[1, 1]" if has_handler else "[0, 0]")
+    # Where there is no handler, logging itself writes warnings to the rank's output.
+    logs = kernel.run(
+        "print([sum(f'record {n}' in nblaunch.last_job().logs(r) for n in range(10)) for r in (0, 1)])"
+    )
+    assert logs.stdout == "[10, 10]\n"
+    kernel.run("listener.stop()")
+
+
+@contract("event loops")
+def test_a_worker_has_event_loops_of_its_own(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import asyncio, nblaunch\n"
+        "async def add(): return await asyncio.get_running_loop().run_in_executor(None, sum, (1, 2))\n"
+        "assert await add() == 3\n"
+        "def train():\n"
+        "    loop = asyncio.new_event_loop()\n"
+        "    try: return asyncio.run(add()), loop.run_until_complete(add())\n"
+        "    finally: loop.close()"
+    )
+    assert launch(kernel, "train", start_method).result == "[(3, 3), (3, 3)]"
+    assert kernel.run("await add()").result == "3"

@@ -1,0 +1,85 @@
+"""Ranks that wait for a thread which they do not have are named within seconds, and no other wait is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+WAITS = {
+    "queue.get()": "a queue",
+    "task.result()": "the task of a pool",
+    "kernels_event.wait()": "another thread",
+}
+PREPARED = """
+import queue as queues, threading, time, torch, nblaunch
+from concurrent.futures import ThreadPoolExecutor
+from nblaunch import Accelerator, notebook_launcher
+queue, kernels_event = queues.Queue(), threading.Event()
+pool = ThreadPoolExecutor(1)
+task = pool.submit(kernels_event.wait)
+"""
+
+
+def test_each_wait_for_a_thread_of_the_kernel_ends_the_job_at_its_line(kernel: Kernel) -> None:
+    kernel.run(PREPARED)
+    for call, what in WAITS.items():
+        kernel.run(f"def train():\n    {call}")
+        cell = kernel.run("notebook_launcher(train, num_processes=2, on_hang='stop')", raises="JobHung")
+        assert (
+            f"ranks 0-1 wait for {what}, and the worker has no thread that could end the wait."
+            in cell.raised.value
+        )
+        assert f"line 2 in train: {call}" in cell.raised.value
+        assert "A forked worker has none of the kernel's threads" in cell.raised.value
+        assert "hang_timeout_s" not in cell.raised.value
+    kernel.run("kernels_event.set(); pool.shutdown()")
+
+
+def test_a_wait_beside_the_threads_of_gloo_is_named_and_stops_nothing(kernel: Kernel) -> None:
+    kernel.run(PREPARED)
+    kernel.run("def train():\n    Accelerator().reduce(torch.ones(2))\n    queue.get()")
+    cell = kernel.submit("notebook_launcher(train, num_processes=2)")
+    named = "for a queue, and the worker has no thread that could end the wait."
+    cell.wait_for(lambda cell: named in cell.shown, 30, "the report")
+    kernel.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
+    kernel.run("kernels_event.set(); pool.shutdown()")
+
+
+def test_waits_that_end_by_themselves_are_not_named(kernel: Kernel) -> None:
+    """Of another rank, a thread that sleeps, a clock, a signal, a lock and a queue between processes; each for 2 s."""
+    kernel.run(PREPARED)
+    kernel.run("""
+import multiprocessing, signal
+lock, late = multiprocessing.Lock(), multiprocessing.Queue()
+lock.acquire()
+
+def put_later():
+    time.sleep(2)
+    late.put(1)
+    late.put(1)
+    lock.release()
+
+def train():
+    accelerator = Accelerator()
+    if accelerator.process_index == 0:
+        own = threading.Event()
+        threading.Timer(2, own.set).start()
+        own.wait()
+        signal.signal(signal.SIGALRM, lambda *ignored: own.set())
+        own.clear()
+        signal.alarm(2)
+        own.wait()
+    accelerator.wait_for_everyone()
+    late.get()
+    with lock:
+        return "went on"
+""")
+    kernel.run("threading.Timer(4, put_later).start()")
+    cell = kernel.run("notebook_launcher(train, num_processes=2, on_hang='stop', return_all=True)")
+    assert cell.value == ["went on", "went on"]
+    assert "could end the wait" not in cell.shown
+    kernel.run("kernels_event.set(); pool.shutdown()")
