@@ -29,6 +29,7 @@ from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
 from nblaunch.user_code import captured_variables, cell_name, is_user_file
 from nblaunch.wire.assignment import FunctionCall
+from nblaunch.worker.inheritance import connected_engines
 
 _THREADS = Path("/proc/self/task")
 _MAX_VISITED = 500
@@ -89,6 +90,11 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
     hazard = backend.fork_hazard()
     if hazard is not None:
         return hazard + _first_use(backend)
+    if connected_engines.is_connected():
+        return (
+            "this process is connected to a Ray cluster, and a fork that calls Ray would end both: workers connect to "
+            "the cluster by themselves"
+        )
     used = [library.name for library in _LIBRARIES if library.is_running() and _uses(call, library.name)]
     if used:
         return (

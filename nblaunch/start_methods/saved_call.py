@@ -20,6 +20,7 @@ from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import output
+from nblaunch.worker.inheritance import connected_engines
 from nblaunch.worker.inheritance.modules import Place, find_at, places_of_this_process
 from nblaunch.worker.inheritance.random_states import RandomStates
 from nblaunch.worker.inheritance.settings import KernelSettings
@@ -34,7 +35,7 @@ class SavedCall:
         modules: the user's modules that imports would not find there now, by name.
         settings: of libraries, warnings and loggers.
         random_states: of this process, so that a fresh worker draws the numbers that a forked one would.
-        environment: all variables.
+        environment: all variables, and those by which workers connect to the kernel's cluster.
         path: where modules are looked for.
         folder: the working folder; None where it had been removed.
         argv: ``sys.argv``, which a function may parse.
@@ -61,7 +62,7 @@ class SavedCall:
             modules=places_of_this_process(),
             settings=KernelSettings.of_this_process(),
             random_states=RandomStates.of_this_process(),
-            environment=env.snapshot(),
+            environment={**env.snapshot(), **connected_engines.environment()},
             path=tuple(sys.path),
             folder=present_folder(),
             argv=tuple(sys.argv),

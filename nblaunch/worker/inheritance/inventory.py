@@ -159,6 +159,23 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     Kind(
+        "connections to Ray",
+        fork=Way(
+            Treatment.REFUSED, "no worker is forked from a process that is connected; the others start afresh"
+        ),
+        fresh=Way(
+            Treatment.RENEWED, "`RAY_ADDRESS` names the kernel's cluster, to which the worker connects"
+        ),
+    ),
+    Kind(
+        "runs of experiment trackers",
+        fork=Way(
+            Treatment.KEPT,
+            "a run of Weights & Biases takes what all ranks log. Of other trackers begin the run inside the function",
+        ),
+        fresh=Way(Treatment.KEPT, "the same"),
+    ),
+    Kind(
         "debuggers",
         fork=Way(
             Treatment.DROPPED,

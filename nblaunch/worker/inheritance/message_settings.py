@@ -122,8 +122,8 @@ def read_loggers() -> LoggerSettings:
     """Return what is set of the loggers of this process."""
     settings, left = [], []
     for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]:
-        if not isinstance(logger, logging.Logger):
-            continue  # a placeholder for a parent
+        if not isinstance(logger, logging.Logger) or name == _name_of_kernel():
+            continue  # a placeholder for a parent, or the kernel's own
         handlers = []
         # A library adds its own at its import.
         for handler in () if name.partition(".")[0] in sys.modules else logger.handlers:
@@ -138,6 +138,13 @@ def read_loggers() -> LoggerSettings:
             settings.append(one)
     captures = getattr(logging, "_warnings_showwarning", None) is not None
     return LoggerSettings(tuple(settings), logging.root.manager.disable, captures, tuple(left))
+
+
+def _name_of_kernel() -> str | None:
+    """Return the name of the logger of the kernel's program; None where this process is no kernel."""
+    traitlets: Any = sys.modules.get("traitlets.config.application")
+    program = None if traitlets is None else traitlets.Application._instance
+    return None if program is None else program.log.name
 
 
 def write_loggers(settings: LoggerSettings) -> None:

@@ -210,6 +210,15 @@ def _set_decimal_context(decimal: Any, values: tuple[Any, ...]) -> None:
     decimal.setcontext(decimal.Context(*numbers, flags=[], traps=[getattr(decimal, name) for name in traps]))
 
 
+def _take_over_run(wandb: Any, run: Any) -> None:
+    """Make a run of the kernel the run of this process; both reach it by the service that the kernel has started."""
+    wandb.sdk.lib.module.set_global(
+        run=run, config=run.config, log=run.log, summary=run.summary, save=run.save,
+        log_artifact=run.log_artifact, use_artifact=run.use_artifact, define_metric=run.define_metric,
+        alert=run.alert,
+    )  # fmt: skip
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 _PYTHON = (
@@ -330,6 +339,7 @@ _LIBRARIES = (
     *_attributes("PIL.Image", "MAX_IMAGE_PIXELS"),
     *_attributes("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     *_attributes("transformers.utils.logging", "_tqdm_active"),
+    Setting("wandb.run", "wandb", lambda wandb: wandb.run, _take_over_run),
     *_calls("cv2", ("getNumThreads", "setNumThreads")),
 )
 

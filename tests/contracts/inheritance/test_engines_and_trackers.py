@@ -1,0 +1,85 @@
+"""Ray and Weights & Biases, of which this suite has stand-ins with the names that are used of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.inheritance.contract import contract
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(90)
+
+RAY = """
+from types import SimpleNamespace
+
+is_connected = True
+
+def is_initialized():
+    return is_connected
+
+def get_runtime_context():
+    return SimpleNamespace(gcs_address="10.0.0.1:6379")
+"""
+
+WANDB = """
+from types import SimpleNamespace
+
+run = None
+
+class Run:
+    config = summary = save = log_artifact = use_artifact = define_metric = alert = None
+
+    def __init__(self, id): self.id = id
+    def log(self, values): return self.id, values
+
+def log(values): raise RuntimeError("You must call wandb.init() before wandb.log()")
+
+def init(id): set_global(run=Run(id), log=Run(id).log)
+
+def set_global(**values): globals().update(values)
+
+sdk = SimpleNamespace(lib=SimpleNamespace(module=SimpleNamespace(set_global=set_global)))
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    folder: Path = tmp_path_factory.mktemp("libraries")
+    (folder / "ray.py").write_text(RAY)
+    (folder / "wandb.py").write_text(WANDB)
+    with Kernel.start(cwd=folder) as kernel:
+        kernel.run(
+            "import os, torch\n"
+            "from nblaunch import notebook_launcher\n"
+            "def launch(function, start_method):\n"
+            "    return notebook_launcher(function, num_processes=2, start_method=start_method, dashboard='text',\n"
+            "                             backend='cpu', return_all=True)"
+        )
+        yield kernel
+
+
+@contract("connections to Ray")
+def test_workers_are_not_forked_from_a_process_that_is_connected(shared: Kernel, start_method: str) -> None:
+    shared.run("import ray\nray.is_connected = True\ndef address(): return os.environ['RAY_ADDRESS']")
+    try:
+        if start_method == "fork":
+            cell = shared.run("launch(address, 'fork')", raises="LaunchError")
+            assert "connected to a Ray cluster" in cell.raised.value
+            start_method = "auto"
+        cell = shared.run(f"launch(address, {start_method!r})")
+        assert cell.value == ["10.0.0.1:6379"] * 2
+    finally:
+        shared.run("ray.is_connected = False")
+    assert "cpu, fork)" in shared.run("launch(os.getpid, 'auto')").shown
+
+
+@contract("runs of experiment trackers")
+def test_a_run_of_the_kernel_takes_what_workers_log(shared: Kernel, start_method: str) -> None:
+    shared.run("import wandb\nwandb.init('r1')\ndef log(): return wandb.log({'loss': 1})")
+    try:
+        assert shared.run(f"launch(log, {start_method!r})").value == [("r1", {"loss": 1})] * 2
+    finally:
+        shared.run("wandb.run = None")
