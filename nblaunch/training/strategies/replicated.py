@@ -14,6 +14,7 @@ as the statistics of batch normalisation, stay each rank's own there; those of r
 from __future__ import annotations
 
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +31,9 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, waiting
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
+from nblaunch.training.precision import Precision
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.late_parameters import LateParameters
 from nblaunch.wire.weights import is_sharded_model
 
 
@@ -103,6 +106,9 @@ class DdpStrategy(Strategy):
 
     def __init__(self, handlers: Mapping[type, Any]) -> None:
         self._handlers = handlers
+        self._late: weakref.WeakKeyDictionary[DistributedDataParallel, LateParameters] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel):
@@ -124,7 +130,14 @@ class DdpStrategy(Strategy):
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(model, device_ids=devices, **options.to_kwargs())
         _register_comm_hook(ddp, options)
+        self._late[ddp] = LateParameters(ddp, model)
         return ddp
+
+    def backward(self, loss: torch.Tensor, divisor: int, precision: Precision, **kwargs: Any) -> None:
+        super().backward(loss, divisor, precision, **kwargs)
+        for ddp, late in self._late.items():
+            if late.parameters and ddp.require_backward_grad_sync:
+                late.average_gradients()
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         ddp = _own(model)

@@ -1,0 +1,146 @@
+"""Parameters that are trained, or frozen, since ``prepare`` wrapped their model in DistributedDataParallel.
+
+DDP averages gradients of the parameters that required them when it was constructed, and of no others: those of a layer
+that is unfrozen, added or replaced later stay each rank's own. :class:`LateParameters` finds them before a forward, on
+all ranks alike, and averages their gradients behind a backward that synchronises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_modules
+from torch.nn.parallel import DistributedDataParallel
+
+from nblaunch import context
+from nblaunch.events import Note
+from nblaunch.training.collectives import operations
+
+_is_trained = attrgetter("requires_grad")
+_MAX_NAMES = 3
+
+
+class _Registrations:
+    """How often a parameter or a module was assigned to a module in this process, counted since the first watch."""
+
+    count = 0
+    is_watching = False
+
+    @classmethod
+    def watch(cls) -> None:
+        if not cls.is_watching:
+            cls.is_watching = True
+            torch_modules.register_module_parameter_registration_hook(cls._note)
+            torch_modules.register_module_module_registration_hook(cls._note)
+
+    @classmethod
+    def _note(cls, *registered: Any) -> None:
+        cls.count += 1
+
+
+class LateParameters:
+    """Those of one DDP model.
+
+    Args:
+        model: just constructed.
+        module: the user's own, inside.
+    """
+
+    def __init__(self, model: DistributedDataParallel, module: torch.nn.Module) -> None:
+        _Registrations.watch()
+        named = dict(module.named_parameters())
+        ignored = vars(module).get("_ddp_params_and_buffers_to_ignore") or ()  # by the user
+        known = {name: one for name, one in named.items() if name not in ignored}
+        self._kept = list(named.values())  # alive, so that no other parameter gets the id of one of them
+        self._covered = [one for one in known.values() if one.requires_grad]
+        self._frozen = [one for one in known.values() if not one.requires_grad]
+        self._not_late = {id(one) for name, one in named.items() if one.requires_grad or name in ignored}
+        self._num_registrations = _Registrations.count
+        self.parameters: list[torch.nn.Parameter] = []
+        model.register_forward_pre_hook(self._look)
+
+    def _look(self, model: torch.nn.Module, inputs: Any) -> None:
+        """Find late parameters before a forward that is differentiated. A collective where there are new ones."""
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return  # a compiled wrapper traces its hooks once, with the parameters of then
+        self._check_frozen(model)
+        is_changed = self._num_registrations != _Registrations.count
+        if not is_changed and True not in map(_is_trained, self._frozen):
+            return
+        self._num_registrations = _Registrations.count
+        named = {
+            name: one
+            for name, one in model.module.named_parameters()  # type: ignore[union-attr]
+            if id(one) not in self._not_late
+        }
+        self._frozen = [one for one in named.values() if not one.requires_grad]
+        late = {name: one for name, one in named.items() if one.requires_grad}
+        self._not_late.update(map(id, late.values()))
+        self.parameters += late.values()
+        before = {id(one) for one in self._kept}
+        self._kept += late.values()
+        for one in late.values():
+            if id(one) not in before:
+                operations.broadcast(one.detach())  # ranks may have made it with numbers of their own
+        if late:
+            _report(model, list(late))
+
+    def _check_frozen(self, model: Any) -> None:
+        """Raise where the reducer would wait for gradients of parameters that were frozen."""
+        is_waited_for = model.require_backward_grad_sync and not (
+            model.find_unused_parameters or model.static_graph
+        )
+        if not is_waited_for or False not in map(_is_trained, self._covered):
+            return
+        frozen = {id(one) for one in self._covered if not one.requires_grad}
+        if len(frozen) == len(self._covered):
+            return  # it waits for none where none gets a gradient
+        names = [name for name, one in model.module.named_parameters() if id(one) in frozen]
+        raise RuntimeError(
+            f"{_listing(names)} of the {type(model.module).__name__} was frozen after prepare, and "
+            "DistributedDataParallel waits for gradients of all parameters that it was constructed with: it would not "
+            "average those of the others. Freeze before prepare, or pass Accelerator(kwargs_handlers="
+            "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
+        )
+
+    def average_gradients(self) -> None:
+        """Average the gradients of late parameters over ranks. A collective where there are such."""
+        groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for one in self.parameters:
+            groups.setdefault((one.dtype, one.device), []).append(one)
+        for group in groups.values():
+            _average(group)
+
+
+@torch.no_grad()
+def _average(group: Sequence[torch.nn.Parameter]) -> None:
+    """Average gradients of one type and device, in one piece; where a rank has none, it counts as zero."""
+    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in group]
+    has_grad = torch.tensor([float(one.grad is not None) for one in group])
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    flat, has_any = operations.reduce([flat, has_grad.to(flat.device)], "mean")
+    parts = flat.split([one.numel() for one in group])
+    for one, part, is_given in zip(group, parts, has_any.tolist(), strict=True):
+        if not is_given:
+            continue
+        if one.grad is None:
+            one.grad = part.view_as(one).clone()
+        else:
+            one.grad.copy_(part.view_as(one))
+
+
+def _report(model: torch.nn.Module, names: Sequence[str]) -> None:
+    if operations.rank() == 0:
+        text = (
+            f"{_listing(names)} of the {type(model.module).__name__} is trained since prepare: its gradients are "
+            "averaged over ranks beside those of DistributedDataParallel"
+        )
+        context.current().emit(Note.of_job(text))
+
+
+def _listing(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
