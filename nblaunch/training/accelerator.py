@@ -366,7 +366,7 @@ class Accelerator(AcceleratorProperties):
         """
         gradients.backward(self._preparer, loss, **kwargs)
 
-    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
+    def accumulate(self, *models: torch.nn.Module) -> gradients.MicroStep:
         """Run the block as one micro-step: ranks average gradients and optimizers step only where the window ends.
 
         A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader.
@@ -384,7 +384,7 @@ class Accelerator(AcceleratorProperties):
                     optimizer.step()  # does nothing in three of four micro-steps
                     optimizer.zero_grad()
         """
-        return gradients.accumulate(self._preparer, models)
+        return gradients.MicroStep(self._preparer, models)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Run the block with ``backward`` leaving gradients unreduced. Does nothing in a lone process."""

@@ -93,11 +93,11 @@ class Window:
         """Its models that there still are."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
-    def is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
+    def is_of(self, modules: list[torch.nn.Module]) -> bool:
         """Return whether it is of just these models."""
-        return len(modules) == len(self._modules) and all(
-            reference() is module for reference, module in zip(self._modules, modules, strict=True)
-        )
+        return [
+            reference() for reference in self._modules
+        ] == modules  # modules are equal where they are identical
 
     def take_over(self, modules: Sequence[torch.nn.Module]) -> None:
         """Go on as the window of these models."""
@@ -171,9 +171,10 @@ class AccumulationState:
         """Return whether the window is of the process that reads these loaders."""
         return self._stack is loaders
 
-    @contextmanager
-    def micro_step(self, modules: Sequence[torch.nn.Module] = ()) -> Iterator[None]:
-        """Run the block as one more micro-step of ``modules``: decide whether it ends in an optimizer step.
+    def enter(self, modules: list[torch.nn.Module]) -> Window | None:
+        """Begin one more micro-step of ``modules``: decide whether it ends in an optimizer step.
+
+        Returns the window around it, for :meth:`leave`; None outside of any.
 
         Raises:
             RuntimeError: some of the models, together with others or without, are in the middle of a window.
@@ -182,12 +183,13 @@ class AccumulationState:
         self._advance(window)
         outer, self._entered = self._entered, window
         self.current = window
-        try:
-            yield
-        finally:
-            self._entered = outer
-            if outer is not None:
-                self.current = outer
+        return outer
+
+    def leave(self, outer: Window | None) -> None:
+        """End the micro-step that began last, inside the window ``outer``."""
+        self._entered = outer
+        if outer is not None:
+            self.current = outer
 
     def advance(self) -> None:
         """Begin one more micro-step of the current window."""
@@ -202,7 +204,7 @@ class AccumulationState:
             window.step = 0  # the next epoch starts a fresh window
             window.sync_gradients = window.sync_gradients or not self._ends_alone
 
-    def _window_of(self, modules: Sequence[torch.nn.Module]) -> Window:
+    def _window_of(self, modules: list[torch.nn.Module]) -> Window:
         """Return the window of just these models; a new one where there is none."""
         self._windows = [window for window in self._windows if window.modules or window is self.current]
         for window in self._windows:
@@ -262,9 +264,10 @@ class AccumulationState:
 
     def gradient_factor(self, optimizer: Any) -> float:
         """Return what brings an optimizer's gradients, each divided by ``num_steps``, to the mean of its window."""
+        if not self.plugin.divide_by_actual:
+            return 1.0
         window = self.window_for(optimizer)
-        is_asked = self.plugin.divide_by_actual and window.sync_gradients and window.size
-        return self.num_steps / window.size if is_asked else 1.0
+        return self.num_steps / window.size if window.sync_gradients and window.size else 1.0
 
     @contextmanager
     def joining(self) -> Iterator[None]:

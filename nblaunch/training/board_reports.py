@@ -227,7 +227,6 @@ class LossReport:
         self._next_s = self._next_memory_s = 0.0
         self._num_noted = 0
         self._num_updates = 0
-        self._zero: torch.Tensor | None = None
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -248,14 +247,12 @@ class LossReport:
         if loss.numel() != 1:
             return
         # The graph behind it goes as soon as the caller drops it. The sum is a copy: the value itself may be changed.
-        own: Any = loss
-        self._latest = latest = (own.to_local() if is_sharded(loss) else own).detach()
-        if self._zero is None or self._zero.device != latest.device:
-            self._zero = torch.zeros((), dtype=torch.float32).to(latest.device)
-        begun = self._bin_of_step(self._zero)
+        whole: Any = loss
+        self._latest = latest = (whole.to_local() if is_sharded(loss) else whole).detach()
+        begun = self._bin_of_step(latest)
         # Every operation counts: a small model's step has sixty. Losses may lie on several devices.
         is_addable = latest.dim() == 0 and latest.device == begun.sum.device
-        begun.sum = begun.sum + (latest if is_addable else latest.reshape(()).to(begun.sum.device))
+        begun.sum.add_(latest if is_addable else latest.reshape(()).to(begun.sum.device))
         begun.count += 1
         if is_there:
             self.show_due()
@@ -307,7 +304,7 @@ class LossReport:
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 
-    def _bin_of_step(self, zero: torch.Tensor) -> _Bin:
+    def _bin_of_step(self, loss: torch.Tensor) -> _Bin:
         """Return the bin of this step, which begins where an optimizer has stepped since the last loss."""
         num_updates = self._slot.num_updates
         if not self._num_steps or num_updates != self._num_updates:
@@ -315,7 +312,7 @@ class LossReport:
             if self._num_steps == len(self._bins) * self._steps_per_bin:
                 if len(self._bins) == MAX_BINS:
                     self._merge()
-                self._bins.append(_Bin(zero))
+                self._bins.append(_Bin(torch.zeros((), dtype=torch.float32).to(loss.device)))
             self._num_steps += 1
         return self._bins[-1]
 

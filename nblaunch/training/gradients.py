@@ -9,7 +9,7 @@ decided in ``accumulation.py``, how by the strategy, and in which number format 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -58,19 +58,47 @@ def _lomo_optimizers(preparer: Preparer) -> list[Any]:
     return [one for one in preparer.optimizers if one.steps_in_backward]
 
 
-@contextmanager
-def accumulate(preparer: Preparer, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Run the block as one micro-step; see ``Accelerator.accumulate``."""
-    strategy, shared = preparer.strategy, preparer.shared
-    accumulation = shared.accumulation = preparer.accumulation
-    with ExitStack() as stack:
-        stack.enter_context(accumulation.micro_step([bare_module(model) for model in models]))
-        if accumulation.ends_short and not accumulation.has_named_short_window:
-            _name_short_window(accumulation, shared.process.topology.rank)
-        if not (accumulation.sync_gradients or accumulation.plugin.sync_each_batch):
-            for model in models:
-                stack.enter_context(strategy.no_sync(model))
-        yield
+class MicroStep(ContextDecorator):
+    """Runs its block as one micro-step; see ``Accelerator.accumulate``. Not a generator: those cost more at every step.
+
+    Args:
+        preparer: of the Accelerator.
+        models: whose gradients are accumulated.
+    """
+
+    __slots__ = ("_accumulation", "_models", "_outer", "_preparer", "_unsynchronised")
+
+    def __init__(self, preparer: Preparer, models: Sequence[torch.nn.Module]) -> None:
+        self._preparer = preparer
+        self._models = models
+        self._unsynchronised: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        preparer = self._preparer
+        accumulation = self._accumulation = preparer.shared.accumulation = preparer.accumulation
+        self._outer = accumulation.enter([bare_module(model) for model in self._models])
+        try:
+            if not accumulation.has_named_short_window and accumulation.ends_short:
+                _name_short_window(accumulation, preparer.shared.process.topology.rank)
+            if not (accumulation.sync_gradients or accumulation.plugin.sync_each_batch):
+                self._unsynchronised = self._leave_out_reduction()
+        except BaseException:
+            accumulation.leave(self._outer)
+            raise
+
+    def _leave_out_reduction(self) -> ExitStack:
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(self._preparer.strategy.no_sync(model))
+            return stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._unsynchronised is not None:
+                unsynchronised, self._unsynchronised = self._unsynchronised, None
+                unsynchronised.__exit__(*error)
+        finally:
+            self._accumulation.leave(self._outer)
 
 
 def _name_short_window(accumulation: AccumulationState, rank: int) -> None:

@@ -39,8 +39,10 @@ class _Part:
     def __get__(self, instance: PerProcessParts | None, owner: type) -> Any:
         if instance is None:
             return self
+        # Read at every step: the parts of the process that made the object are at hand.
+        parts = instance._own_parts if context.current() is instance._home else instance._parts()
         try:
-            return instance._parts()[self._name]
+            return parts[self._name]
         except KeyError:
             raise AttributeError(self._name) from None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -594,3 +595,55 @@ def test_the_last_loss_of_a_pass_is_shown() -> None:
     for value in accelerator.progress([7.0, 9.0]):
         accelerator.backward((weight * value).sum())
     assert context.current().slot.read(0).loss == 9.0
+
+
+def _calls_per_step(step: Callable[[], object], num_steps: int = 50) -> float:
+    """Calls of Python and C functions in a step, behind a first one."""
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    step()
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for _ in range(num_steps):
+            step()
+    finally:
+        sys.setprofile(before)
+    return num_calls / num_steps
+
+
+def test_a_step_makes_few_calls_beyond_those_of_a_plain_one() -> None:
+    """What a step costs, without a clock; the number does not grow with that of parameters."""
+    extra = []
+    for num_layers in (1, 4):
+        plain, module = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers))) for _ in range(2))
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        accelerator = Accelerator()
+        model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        inputs = torch.ones(3, 2)
+
+        def step_plainly(
+            plain: nn.Module = plain, optimizer: Any = plain_optimizer, inputs: torch.Tensor = inputs
+        ) -> None:
+            plain(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def step(
+            accelerator: Any = accelerator,
+            model: nn.Module = model,
+            optimizer: Any = optimizer,
+            inputs: torch.Tensor = inputs,
+        ) -> None:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        extra.append(_calls_per_step(step) - _calls_per_step(step_plainly))
+    assert max(extra) <= 72, extra
+    assert abs(extra[0] - extra[1]) < 2
