@@ -54,9 +54,9 @@ class Escalation:
     _taken: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def after_interrupt(cls, now_s: float, grace_s: float) -> Escalation:
-        """Return that of an interrupt by the user: SIGINT at once, and the whole grace for all ranks."""
-        steps = _from_interrupt(0.0, grace_s)
+    def after_interrupt(cls, now_s: float, grace_s: float, patience_s: float = 0.0) -> Escalation:
+        """Return that of an interrupt by the user: SIGINT after ``patience_s``, and the whole grace for all ranks."""
+        steps = _from_interrupt(patience_s, grace_s)
         return cls(now_s, steps, steps)
 
     @classmethod

@@ -50,7 +50,7 @@ from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.stop_agreement import Agreement, StopAgreement
+from nblaunch.wire.stop_agreement import Agreement, StopAgreement, on_boundary
 
 TICK_S = 0.1
 _INSPECTION_S = 0.25
@@ -63,6 +63,9 @@ _POLL_S = 0.02
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
 
+
+_BOUNDARY_S = 1.0
+"""How long an interrupt waits for ranks that train to come to the same optimizer step."""
 
 _SENDING_S = 5.0
 """How long a rank that was interrupted may send its weights without any progress."""
@@ -112,6 +115,7 @@ class Supervisor:
         self._next_tick = 0.0
         self._next_inspection = 0.0
         self._agreement: Agreement | None = None
+        self._boundary: StopAgreement | None = None
         self._termination: Termination | None = None
         self._escalation: Escalation | None = None
         self._interrupts_seen = 0
@@ -270,7 +274,8 @@ class Supervisor:
             until = min(until, step) if step is not None else until
         if not self._watched_ends:
             until = min(until, time.monotonic() + _POLL_S)
-        if self._hangs.is_asking or (self._agreement is not None and not self._agreement.is_settled):
+        agreements = [one for one in (self._agreement, self._boundary) if one is not None]
+        if self._hangs.is_asking or not all(one.is_settled for one in agreements):
             until = min(until, time.monotonic() + _BUSY_TICK_S)
         return max(0.0, until - time.monotonic())
 
@@ -377,9 +382,12 @@ class Supervisor:
         else:
             spec = self._attempt.spec
             # One of a session comes this way while its workers start: no code of the user's runs, and none notices it.
-            self._escalate_by(
-                Escalation.after_interrupt(now, 0.0 if spec.is_session else spec.interrupt_grace_s)
-            )
+            grace_s = 0.0 if spec.is_session else spec.interrupt_grace_s
+            if self._peers is None:
+                running = self._alive - self._report.returned.keys()
+                self._boundary = on_boundary({rank: self._board.slot(rank) for rank in running}, now)
+            patience_s = 0.0 if self._boundary is None else min(_BOUNDARY_S, grace_s)
+            self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
 
     def _is_decided(self) -> bool:
         """Return whether the attempt's outcome stands while processes still run: a rank failed, or all have delivered.
@@ -429,6 +437,10 @@ class Supervisor:
         if self._escalation is None:
             return
         for rank, signum in self._escalation.due(time.monotonic(), self._stoppable, self._has_noticed):
+            if self._boundary is not None:
+                self._boundary.withdraw()
+                if signum == signal.SIGINT and self._boundary.has_stopped(rank):
+                    continue  # it has ended at the boundary
             self._report.signalled.setdefault(rank, time.time())
             if signum == signal.SIGKILL:
                 self._killed_s.setdefault(rank, time.monotonic())
@@ -481,6 +493,8 @@ class Supervisor:
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self._report.returned.keys(), time.monotonic())
             self._report.stopped_early = self._agreement.is_settled
+        if self._boundary is not None:
+            self._boundary.poll(self._alive - self._report.returned.keys(), time.monotonic())
 
     def _active_pids(self) -> dict[int, int]:
         """Return rank -> process of the ranks whose function runs, or that still send states."""

@@ -73,6 +73,7 @@ _BUSY_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
 _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
 _KEEPS_WEIGHTS = 31
+_BOUNDARY_CHECKS, _BOUNDARY_REPLY, _BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(32, 36)
 
 _MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
 
@@ -138,11 +139,36 @@ class _Word:
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def __get__(self, slot: Slot, owner: object = None) -> int:
-        return slot._ints[self._index]
+    def __get__(self, slot: Slot | StepBoundaries, owner: object = None) -> int:
+        value: int = slot._ints[self._index]
+        return value
 
-    def __set__(self, slot: Slot, value: int) -> None:
+    def __set__(self, slot: Slot | StepBoundaries, value: int) -> None:
         slot._ints[self._index] = value
+
+
+class StepBoundaries:
+    """The checks of a rank before each step of an optimizer, at one of which an interrupt ends all ranks.
+
+    The words are those that a :class:`Slot` has for checks of ``accelerator.should_stop``.
+    """
+
+    num_checks = _Word(_BOUNDARY_CHECKS)
+    stop_reply = _Word(_BOUNDARY_REPLY)
+    stop_proposal = _Word(_BOUNDARY_PROPOSAL)
+    stop_decision = _Word(_BOUNDARY_DECISION)
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    @property
+    def _ints(self) -> memoryview:
+        return self._slot._ints
+
+    def count_check(self) -> int:
+        """Count a check; return the number of checks."""
+        self.num_checks += 1
+        return self.num_checks
 
 
 class Slot:
@@ -166,6 +192,7 @@ class Slot:
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 
     def __init__(self, memory: memoryview) -> None:
+        self.boundaries = StepBoundaries(self)
         self._write_to(memory)
 
     def detach(self) -> None:

@@ -19,7 +19,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from nblaunch.wire.board import Slot
+from nblaunch.wire.board import Slot, StepBoundaries
+
+Ballot = Slot | StepBoundaries
+"""Where a rank counts its checks and replies to proposals."""
 
 _SPIN_S = 0.0005
 _PATIENCE_S = 0.25
@@ -27,7 +30,7 @@ _FIRST_MARGIN = 2
 _AHEAD_S = 0.3
 
 
-def should_stop(slot: Slot) -> bool:
+def should_stop(slot: Ballot) -> bool:
     """Return in a worker whether every rank stops at this check. Called at the same steps on every rank."""
     count = slot.count_check()
     proposal = slot.stop_proposal
@@ -42,7 +45,7 @@ def should_stop(slot: Slot) -> bool:
     return _wait_for_decision(slot, proposal) if count == proposal else False
 
 
-def _wait_for_decision(slot: Slot, proposal: int) -> bool:
+def _wait_for_decision(slot: Ballot, proposal: int) -> bool:
     while slot.stop_proposal == proposal:
         if abs(slot.stop_decision) == proposal:
             return slot.stop_decision == proposal
@@ -59,6 +62,16 @@ class Agreement(Protocol):
         """Propose, count replies, decide. ``running``: ranks whose function has not returned."""
 
 
+def on_boundary(slots: Mapping[int, Slot], now_s: float) -> StopAgreement | None:
+    """Propose to all ranks the next step of an optimizer, before which they end; None where some have not trained."""
+    boundaries = {rank: slot.boundaries for rank, slot in slots.items()}
+    if not boundaries or not all(one.num_checks for one in boundaries.values()):
+        return None
+    agreement = StopAgreement(boundaries, now_s, ahead_s=0.0, margin=1)
+    agreement.poll(boundaries, now_s)
+    return agreement
+
+
 class StopAgreement:
     """The launcher's side. ``poll`` it until :attr:`is_settled`.
 
@@ -67,16 +80,18 @@ class StopAgreement:
         now_s: ``time.monotonic()``.
         ahead_s: seconds that a proposal is ahead of the foremost rank: it must have reached all by then.
         patience_s: seconds that a rank may wait at the proposed check.
+        margin: checks that a first proposal is ahead at least.
         after: number of a check that was proposed before, by another launcher; 0 = none. Proposals are later.
     """
 
     def __init__(
         self,
-        slots: Mapping[int, Slot],
+        slots: Mapping[int, Ballot],
         now_s: float,
         *,
         ahead_s: float = _AHEAD_S,
         patience_s: float = _PATIENCE_S,
+        margin: int = _FIRST_MARGIN,
         after: int = 0,
     ) -> None:
         self._ahead_s = ahead_s
@@ -86,7 +101,7 @@ class StopAgreement:
         self._began_s = now_s
         self._first_checks = {rank: slot.num_checks for rank, slot in slots.items()}
         self._proposal = 0
-        self._margin = _FIRST_MARGIN
+        self._margin = margin
         self._waiting_since: float | None = None
         self.is_settled = False
 
@@ -106,6 +121,17 @@ class StopAgreement:
             self._margin *= 2
             self._proposal = 0
 
+    def has_stopped(self, rank: int) -> bool:
+        """Return whether a rank has come to the check that all have agreed on."""
+        slot = self._slots[rank]
+        return 0 < slot.stop_proposal == slot.stop_decision and slot.num_checks >= slot.stop_proposal
+
+    def withdraw(self) -> None:
+        """Let ranks that wait at a proposed check go on, and propose none any more."""
+        if not self.is_settled:
+            self._decide(-self._proposal)
+            self.is_settled = True
+
     def _propose(self, now_s: float) -> None:
         """Propose a check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
@@ -121,7 +147,7 @@ class StopAgreement:
         for slot in self._slots.values():
             slot.stop_decision = decision
 
-    def _is_patience_over(self, slots: Iterable[Slot], now_s: float) -> bool:
+    def _is_patience_over(self, slots: Iterable[Ballot], now_s: float) -> bool:
         """Return whether a rank has waited too long at the proposed check: another may wait for it in a collective."""
         if not any(slot.num_checks >= self._proposal for slot in slots):
             self._waiting_since = None

@@ -6,6 +6,7 @@ wait for another rank, or take a closure through a whole data set.
 
     handler of SIGINT ── is_held(frame)? ──> no: raises KeyboardInterrupt
                                         └──> yes: the hook after the step raises it
+    proposal on the board ── before each step ──> all ranks agree on this one: the hook before it raises the interrupt
 
 There is one state for the process, as there is one handler of SIGINT and one list of torch's hooks.
 """
@@ -13,6 +14,7 @@ There is one state for the process, as there is one handler of SIGINT and one li
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import sys
 import threading
@@ -22,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from nblaunch.backends import process_group
+from nblaunch.wire import stop_agreement
 from nblaunch.wire.board import Slot
 
 HOLD_S = 1.0
@@ -43,6 +46,7 @@ class OptimizerSteps:
         self._held_since_s: float | None = None
         self._raise: Callable[[], None] = _raise_interrupt
         self._is_reminded = False
+        self._num_sent = 0
 
     # --- hooks of torch ----------------------------------------------------------------------------------------------
 
@@ -51,8 +55,10 @@ class OptimizerSteps:
         import torch
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._begin(optimizer, sys._getframe(2))
+            if not torch.compiler.is_compiling() and self._begins(optimizer, sys._getframe(2)):
+                if stop_agreement.should_stop(slot.boundaries):
+                    self._stop_here()
+                self._active = optimizer
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
@@ -63,11 +69,17 @@ class OptimizerSteps:
         module.register_optimizer_step_pre_hook(begin)
         module.register_optimizer_step_post_hook(end)
 
-    def _begin(self, optimizer: Any, caller: FrameType | None) -> None:
-        """Handle the beginning of a step, which another optimizer's may have called from ``caller``."""
+    def _begins(self, optimizer: Any, caller: FrameType | None) -> bool:
+        """Return whether a step begins here, and not a part of another optimizer's, which calls from ``caller``."""
         # Without a look at the frames an active one may be of a step that has raised.
-        if self._active is None or self._active is optimizer or not _is_in_step(caller):
-            self._active = optimizer
+        return self._active is None or self._active is optimizer or not _is_in_step(caller)
+
+    def _stop_here(self) -> None:
+        """Raise the interrupt before a step, as all ranks do; processes that this one has started get it, too."""
+        self._active = None
+        self._num_sent += 1
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        raise KeyboardInterrupt
 
     def _end(self, optimizer: Any) -> None:
         if self._active is not optimizer:
@@ -88,6 +100,9 @@ class OptimizerSteps:
             frame: what the signal has interrupted.
             raise_later: called at the end of the step; None = raise KeyboardInterrupt.
         """
+        if self._num_sent:
+            self._num_sent -= 1
+            return True  # it is raised by what has sent it
         if self._is_reminded:
             self._is_reminded = False
             if self._held_since_s is None:

@@ -57,6 +57,8 @@ def train(model):
         if optimizer.num == 4 and moment == "between two steps":
             interrupt_and_wait()
         optimizer.step()
+        if optimizer.num == 3 and moment == "from outside":
+            print("train" + "ing")
 
 def weights():
     return sorted({value for part in model.parameters() for value in part.tolist()})
@@ -115,6 +117,32 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1.0, foreach=False)
     steps = "sorted({state['step'].item() for state in optimizer.state.values()})"
     assert value_of(shared, steps) == [float(found[1])]
     shared.run("del optimizer; gc.collect()")  # its states lie in the memory that the workers have written
+    assert_as_before(shared)
+
+
+def test_a_rank_that_has_stopped_before_a_step_is_not_interrupted_again(shared: Kernel) -> None:
+    """Not in its ``finally``, which takes longer than an interrupt waits for the others."""
+    shared.run(
+        """
+def train_and_clean_up(model):
+    try:
+        train(model)
+    finally:
+        if rank() == 1:
+            time.sleep(1.5)
+            print("clean" + "ed up")
+
+how, moment, model = "ddp", "from outside", Net()
+"""
+    )
+    cell = shared.submit("notebook_launcher(train_and_clean_up, (model,), num_processes=2)")
+    cell.wait_for_text("[0] training", timeout_s=30)
+    shared.interrupt()
+    cell.wait(30)
+    assert "[1] cleaned up" in shown(cell), cell.describe()
+    found = _STEP.search(shown(cell))
+    assert found, cell.describe()
+    assert value_of(shared, "weights()") == [float(found[1])]
     assert_as_before(shared)
 
 
