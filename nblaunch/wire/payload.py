@@ -1,9 +1,11 @@
 """Python values in a memory file: the call on its way to fresh workers, and results on their way back.
 
-    offset 0   header: where the pickle is, how long it is, how many buffers the table names
-    64 ...     tensors and large arrays, raw, 64-byte aligned, each written as soon as the pickler meets it
-    then       the pickle (cloudpickle: functions and classes of ``__main__`` by value), then the table of buffers
-    then       where the file has a name, the signature of header, pickle and table: of all that can run code
+    offset 0   header: where the pickles are, how long they are, how many buffers the table names
+    64 ...     large buffers and tensors of devices, raw, 64-byte aligned, each written as soon as the pickler meets it
+    then       tensors on the CPU and NumPy arrays, as blocks in which they overlap as in memory (``blocks.py``)
+    then       two pickles: what describes tensors and arrays; the value (cloudpickle: functions and classes of
+               ``__main__`` by value). Then the table of buffers
+    then       where the file has a name, the signature of header, pickles and table: of all that can run code
     then       the next value of the file, if there is one: its header, and so on
 
 Nothing passes through a pipe, so that no process waits for another. What is read is either built on the file's pages,
@@ -21,8 +23,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import io
-import math
-import mmap
 import os
 import pickle
 import struct
@@ -37,14 +37,13 @@ from typing import Any
 import cloudpickle
 
 from nblaunch.wire import accelerate_states, made_anew, signing
+from nblaunch.wire.blocks import Arrays, Place, Span
+from nblaunch.wire.file_parts import CopiedFile, FileWriter, MappedFile, NullWriter, aligned
 from nblaunch.wire.originals import Unchanged
 
 _HEADER = struct.Struct("<QQQ")
 _ENTRY = struct.Struct("<QQ")
-_ALIGN = 64
 _MIN_BUFFER_BYTES = 4096
-_MIN_PAGES_BYTES = 1 << 20
-_MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB - 4 KiB at a time
 
 
 class Damaged(ValueError):
@@ -217,7 +216,7 @@ class PayloadWriter:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._writer = _FileWriter(fd)
+        self._writer = FileWriter(fd)
         self._regions: dict[Any, int] = {}
         # They keep tensors alive, so that no region of memory is used anew.
         self._picklers: list[_Pickler] = []
@@ -248,8 +247,8 @@ class PayloadWriter:
         try:
             return self._append(value, main_by_reference, tests or {}, key)
         except (OSError, MemoryError):
-            os.ftruncate(self._fd, end)
-            self._writer.end, self._regions = end, regions
+            self._writer.go_back(end)
+            self._regions = regions
             raise
 
     def _append(
@@ -260,14 +259,16 @@ class PayloadWriter:
         pickler = _Pickler(stream, self._writer, self._regions, main_by_reference, tests)
         self._picklers.append(pickler)
         pickler.dump(value)
-        body = stream.getbuffer()
+        arrays = pickle.dumps((pickler.descriptions, pickler.arrays.put()), pickle.HIGHEST_PROTOCOL)
+        body = b"".join((arrays, stream.getbuffer()))
         start = self._writer.write(body)
         table = b"".join(_ENTRY.pack(*entry) for entry in pickler.buffers)
         self._writer.write(table)
         header = _HEADER.pack(start, len(body), len(pickler.buffers))
-        os.pwrite(self._fd, header, header_at)
         if key:
             self._writer.write(signing.digest(key, header, body, table))
+        self._writer.flush()
+        os.pwrite(self._fd, header, header_at)
         return header_at
 
 
@@ -286,30 +287,32 @@ def load_mapped(fd: int, at: int = 0, key: bytes = b"") -> Any:
     """
     if key:
         _check(fd, at, key)
-    return _read(_MappedFile(fd), at)
+    return _read(MappedFile(fd), at)
 
 
 def load_mapped_with_address(fd: int) -> tuple[Any, int]:
     """Load what was written first; return the memory address of the file's first byte, too."""
-    file = _MappedFile(fd)
+    file = MappedFile(fd)
     return _read(file, 0), ctypes.addressof(ctypes.c_char.from_buffer(file.part(0, 1)))
 
 
 def load_copied(fd: int, at: int = 0) -> Any:
     """Read what was written at ``at`` into memory of its own, for values that are kept: the file may hold much more."""
-    return _read(_CopiedFile(fd), at)
+    return _read(CopiedFile(fd), at)
 
 
-def _read(file: _MappedFile | _CopiedFile, at: int) -> Any:
+def _read(file: MappedFile | CopiedFile, at: int) -> Any:
     body, table = _parts(file, file.part(at, _HEADER.size))
     buffers = [file.part(offset, size) for offset, size in _ENTRY.iter_unpack(table)]
-    return _Unpickler(io.BytesIO(body), file, buffers).load()
+    stream = io.BytesIO(body)
+    descriptions, places = pickle.load(stream)
+    return _Unpickler(stream, file, buffers, descriptions, places).load()
 
 
-def _parts(file: _MappedFile | _CopiedFile, header: Any) -> tuple[Any, Any]:
-    """Return the pickle and the table of buffers that a header names."""
+def _parts(file: MappedFile | CopiedFile, header: Any) -> tuple[Any, Any]:
+    """Return the pickles and the table of buffers that a header names."""
     start, length, num_buffers = _HEADER.unpack(header)
-    table = file.part(_aligned(start + length), num_buffers * _ENTRY.size) if num_buffers else b""
+    table = file.part(aligned(start + length), num_buffers * _ENTRY.size) if num_buffers else b""
     return file.part(start, length), table
 
 
@@ -320,58 +323,20 @@ def _check(fd: int, at: int, key: bytes) -> None:
         Damaged: it is another, or the file was cut.
     """
     try:
-        file = _MappedFile(fd)
+        file = MappedFile(fd)
         header = file.part(at, _HEADER.size)
         body, table = _parts(file, header)
         start, length, num_buffers = _HEADER.unpack(header)
-        end = _aligned(start + length) + num_buffers * _ENTRY.size
-        signing.check(bytes(file.part(_aligned(end), signing.SIGNATURE_BYTES)), key, header, body, table)
+        end = aligned(start + length) + num_buffers * _ENTRY.size
+        signing.check(bytes(file.part(aligned(end), signing.SIGNATURE_BYTES)), key, header, body, table)
     except (ValueError, struct.error) as error:  # an empty file can't be mapped, a short one has no header
         raise Damaged(str(error)) from None
-
-
-class _MappedFile:
-    """Parts of a file where they lie, mapped copy-on-write."""
-
-    def __init__(self, fd: int) -> None:
-        self._view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-
-    def part(self, offset: int, size: int) -> Any:
-        """Return that many bytes, to be read and written."""
-        return self._view[offset : offset + size]
-
-
-class _CopiedFile:
-    """Parts of a file, each in memory of its own; what shared memory before it was written does so again."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._parts: dict[tuple[int, int], Any] = {}
-
-    def part(self, offset: int, size: int) -> Any:
-        """Return that many bytes, to be read and written."""
-        if (offset, size) not in self._parts:
-            self._parts[offset, size] = self._copy(offset, size)
-        return self._parts[offset, size]
-
-    def _copy(self, offset: int, size: int) -> Any:
-        if size < _MIN_PAGES_BYTES:
-            whole: Any = bytearray(size)
-        else:  # these need not be zeroed, and are back with the system as soon as they are given up
-            whole = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        rest = memoryview(whole)
-        while rest:
-            count = os.preadv(self._fd, [rest[:_MAX_WRITE_BYTES]], offset)
-            if count == 0:
-                raise EOFError(f"the memory file ends at {offset}, before its contents")
-            rest, offset = rest[count:], offset + count
-        return whole
 
 
 def pickling_error(value: Any) -> Exception | None:
     """Return None where :func:`dump` accepts ``value``, otherwise the error that it raises. Writes nothing."""
     try:
-        _Pickler(io.BytesIO(), _NullWriter(), {}, False, {}).dump(value)
+        _Pickler(io.BytesIO(), NullWriter(), {}, False, {}).dump(value)
     except Exception as error:
         return error
     return None
@@ -383,52 +348,15 @@ def num_bytes(value: Any) -> int:
     Raises:
         Exception: whatever pickling it raises.
     """
-    writer, stream = _NullWriter(), io.BytesIO()
-    _Pickler(stream, writer, {}, True, {}).dump(value)
+    writer, stream = NullWriter(), io.BytesIO()
+    pickler = _Pickler(stream, writer, {}, True, {})
+    pickler.dump(value)
+    pickler.arrays.put()
     return writer.end + stream.getbuffer().nbytes
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGN) * _ALIGN
-
-
-class _FileWriter:
-    """Appends raw bytes to a file at aligned offsets, from ``end`` on."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.end = 0
-
-    def skip(self, num_bytes: int) -> int:
-        """Leave room, to be written later; returns where."""
-        start = _aligned(self.end)
-        self.end = start + num_bytes
-        return start
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        start = offset = _aligned(self.end)
-        while view:
-            written = os.pwrite(self._fd, view[:_MAX_WRITE_BYTES], offset)
-            view, offset = view[written:], offset + written
-        self.end = offset
-        return start
-
-
-class _NullWriter(_FileWriter):
-    """Takes everything and keeps nothing, to try whether a value can be pickled, and in how many bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(-1)
-
-    def write(self, data: Any) -> int:
-        start = _aligned(self.end)
-        self.end = start + memoryview(data).nbytes
-        return start
-
-
 class _Pickler(NotebookPickler):
-    """Writes dense tensors and large buffers beside the pickle as soon as it meets them.
+    """Writes dense tensors, arrays and large buffers beside the pickle.
 
     Tensors go by persistent id rather than as out-of-band buffers: a pickler's memo would keep the CPU copy of every
     GPU tensor alive until the end, all at once.
@@ -437,18 +365,28 @@ class _Pickler(NotebookPickler):
     def __init__(
         self,
         stream: io.BytesIO,
-        writer: _FileWriter,
+        writer: FileWriter,
         regions: dict[Any, int],
         main_by_reference: bool,
         tests: Mapping[int, Callable[[Any], bool]],
     ) -> None:
         super().__init__(stream, main_by_reference=main_by_reference, buffer_callback=self._take_buffer)
         self.buffers: list[tuple[int, int]] = []
+        self.arrays = Arrays(writer.write, regions)
         self._writer = writer
-        self._regions = regions
         self._tests = tests
-        self._tensors: dict[int, tuple[Any, Any]] = {}
+        self.descriptions: list[tuple[Any, ...]] = []
+        # Objects are kept beside their number, so that no other gets the same id meanwhile, and their memory stays.
+        self._numbers: dict[int, tuple[int, Any]] = {}
         self._torch: Any = sys.modules.get("torch")
+        self._numpy: Any = sys.modules.get("numpy")
+        self._kinds: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {}
+        if self._torch is not None:
+            self._kinds |= dict.fromkeys(
+                (self._torch.Tensor, self._torch.nn.Parameter), self._describe_tensor
+            )
+        if self._numpy is not None:
+            self._kinds[self._numpy.ndarray] = self._describe_array
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Return whether to keep a small buffer inside the pickle."""
@@ -458,40 +396,74 @@ class _Pickler(NotebookPickler):
         self.buffers.append((self._writer.write(data), len(data)))
         return False
 
-    def persistent_id(self, obj: Any) -> Any:
-        torch = self._torch
-        if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(obj, torch):
+    def persistent_id(self, obj: Any) -> int | None:
+        describe = self._kinds.get(type(obj))
+        if describe is None:
             return None
-        known = self._tensors.get(id(obj))
-        if known is None:
-            # The tensor is kept beside its id, so that no other object gets the same id meanwhile.
-            known = self._tensors[id(obj)] = (obj, self._describe(obj, len(self._tensors)))
-        return known[1]
+        if id(obj) not in self._numbers:
+            description = describe(obj)
+            if description is None:
+                return None
+            self._numbers[id(obj)] = (len(self.descriptions), obj)
+            self.descriptions.append(description)
+        return self._numbers[id(obj)][0]
 
-    def _describe(self, tensor: Any, index: int) -> tuple[Any, ...]:
-        torch = self._torch
+    def _describe_tensor(self, tensor: Any) -> tuple[Any, ...] | None:
+        if not _is_plain(tensor, self._torch):
+            return None
         is_had = self._tests.get(id(tensor))
         on_cpu = None if is_had is None else _on_cpu(tensor)
         if is_had is not None and is_had(on_cpu):
             return ("unchanged", tuple(tensor.shape))
-        # Devices that don't show their memory, as XLA's, say 0: then every tensor has its own.
-        place = tensor.data_ptr() or ("object", id(tensor))
+        number = self._add_tensor(tensor, on_cpu)
+        is_parameter = type(tensor) is self._torch.nn.Parameter
+        needs_grad = tensor.requires_grad and tensor.is_leaf
+        layout = (tuple(tensor.shape), tuple(tensor.stride()))
+        return ("tensor", number, tensor.dtype, *layout, is_parameter, needs_grad)
+
+    def _add_tensor(self, tensor: Any, on_cpu: Any) -> int:
+        address, item_bytes = tensor.data_ptr(), tensor.element_size()
+        num_bytes = tensor.numel() * item_bytes
         # A lazily conjugated or negated view differs from its base by a bit alone.
         is_lazy = (tensor.is_conj(), tensor.is_neg())
-        region = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride(), is_lazy)
-        offset = self._regions.get(region)
-        if offset is None or tensor.numel() == 0:
-            dense = (_on_cpu(tensor) if on_cpu is None else on_cpu).contiguous()
-            size = dense.numel() * dense.element_size()
-            raw = (ctypes.c_char * size).from_address(dense.data_ptr()) if size else b""
-            offset = self._regions[region] = self._writer.write(raw)
-        is_parameter = type(tensor) is torch.nn.Parameter
-        needs_grad = tensor.requires_grad and tensor.is_leaf
-        return ("tensor", index, offset, tensor.dtype, tuple(tensor.shape), is_parameter, needs_grad)
+        is_in_memory = tensor.device.type == "cpu" and not any(is_lazy) and num_bytes > 0
+        if is_in_memory and tensor.is_contiguous():
+            return self.arrays.add(Span(address, address, address + num_bytes, num_bytes, item_bytes, True))
+        # Devices that don't show their memory, as XLA's, say 0: then every tensor has its own.
+        place = address or ("object", id(tensor))
+        key = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride(), is_lazy)
+
+        def copy() -> Any:
+            return _raw((_on_cpu(tensor) if on_cpu is None else on_cpu).contiguous())
+
+        if not is_in_memory:
+            return self.arrays.put_now(key, copy, num_bytes)
+        strides = [step * item_bytes for step in tensor.stride()]
+        return self.arrays.add(Span.of(address, tensor.shape, strides, item_bytes, num_bytes), key, copy)
+
+    def _describe_array(self, array: Any) -> tuple[Any, ...] | None:
+        if not _is_plain_array(array):
+            return None
+        number = self._add_array(array, array.__array_interface__["data"][0], array.itemsize, array.nbytes)
+        return ("array", number, array.dtype, array.shape, array.strides)
+
+    def _add_array(self, array: Any, address: int, item_bytes: int, num_bytes: int) -> int:
+        if array.flags.c_contiguous:
+            return self.arrays.add(Span(address, address, address + num_bytes, num_bytes, item_bytes, True))
+        key = ("array", address, array.dtype.str, array.shape, array.strides)
+        span = Span.of(address, array.shape, array.strides, item_bytes, num_bytes)
+        return self.arrays.add(span, key, lambda: self._numpy.ascontiguousarray(array).view("u1"))
 
 
 def _on_cpu(tensor: Any) -> Any:
     return tensor.detach().resolve_conj().resolve_neg().cpu()
+
+
+def _raw(dense: Any) -> Any:
+    """Return the memory of a tensor on the CPU; keeps it alive."""
+    raw: Any = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(dense.data_ptr())
+    raw.tensor = dense
+    return raw
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
@@ -505,30 +477,71 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
     )
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds tensors on parts of the file; one object per object that was written, so that tied weights stay tied."""
+def _is_plain_array(array: Any) -> bool:
+    """Return whether the array is nothing but dense numbers or texts of fixed size, each in memory of its own."""
+    dtype = array.dtype
+    return (
+        dtype.kind in _PLAIN_KINDS
+        and not dtype.hasobject
+        and array.nbytes > 0
+        and (array.flags.c_contiguous or 0 not in array.strides)  # not one element for many indices
+    )
 
-    def __init__(self, stream: io.BytesIO, file: _MappedFile | _CopiedFile, buffers: list[Any]) -> None:
+
+_PLAIN_KINDS = frozenset("biufcmMSUV")  # source: numpy.dtype.kind
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds tensors and arrays on parts of the file; one per object that was written: tied ones stay tied."""
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        file: MappedFile | CopiedFile,
+        buffers: list[Any],
+        descriptions: list[Any],
+        places: list[Place],
+    ) -> None:
         super().__init__(stream, buffers=buffers)
         self._file = file
-        self._tensors: dict[int, Any] = {}
+        self._descriptions = descriptions
+        self._places = places
+        self._built: dict[int, Any] = {}
+        self._storages: dict[tuple[int, int], Any] = {}
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: int) -> Any:
+        if pid not in self._built:
+            self._built[pid] = self._build(*self._descriptions[pid])
+        return self._built[pid]
+
+    def _build(self, kind: str, *description: Any) -> Any:
+        if kind == "unchanged":
+            return Unchanged(*description)
+        number, *rest = description
+        return (self._tensor if kind == "tensor" else self._array)(self._places[number], *rest)
+
+    def _tensor(
+        self, place: Place, dtype: Any, shape: Any, strides: Any, is_parameter: bool, needs_grad: bool
+    ) -> Any:
         import torch
 
-        if pid[0] == "unchanged":
-            return Unchanged(pid[1])
-        _, index, offset, dtype, shape, is_parameter, needs_grad = pid
-        if index not in self._tensors:
-            count = math.prod(shape)
-            if count == 0:
-                tensor = torch.empty(shape, dtype=dtype)
-            else:
-                part = self._file.part(offset, count * dtype.itemsize)
-                tensor = torch.frombuffer(part, dtype=dtype).reshape(shape)
-            if is_parameter:
-                tensor = torch.nn.Parameter(tensor, requires_grad=needs_grad)
-            else:
-                tensor.requires_grad_(needs_grad)
-            self._tensors[index] = tensor
-        return self._tensors[index]
+        block = (place.offset, place.size)
+        if place.size == 0:
+            tensor = torch.empty(shape, dtype=dtype)
+        elif not place.is_shared:
+            tensor = torch.frombuffer(self._file.part(*block), dtype=dtype).reshape(shape)
+        else:
+            if block not in self._storages:
+                memory = torch.frombuffer(self._file.part(*block), dtype=torch.uint8)
+                self._storages[block] = memory.untyped_storage()
+            tensor = torch.empty(0, dtype=dtype)
+            tensor.set_(self._storages[block], place.start // dtype.itemsize, shape, strides)
+        if is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=needs_grad)
+        return tensor.requires_grad_(needs_grad)
+
+    def _array(self, place: Place, dtype: Any, shape: Any, strides: Any) -> Any:
+        import numpy
+
+        part = self._file.part(place.offset, place.size)
+        return numpy.ndarray(shape, dtype, part, place.start, strides if place.is_shared else None)

@@ -169,9 +169,7 @@ def test_a_fresh_worker_finds_what_it_has_changed(change: Callable[[Net], None],
     originals = Originals(fd, address)
     originals.remember({0: net})
     change(net)
-    # Tensors travel as contiguous ones.
-    assert sent(net, originals) - {"grid"} == names - {"grid"}
-    assert ("grid" in sent(net, originals)) == (change is rearranged)
+    assert sent(net, originals) == names
     os.close(fd)
 
 

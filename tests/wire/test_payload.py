@@ -163,6 +163,52 @@ def test_what_is_taken_keeps_nothing_of_the_file(file: int) -> None:
     assert torch.equal(taken["tied"], large + 1)
 
 
+@pytest.mark.parametrize("load", [payload.load_mapped, payload.load_copied])
+def test_views_share_memory_again(load: Any, file: int) -> None:
+    numbers, array = torch.arange(1000.0), np.arange(1000)
+    matrix, raw = torch.arange(12.0).reshape(3, 4), torch.zeros(64, dtype=torch.uint8)
+    value = {
+        "view first": (numbers[10:20], numbers),
+        "strides": (matrix.t(), matrix[:, 1]),
+        "array": (array[::-2], array),
+        "tensor and array": ((both := torch.zeros(50)), both.numpy()[5:]),
+        "element sizes": (raw[3:], raw[8:40].view(torch.float32)),
+    }
+    payload.dump(value, file)
+    read = load(file)
+    for name, (first, second) in value.items():
+        for one, other in zip((first, second), read[name], strict=True):
+            assert np.array_equal(np.asarray(one), np.asarray(other)), name
+        assert np.shares_memory(np.asarray(read[name][0]), np.asarray(read[name][1])), name
+    view, base = read["view first"]
+    view[0] = -1
+    assert base[10] == -1
+    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert read["strides"][0].stride() == (1, 4)
+
+
+def test_a_view_does_not_take_the_rest_of_its_memory_along(file: int) -> None:
+    matrix = torch.zeros(1000, 1000)
+    payload.dump((matrix[5, 10:20], matrix[:, 3], matrix[:, 7], np.zeros(10**6)[::1000]), file)
+    assert os.fstat(file).st_size < 20_000
+    assert [tuple(part.shape) for part in payload.load_mapped(file)] == [(10,), (1000,), (1000,), (1000,)]
+
+
+def test_arrays_of_every_kind(file: int) -> None:
+    record = np.zeros(5, dtype=[("a", "i4"), ("b", "f8")])
+    value = [
+        np.array(5), np.zeros((0, 3)), np.array(["a", "bb"]), np.array([None, 1], dtype=object),
+        np.broadcast_to(3, (4,)), np.asfortranarray(np.arange(6).reshape(2, 3)), np.array(["2020-01-01"], "M8[D]"),
+        record, record["b"],
+    ]  # fmt: skip
+    payload.dump(value, file)
+    read = payload.load_copied(file)
+    for one, other in zip(value, read, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.array_equal(one, other)
+    assert np.shares_memory(read[-1], read[-2])
+
+
 def test_what_is_taken_is_not_shared_with_children() -> None:
     """As any other tensor of the kernel: a worker that is forked later has its own."""
     fd = create_memory_file("test")

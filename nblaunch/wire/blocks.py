@@ -1,0 +1,161 @@
+"""Arrays that overlap in memory, and blocks of a file in which they overlap in the same way.
+
+Tensors and NumPy arrays of a value are collected first. Where the memory that two of them span overlaps, it is written
+once, as one block, on which the reader builds both: views stay views, whichever was met first, also of a tensor and an
+array. Of memory that no array spans, nothing is written: ten elements of a large tensor take the room of ten elements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from nblaunch.wire.file_parts import ALIGN
+
+_MAX_WASTE = 2
+_MAX_WASTE_BYTES = 1 << 16
+"""Arrays with gaps between their elements, as columns of a matrix, are written as one block where that takes at most
+this many times their own bytes, or so few bytes in all. Otherwise each is written by itself: they overlap no more."""
+
+
+class Place(NamedTuple):
+    """Where an array is in a file: its block, and its first element in that.
+
+    In a block that is shared, or is not in the order of its indices, it has the strides that it had in memory; in any
+    other, the block is the array, without gaps.
+    """
+
+    offset: int
+    size: int
+    start: int
+    is_shared: bool
+
+
+class Span(NamedTuple):
+    """The memory of an array on the CPU that is not empty.
+
+    Args:
+        address: of its first element.
+        low: lowest address of its elements.
+        high: end of the highest.
+        num_bytes: of its elements alone.
+        item_bytes: of one.
+        is_contiguous: it is in the order of its indices, without gaps.
+    """
+
+    address: int
+    low: int
+    high: int
+    num_bytes: int
+    item_bytes: int
+    is_contiguous: bool
+
+    @classmethod
+    def of(
+        cls, address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_bytes: int
+    ) -> Span:
+        """Return the memory of an array that is not contiguous; ``strides`` are in bytes."""
+        steps = [(size - 1) * step for size, step in zip(shape, strides, strict=True)]
+        low = address + sum(step for step in steps if step < 0)
+        high = address + sum(step for step in steps if step > 0) + item_bytes
+        return cls(address, low, high, num_bytes, item_bytes, False)
+
+
+class Arrays:
+    """Arrays of one value, to be written once all are known.
+
+    Args:
+        write: appends bytes to the file, and returns where.
+        written: what earlier values have written, which is not written again: key -> offset.
+    """
+
+    def __init__(self, write: Callable[[Any], int], written: dict[Any, int]) -> None:
+        self._write = write
+        self._written = written
+        self._spans: dict[int, Span] = {}
+        self._copies: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._places: list[Place] = []
+
+    def add(self, span: Span, key: Any = None, copy: Callable[[], Any] = bytes) -> int:
+        """Take an array, whose memory must stay as it is until all is written; return its number.
+
+        Args:
+            span: its memory.
+            key: equal for arrays with equal elements in equal memory; of one that is not contiguous.
+            copy: returns its elements without gaps, as a buffer; likewise.
+        """
+        number = len(self._places)
+        self._places.append(_UNKNOWN)
+        self._spans[number] = span
+        if not span.is_contiguous:
+            self._copies[number] = (key, copy)
+        return number
+
+    def put_now(self, key: Any, copy: Callable[[], Any], num_bytes: int) -> int:
+        """Write an array that is not in this memory, or is empty; return its number. Arguments as of :meth:`add`."""
+        if num_bytes and key not in self._written:
+            self._written[key] = self._write(copy())
+        self._places.append(Place(self._written[key] if num_bytes else 0, num_bytes, 0, False))
+        return len(self._places) - 1
+
+    def put(self) -> list[Place]:
+        """Write all that are not written yet; return all places by number."""
+        for numbers in self._overlapping():
+            spans = [self._spans[number] for number in numbers]
+            low, high = spans[0].low, max([span.high for span in spans])
+            if len(spans) == 1 and spans[0].is_contiguous:
+                self._places[numbers[0]] = Place(self._put_memory(low, high), high - low, 0, False)
+            elif _is_one_block(spans, high - low):
+                self._put_block(numbers, spans, low, high)
+            else:
+                for number in numbers:
+                    self._places[number] = self._put_copy(number)
+        return self._places
+
+    def _overlapping(self) -> list[list[int]]:
+        """Return numbers of arrays whose spans overlap together."""
+        groups: list[list[int]] = []
+        high = -1
+        for number in sorted(self._spans, key=lambda number: self._spans[number].low):
+            span = self._spans[number]
+            if span.low >= high:
+                groups.append([])
+            groups[-1].append(number)
+            high = max(high, span.high)
+        return groups
+
+    def _put_block(self, numbers: Sequence[int], spans: Sequence[Span], low: int, high: int) -> None:
+        # Elements of different sizes: each at a multiple of its own in the block as in memory.
+        is_aligned = all((span.address - low) % span.item_bytes == 0 for span in spans)
+        pad = 0 if is_aligned else low % ALIGN
+        offset = self._put_memory(low, high, pad)
+        for number, span in zip(numbers, spans, strict=True):
+            self._places[number] = Place(offset, pad + high - low, pad + span.address - low, True)
+
+    def _put_memory(self, low: int, high: int, pad: int = 0) -> int:
+        """Write what lies between two addresses, after ``pad`` bytes; return the offset of these."""
+        key = (low, high, pad)
+        if key not in self._written:
+            raw: Any = (ctypes.c_char * (high - low)).from_address(low)
+            self._written[key] = self._write(bytes(pad) + bytes(raw) if pad else raw)
+        return self._written[key]
+
+    def _put_copy(self, number: int) -> Place:
+        span = self._spans[number]
+        if span.is_contiguous:
+            return Place(self._put_memory(span.low, span.high), span.num_bytes, 0, False)
+        key, copy = self._copies[number]
+        if key not in self._written:
+            self._written[key] = self._write(copy())
+        return Place(self._written[key], span.num_bytes, 0, False)
+
+
+_UNKNOWN = Place(0, 0, 0, False)
+
+
+def _is_one_block(spans: Sequence[Span], num_bytes: int) -> bool:
+    if len(spans) == 1:
+        return spans[0].num_bytes == num_bytes
+    own = sum({(span.address, span.num_bytes): span.num_bytes for span in spans}.values())
+    return num_bytes <= max(_MAX_WASTE * own, _MAX_WASTE_BYTES)
