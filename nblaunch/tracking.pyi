@@ -2,6 +2,11 @@
 from nblaunch.training.tracking.hub import (
     register_tracker_class as register_tracker_class,
 )
+from nblaunch.training.tracking.services import (
+    CometMLTracker as CometMLTracker,
+    SwanLabTracker as SwanLabTracker,
+    TrackioTracker as TrackioTracker,
+)
 from nblaunch.training.tracking.trackers import (
     GeneralTracker as GeneralTracker,
     JsonlTracker as JsonlTracker,

@@ -197,7 +197,17 @@ from nblaunch.training.utilities.environment import (
     parse_choice_from_env as parse_choice_from_env,
     parse_flag_from_env as parse_flag_from_env,
     patch_environment as patch_environment,
+    purge_accelerate_environment as purge_accelerate_environment,
     str_to_bool as str_to_bool,
+)
+from nblaunch.training.utilities.helpers import (
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+    convert_bytes as convert_bytes,
+    get_pretty_name as get_pretty_name,
+    has_compiled_regions as has_compiled_regions,
+    merge_dicts as merge_dicts,
+    model_has_dtensor as model_has_dtensor,
+    recursive_getattr as recursive_getattr,
 )
 from nblaunch.training.utilities.log import (
     tqdm as tqdm,

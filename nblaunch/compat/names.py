@@ -77,6 +77,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "tracking": {
         "training.tracking.hub": "register_tracker_class",
+        "training.tracking.services": "CometMLTracker SwanLabTracker TrackioTracker",
         "training.tracking.trackers": (
             "GeneralTracker JsonlTracker MLflowTracker TensorBoardTracker WandBTracker on_main_process"
         ),
@@ -143,7 +144,12 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
             "is_trackio_available is_transformer_engine_available is_transformer_engine_mxfp8_available "
             "is_transformers_available is_triton_available is_wandb_available is_weights_only_available "
             "is_xccl_available is_xpu_available parse_choice_from_env parse_flag_from_env patch_environment "
+            "purge_accelerate_environment "
             "str_to_bool"
+        ),
+        "training.utilities.helpers": (
+            "compile_regions_fsdp2 convert_bytes get_pretty_name has_compiled_regions merge_dicts model_has_dtensor "
+            "recursive_getattr"
         ),
         "training.utilities.log": "tqdm",
         "training.utilities.memory": (
@@ -176,16 +182,16 @@ _DELEGATED: Mapping[str, str] = {
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
         "TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION are_libraries_initialized "
         "check_cuda_fp8_capability check_cuda_p2p_ib_support clean_state_dict_for_safetensors compile_regions "
-        "compile_regions_deepspeed compute_module_sizes convert_bytes convert_dict_to_env_variables "
+        "compile_regions_deepspeed compute_module_sizes convert_dict_to_env_variables "
         "convert_file_size_to_int copy_tensor_to_devices deepspeed_required disable_fsdp_ram_efficient_loading "
         "dtype_byte_size enable_fsdp_ram_efficient_loading ensure_weights_retied find_tied_parameters "
         "get_cpu_distributed_information get_current_device_type get_gpu_info get_grad_scaler "
-        "get_model_tp_size get_module_children_bottom_up get_pretty_name has_4bit_bnb_layers "
-        "has_compiled_regions id_tensor_storage ignorant_find_batch_size install_xla is_4bit_bnb_available "
+        "get_model_tp_size get_module_children_bottom_up has_4bit_bnb_layers "
+        "id_tensor_storage ignorant_find_batch_size install_xla is_4bit_bnb_available "
         "is_8bit_bnb_available is_bitsandbytes_multi_backend_available is_habana_gaudi1 is_port_in_use "
-        "load_state_dict merge_dicts model_has_dtensor prepare_deepspeed_cmd_env prepare_multi_gpu_env "
-        "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu purge_accelerate_environment "
-        "recursive_getattr set_numa_affinity torchao_required"
+        "load_state_dict prepare_deepspeed_cmd_env prepare_multi_gpu_env "
+        "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu "
+        "set_numa_affinity torchao_required"
     ),
     "utils.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
     "utils.bnb": "load_and_quantize_model",
@@ -259,8 +265,8 @@ _SHARDING = (
     "accelerator.prepare(model) does that with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
 )
 _TRACKER = (
-    "nblaunch has trackers for tensorboard, wandb, mlflow and jsonl. Any other is a subclass of "
-    "nblaunch.tracking.GeneralTracker: Accelerator(log_with=MyTracker(...))"
+    "nblaunch has trackers for tensorboard, wandb, mlflow, comet_ml, swanlab, trackio and jsonl. Any other is a "
+    "subclass of nblaunch.tracking.GeneralTracker: Accelerator(log_with=MyTracker(...))"
 )
 
 _INSTEAD = {
@@ -273,7 +279,7 @@ _INSTEAD = {
     "accelerator.prepare(model, optimizer) makes DeepSpeed's engine": ("DeepSpeedEngineWrapper",),
     _MIXED: ("get_mixed_precision_context_manager",),
     _SHARDING: (
-        "compile_regions_fsdp2", "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
+        "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
         "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "get_fsdp2_grad_scaler",
     ),
     _FP8: (
@@ -281,10 +287,10 @@ _INSTEAD = {
         "convert_model", "has_transformer_engine_layers", "transformer_engine",
     ),
     _TRACKER: (
-        "AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker", "SwanLabTracker", "TrackioTracker",
+        "AimTracker", "ClearMLTracker", "DVCLiveTracker",
     ),
     "the command line is nblaunch: nblaunch launch, nblaunch config; in Python it is nblaunch.launch(function, args)": (
-        "commands",
+        "commands", "prepare_extend_env_parallelism_config",
     ),
 }  # fmt: skip
 

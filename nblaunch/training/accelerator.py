@@ -141,11 +141,13 @@ class Accelerator(AcceleratorProperties):
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
+        megatron_lm_plugin: None = None,
+        torch_tp_plugin: None = None,
         **unsupported: Any,
     ) -> None:
         self._keep_arguments(locals())
         # 1. The arguments alone: what is wrong with them is reported before anything is changed.
-        arguments.refuse_unsupported(unsupported)
+        arguments.refuse_unsupported(unsupported, megatron_lm_plugin, torch_tp_plugin)
         self._handlers = handlers = arguments.sort_handlers(kwargs_handlers or ())
         accumulation = arguments.resolve_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin
@@ -648,13 +650,11 @@ class Accelerator(AcceleratorProperties):
     def register_for_checkpointing(self, *objects: Any, per_rank: bool | None = None) -> None:
         """Have ``save_state`` and ``load_state`` include these objects, in workers, too, if it is called in a cell.
 
-        ``save_state`` calls ``state_dict()`` on every rank. Tensors of which ranks hold shards, as averages of the
-        weights of a sharded model, are written in full, and can be loaded on any number of ranks.
-
         Args:
-            *objects: have ``state_dict()`` and ``load_state_dict(state)``.
-            per_rank: True: each rank writes its own state, which can be loaded on the same number of ranks. False: all
-                ranks load rank 0's. None: each rank has its own where the states differ, buffers of modules aside.
+            *objects: have ``state_dict()``, which every rank calls, and ``load_state_dict(state)``. Tensors of which
+                ranks hold shards are written in full.
+            per_rank: True: each rank has its own state, for as many ranks. False: all load rank 0's. None: each rank
+                has its own where the states differ, buffers of modules aside.
 
         Raises:
             ValueError: some have not; lists them. None is registered then.

@@ -59,10 +59,11 @@ PLUGINS: Mapping[str, type[StrategyPlugin]] = {
 """Arguments of the Accelerator that take plugins of one class; ``strategy`` takes those of any."""
 
 
-def refuse_unsupported(unsupported: dict[str, Any]) -> None:
+def refuse_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, torch_tp_plugin: Any) -> None:
     """Raise for unknown arguments, and for those of Hugging Face Accelerate's that are not supported."""
-    for name, value in unsupported.items():
-        if name not in ("megatron_lm_plugin", "torch_tp_plugin"):
+    known = {"megatron_lm_plugin": megatron_lm_plugin, "torch_tp_plugin": torch_tp_plugin}
+    for name, value in {**unsupported, **known}.items():
+        if name not in known:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:  # None is the default there, passed on by many trainers
             raise NotImplementedError(

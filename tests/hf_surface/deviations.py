@@ -57,8 +57,7 @@ DEVIATIONS: dict[str, list[str]] = {
     "what a part is made of is its own affair": ["data_loader.DataLoaderShard.dl_state_dict"],
     "the Accelerator saves and loads: `save_state`, `load_state`": ["checkpointing.*"],
     "the libraries behind it are not among the trackers; write a GeneralTracker": [
-        "tracking.AimTracker", "tracking.ClearMLTracker", "tracking.CometMLTracker", "tracking.DVCLiveTracker",
-        "tracking.SwanLabTracker", "tracking.TrackioTracker", "utils.LoggerType.*",
+        "tracking.AimTracker", "tracking.ClearMLTracker", "tracking.DVCLiveTracker", "utils.LoggerType.*",
     ],
     "a tracker hands out the library's own object for everything beyond logging values: `tracker.tracker`": [
         "tracking.MLflowTracker.log_artifacts",
@@ -71,7 +70,6 @@ DEVIATIONS: dict[str, list[str]] = {
         "state.ThreadLocalSharedDict",
         "tracking.filter_trackers", "tracking.get_available_trackers", "is_rich_available",
         "*DistributedDataParallelKwargs.register_comm_hook", "*DistributedDataParallelKwargs.to_dict(ignore_keys)",
-        "utils.compile_regions*",
         "utils.contextual_*",
         "utils.get_mixed_precision_context_manager",
         "state.AcceleratorState.downcast_bfloat", "utils.dataclasses.BaseEnum",

@@ -37,6 +37,7 @@ def save_fsdp_model(
     output_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Write the weights of a prepared model below ``output_dir``. All ranks call it.
 
@@ -47,7 +48,12 @@ def save_fsdp_model(
         output_dir: made where it does not exist.
         model_index: part of the name, for the second model and later ones.
         adapter_only: only the parameters that are trained.
+        use_dcp: True: shards are written by torch.distributed.checkpoint, and can be loaded on any number of ranks.
+
+    Raises:
+        ValueError: ``use_dcp=False``.
     """
+    _check_dcp(use_dcp)
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(bare_module(model), options=_options(fsdp_plugin, adapter_only))
@@ -61,12 +67,14 @@ def load_fsdp_model(
     input_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> Any:
     """Load what :func:`save_fsdp_model` wrote, with the same arguments. All ranks call it.
 
     Raises:
         CheckpointError: the files are missing, damaged, or of another model.
     """
+    _check_dcp(use_dcp)
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
     module, path = bare_module(model), _place(fsdp_plugin, Path(input_dir), FSDP_MODEL_NAME, model_index)
@@ -84,8 +92,10 @@ def save_fsdp_optimizer(
     model: nn.Module,
     output_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
+    use_dcp: bool = True,
 ) -> None:
     """Write the state of a prepared optimizer below ``output_dir``; otherwise as :func:`save_fsdp_model`."""
+    _check_dcp(use_dcp)
     module, inner = bare_module(model), inner_optimizer(optimizer)
     state = dtensor_strategy.optimizer_state(module, inner, options=_options(fsdp_plugin))
     _save(fsdp_plugin, accelerator, {"optimizer": state}, Path(output_dir), OPTIMIZER_NAME, optimizer_index)
@@ -99,12 +109,14 @@ def load_fsdp_optimizer(
     input_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Load what :func:`save_fsdp_optimizer` wrote. All ranks call it.
 
     Raises:
         CheckpointError: the files are missing, damaged, or of another optimizer.
     """
+    _check_dcp(use_dcp)
     module, inner = bare_module(model), inner_optimizer(optimizer)
     path = _place(fsdp_plugin, Path(input_dir), OPTIMIZER_NAME, optimizer_index)
     if not _is_full(fsdp_plugin):
@@ -154,6 +166,15 @@ def merge_fsdp_weights(
     save_sharded(weights, Path(output_path), "10GB", safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)
+
+
+def _check_dcp(use_dcp: bool) -> None:
+    if not use_dcp:
+        raise ValueError(
+            "use_dcp=False would write a file of each rank that only the same number of ranks can load. nblaunch "
+            "writes shards by torch.distributed.checkpoint alone: leave use_dcp out, or set "
+            "state_dict_type='FULL_STATE_DICT'"
+        )
 
 
 def _is_full(plugin: Any) -> bool:

@@ -21,6 +21,7 @@ from nblaunch.events import Metric
 from nblaunch.packages import is_installed
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration, Word
+from nblaunch.training.tracking.services import SERVICES
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat, settings_of
 from nblaunch.training.tracking.trackers import plain as as_number
 from nblaunch.wire.channel import plain
@@ -33,16 +34,19 @@ _MAX_TEXT = 200  # characters of a text that travels to the launcher
 _LOGGED = (int, float, str, enum.Enum)
 """What of the logged values travels to the launcher; single elements of tensors and arrays are numbers by then."""
 
-_known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in BUILT_IN}
+_known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)}
 
 
 class LoggerType(Word):
     """Names for ``log_with``."""
 
     ALL = "all"
+    COMETML = "comet_ml"
     JSONL = "jsonl"
     MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
     TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
     WANDB = "wandb"
 
 

@@ -5,6 +5,7 @@ Packages are looked up without importing them, and no device is touched beyond t
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import operator
 import platform
@@ -225,3 +226,44 @@ def check_os_kernel() -> None:
     numbers = re.match(r"(\d+)\.(\d+)", release) if platform.system() == "Linux" else None
     if numbers and (int(numbers[1]), int(numbers[2])) < (5, 5):
         warn(f"the Linux kernel {release} is older than 5.5.0, the recommended minimum; the process may hang")
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorate a function, or the tests of a class and its subclasses, to leave ``ACCELERATE_*`` variables as before.
+
+    Args:
+        func_or_cls: a function, or a class whose methods named ``test...`` are decorated.
+    """
+    if not isinstance(func_or_cls, type):
+        return _leaving_variables(func_or_cls)
+    _decorate_tests(func_or_cls)
+    inherited = func_or_cls.__init_subclass__
+
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        inherited(**kwargs)
+        _decorate_tests(cls)
+
+    func_or_cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    return func_or_cls
+
+
+def _decorate_tests(cls: type) -> None:
+    for name, method in list(vars(cls).items()):
+        if name.startswith("test") and callable(method):
+            setattr(cls, name, _leaving_variables(method))
+
+
+def _leaving_variables(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _accelerate_variables()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            env.apply({**dict.fromkeys(_accelerate_variables().keys() - before.keys()), **before})
+
+    return call
+
+
+def _accelerate_variables() -> dict[str, str]:
+    return {name: value for name, value in env.snapshot().items() if name.startswith("ACCELERATE_")}

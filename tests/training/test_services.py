@@ -1,0 +1,106 @@
+"""Trackers of services whose libraries are not installed here: what they are given, and names of Accelerate 1.15."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from nblaunch import Accelerator, utils
+from nblaunch.compat.names import DELEGATED
+from nblaunch.training.tracking import hub
+from nblaunch.training.utilities.environment import purge_accelerate_environment
+
+
+@pytest.mark.parametrize("name", ["trackio", "swanlab", "comet_ml"])
+def test_a_service_gets_settings_and_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = mock.MagicMock(spec=ModuleType)
+    library.init = library.start = mock.MagicMock()
+    library.config = mock.MagicMock()
+    monkeypatch.setitem(__import__("sys").modules, name, library)
+    monkeypatch.setattr(hub, "is_installed", lambda _: True)
+    accelerator = Accelerator(log_with=name)
+    accelerator.init_trackers("project", config={"rate": 0.5}, init_kwargs={name: {"mode": "offline"}})
+    run = accelerator.get_tracker(name, unwrap=True)
+    accelerator.log({"loss": torch.tensor(2.0)}, step=3)
+    accelerator.end_training()
+    project = "project_name" if name == "comet_ml" else "project"
+    library.init.assert_called_once_with(**{project: "project", "mode": "offline"})
+    if name == "comet_ml":
+        run.log_parameters.assert_called_once_with({"rate": 0.5})
+        run.log_metric.assert_called_once_with("loss", 2.0, step=3)
+        run.end.assert_called_once_with()
+    else:
+        library.config.update.assert_called_once_with({"rate": 0.5}, allow_val_change=True)
+        run.log.assert_called_once_with({"loss": 2.0}, step=3)
+        run.finish.assert_called_once_with()
+
+
+@pytest.mark.parametrize("name", ["TRACKIO", "SWANLAB", "COMETML"])
+def test_a_library_that_is_missing_is_named_with_its_command(name: str) -> None:
+    kind = utils.LoggerType[name]
+    with pytest.warns(UserWarning, match=rf"pip install {kind.value}"):
+        Accelerator(log_with=kind)
+
+
+@pytest.mark.parametrize("name", ["megatron_lm_plugin", "torch_tp_plugin"])
+def test_plugins_that_are_not_supported_are_refused_by_name(name: str) -> None:
+    Accelerator(**{name: None})
+    with pytest.raises(NotImplementedError, match=name):
+        Accelerator(**{name: object()})
+
+
+def test_variables_that_a_function_sets_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_KEPT", "before")
+    monkeypatch.setenv("ACCELERATE_REMOVED", "before")
+
+    def change(value: str = "after") -> str:
+        os.environ["ACCELERATE_KEPT"] = os.environ["ACCELERATE_ADDED"] = os.environ["OTHER"] = value
+        del os.environ["ACCELERATE_REMOVED"]
+        return value
+
+    monkeypatch.setenv("OTHER", "before")
+    assert purge_accelerate_environment(change)() == "after"
+    changed = {
+        name: os.environ.get(name) for name in ("ACCELERATE_KEPT", "ACCELERATE_REMOVED", "ACCELERATE_ADDED")
+    }
+    assert changed == {"ACCELERATE_KEPT": "before", "ACCELERATE_REMOVED": "before", "ACCELERATE_ADDED": None}
+    assert os.environ["OTHER"] == "after"
+
+    @purge_accelerate_environment
+    class Base:
+        def test_one(self) -> None:
+            change()
+
+    class Derived(Base):
+        def test_two(self) -> None:
+            change()
+
+    for test in (Base().test_one, Derived().test_one, Derived().test_two):
+        test()
+        assert "ACCELERATE_ADDED" not in os.environ
+
+
+def test_small_helpers_need_no_accelerate() -> None:
+    names = ("convert_bytes", "get_pretty_name", "merge_dicts", "model_has_dtensor", "recursive_getattr")
+    assert not {*names, "purge_accelerate_environment"} & DELEGATED.keys()
+    assert [utils.convert_bytes(size) for size in (10, 2048, 3 * 2**30)] == ["10 bytes", "2.0 KB", "3.0 GB"]
+    assert utils.get_pretty_name(Path) == "Path"
+    assert utils.get_pretty_name(torch.nn.Linear(1, 1)) == "Linear"
+    assert utils.merge_dicts({"a": {"b": 1}, "c": 2}, {"a": {"d": 3}}) == {"a": {"d": 3, "b": 1}, "c": 2}
+    assert utils.recursive_getattr(torch.nn.Sequential(torch.nn.Linear(2, 1)), "0.weight").shape == (1, 2)
+    assert not utils.model_has_dtensor(torch.nn.Linear(1, 1))
+    model = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.Tanh()]))
+    assert not utils.has_compiled_regions(model)
+    assert utils.compile_regions_fsdp2(model, backend="eager") is model
+    assert utils.has_compiled_regions(model)
+
+
+def test_shards_are_written_by_torch_alone() -> None:
+    with pytest.raises(ValueError, match="use_dcp=False"):
+        utils.save_fsdp_model(None, None, torch.nn.Linear(1, 1), "folder", use_dcp=False)
