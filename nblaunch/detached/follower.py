@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends, env
-from nblaunch.detached.folder import END, RESULT, WEIGHTS, JobError, JobFolder, Launch, Unusable
+from nblaunch.detached.folder import END, RECORD, RESULT, WEIGHTS, JobError, JobFolder, Launch, Unusable
 from nblaunch.detached.listing import ask
 from nblaunch.detached.reader import JobReader
 from nblaunch.detached.record import End, Record
@@ -304,6 +304,11 @@ class JobFollower(Job):
                 f"the folder of {self.id}, {self._folder.path}, was removed, and its process has ended: there is no "
                 "result"
             ), "its folder was removed"
+        if self._folder.modified(RECORD) is None:
+            return (
+                f"files of {self.id} were removed from {self._folder.path} as its process ended: how it ended is not "
+                f"known, and there is no result. {logs}"
+            ), "its files were removed"
         last = f" It waited: {self._waits_for}." if self._waits_for else ""
         return (
             f"{process} was killed: it has left no end, its workers ended with it, and there is no result.{last} "
@@ -356,7 +361,7 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
         failed_rank=end.event.failed_rank,
         headline=end.event.message,
         is_early=end.event.is_early,
-        values=_Stored(lambda: _load_values(folder)),
+        values=_Stored(lambda: _load_values(folder, is_there=end.event.outcome == "done")),
         unloaded_weights=_Stored(lambda: _load_weights(folder, end)),
     )
 
@@ -400,9 +405,9 @@ class _Stored(Mapping[Any, Any]):
         return len(self._contents)
 
 
-def _load_values(folder: JobFolder) -> Any:
+def _load_values(folder: JobFolder, is_there: bool = True) -> Any:
     try:
-        return _load(folder, RESULT)
+        return _load(folder, RESULT) if is_there else {}
     except ResultError:
         raise
     except Exception as error:  # of the user's classes, which this process may not have
@@ -415,14 +420,14 @@ def _load_values(folder: JobFolder) -> Any:
 def _load_weights(folder: JobFolder, end: End) -> Any:
     if end.unsaved_weights:
         raise ResultError(end.unsaved_weights)
-    return _load(folder, WEIGHTS)
+    return _load(folder, WEIGHTS) if end.has_weights else {}
 
 
 def _load(folder: JobFolder, name: str) -> Any:
-    """Return what a file holds, with tensors on its pages; an empty dictionary without the file.
+    """Return what a file holds, with tensors on its pages.
 
     Raises:
-        ResultError: its folder was removed, or the file is damaged.
+        ResultError: the folder or the file was removed, or the file is damaged.
     """
     try:
         value = folder.load_payload(name)
@@ -433,4 +438,8 @@ def _load(folder: JobFolder, name: str) -> Any:
         ) from None
     except payload.Damaged as error:
         raise ResultError(f"{folder.path / name} is damaged, and was not read: {error}") from None
-    return {} if value is None else value
+    if value is None:
+        raise ResultError(
+            f"{folder.path / name} was removed: the {name} of {folder.id} can't be had any more"
+        )
+    return value

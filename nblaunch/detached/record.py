@@ -54,7 +54,8 @@ class End:
         format: :data:`FORMAT`.
         event: its last event.
         unsaved: why the result could not be written; empty if it was.
-        unsaved_weights: the same of trained weights.
+        has_weights: there are trained weights.
+        unsaved_weights: why these could not be written; empty if they were.
         unsaved_error: the same of the error that ended the job.
         partial_rank: the rank whose value is the ``partial`` of the error; None where the error has none.
     """
@@ -62,6 +63,7 @@ class End:
     format: int
     event: JobEnded
     unsaved: str
+    has_weights: bool
     unsaved_weights: str
     unsaved_error: str
     partial_rank: int | None

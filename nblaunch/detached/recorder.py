@@ -259,6 +259,7 @@ class Recorder:
             format=FORMAT,
             event=replace(event, message=shortened(event.message, _MAX_MESSAGE)),
             unsaved=shortened(unsaved, _MAX_MESSAGE),
+            has_weights=bool(weights),
             unsaved_weights=shortened(unsaved_weights, _MAX_MESSAGE),
             unsaved_error=shortened(unsaved_error, _MAX_MESSAGE),
             partial_rank=_partial_rank(outcome),

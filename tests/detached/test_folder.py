@@ -181,7 +181,10 @@ def test_a_pickle_that_is_not_signed_by_this_user_is_not_read(name: str) -> None
 
 
 def test_a_signed_pickle_fits_no_other_job_and_no_other_file() -> None:
-    first, second = (_ended(JobOutcome("done", values={0: one}), f"train-{one}") for one in (1, 2))
+    first, second = (
+        _ended(JobOutcome("done", values={0: one}, unloaded_weights={0: {}}), f"train-{one}")
+        for one in (1, 2)
+    )
     shutil.copy(first.path / "result", second.path / "result")
     shutil.copy(first.path / "result", first.path / "weights")
     for job_id, load in ((second.id, lambda job: job.result()), (first.id, lambda job: job.weights())):
@@ -283,6 +286,15 @@ def test_a_job_that_was_lost_by_a_restart_says_so() -> None:
     assert [one.status for one in nblaunch.jobs()] == ["lost"]
     with pytest.raises(JobLost, match="this machine was restarted while"):
         nblaunch.attach(dashboard="none").result(10)
+
+
+def test_files_that_were_removed_as_a_job_ended_are_not_taken_for_a_kill() -> None:
+    with recorded(process=replace(ProcessMark.own(), started=1)) as (folder, _):
+        job = follower.JobFollower(folder)
+        (folder.path / "record.json").unlink()
+        job.start()
+        with pytest.raises(JobLost, match="files of train-3f9a2c were removed"):
+            job.result(10)
 
 
 def test_a_process_that_has_the_number_of_a_job_s_process_is_not_taken_for_it() -> None:
@@ -486,7 +498,11 @@ def test_weights_and_values_come_back_as_they_were() -> None:
     assert state["_extra_state"] == {"seen": 3}
     assert outcome.unloaded_weights["args[1]['a']"] == {}
     path.unlink()
-    assert dict(_outcome(folder).unloaded_weights) == {}
+    with pytest.raises(ResultError, match="weights was removed"):
+        dict(_outcome(folder).unloaded_weights)
+    (folder.path / "result").unlink()
+    with pytest.raises(ResultError, match="result was removed"):
+        nblaunch.attach(dashboard="none").result()
     before = _outcome(folder)
     shutil.rmtree(folder.path)
     for stored in (before.values, before.unloaded_weights):
