@@ -346,12 +346,32 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
     try:
         return function(*args), 0
     except SystemExit as leaving:
+        if _has_refused_arguments(leaving):
+            raise RuntimeError(_PARSED.format(sys.argv[1:])).with_traceback(leaving.__traceback__) from None
         if leaving.code is None or leaving.code == 0:
             return _EXITED, 0
         if isinstance(leaving.code, int):
             return _EXITED, leaving.code & 0xFF or 1
         print(leaving.code, file=sys.stderr)
         return _EXITED, 1
+
+
+_PARSED = (
+    "argparse has refused the command line. In a notebook that is the kernel's, {}: pass the function's arguments, "
+    "as in parse_args(['--lr', '0.1']), or parse_args([]) for the defaults"
+)
+
+
+def _has_refused_arguments(leaving: SystemExit) -> bool:
+    """Return whether ``argparse`` leaves for arguments that it can't parse, in the worker of a notebook.
+
+    A script has a command line of its own, and its exit code is what its caller expects.
+    """
+    last = leaving.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    is_of_argparse = last is not None and last.tb_frame.f_globals.get("__name__") == "argparse"
+    return leaving.code == 2 and is_of_argparse and "ipykernel" in os.path.basename(sys.argv[0])
 
 
 def _end_subprocess(exit_code: int) -> int:

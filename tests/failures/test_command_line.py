@@ -1,0 +1,27 @@
+"""A function that parses the command line, which is the kernel's in a notebook."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_arguments_that_argparse_refuses_are_explained_at_the_users_line(
+    kernel: Kernel, start_method: str
+) -> None:
+    kernel.run(
+        "import argparse, nblaunch\n"
+        "def train(*arguments):\n"
+        "    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--lr', type=float, default=0.5)\n"
+        "    return parser.parse_args(*arguments).lr"
+    )
+    launch = f"num_processes=2, start_method={start_method!r}, dashboard='none')"
+    error = kernel.run(f"nblaunch.notebook_launcher(train, {launch}", raises="RuntimeError").raised
+    assert "parse_args([]) for the defaults" in error.value
+    assert "----> 5     return parser.parse_args(*arguments).lr" in error.text
+    assert kernel.run(f"nblaunch.notebook_launcher(train, ([],), {launch}").value == 0.5
