@@ -18,6 +18,8 @@ _LIBRARY_FOLDERS = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
+_STANDARD_FOLDERS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 """Parts of paths of installed packages: also those of the user, of ``PYTHONPATH``, and of the system below a venv."""
 
@@ -32,6 +34,12 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>")):
         return False
     return not any(folder in filename for folder in _PACKAGE_FOLDERS)
+
+
+def is_standard_file(filename: str) -> bool:
+    """Return whether the file is part of Python itself."""
+    is_installed = any(folder in filename for folder in _PACKAGE_FOLDERS)
+    return not is_installed and filename.startswith(("<frozen ", *_STANDARD_FOLDERS))
 
 
 def cell_name(filename: str) -> str:

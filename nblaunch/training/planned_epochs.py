@@ -16,13 +16,12 @@ from __future__ import annotations
 import ast
 import builtins
 import linecache
-import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from nblaunch.user_code import is_own_file, is_user_file
+from nblaunch.user_code import is_own_file, is_standard_file, is_user_file
 
 _BARS = frozenset({"tqdm", "trange", "tqdm_notebook", "track", "progress_bar", "master_bar", "enumerate"})
 _OPERATORS: dict[type[ast.operator], Any] = {
@@ -32,7 +31,6 @@ _OPERATORS: dict[type[ast.operator], Any] = {
     ast.FloorDiv: int.__floordiv__,
 }
 _TRAINS = frozenset({"backward", "step"})
-_STANDARD = ("<frozen ", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _CALLERS = ("nblaunch.worker.", "nblaunch.session.", "nblaunch.start_methods.")
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
@@ -73,7 +71,7 @@ def _loops_around(frame: FrameType | None) -> Iterator[tuple[ast.For, FrameType]
             is_first = False
         elif _begins_function(frame):
             return
-        elif not (is_own_file(filename) or filename.startswith(_STANDARD) or is_first):
+        elif not (is_own_file(filename) or is_standard_file(filename) or is_first):
             raise _UnknownError  # a library's loop over epochs, maybe
         frame = frame.f_back
 
@@ -90,16 +88,25 @@ def _loops_in(frame: FrameType) -> Sequence[ast.For]:
     if body is None:
         raise _UnknownError
     loops: list[ast.For] = []
-    _descend(body, frame.f_lineno, loops)
+    _descend(body, frame.f_lineno, loops, _read_at(body, frame.f_lineno))
     return loops[::-1]
 
 
-def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For]) -> None:
-    """Add the loops in ``body`` around ``line``, outermost first."""
+def _read_at(body: Sequence[ast.stmt], line: int) -> str:
+    """Return what the loop iterates over whose head is at ``line``: the loader; empty without such a loop."""
+    nodes = (node for statement in body for node in ast.walk(statement))
+    heads = (
+        node for node in nodes if isinstance(node, ast.For) and node.lineno <= line < node.body[0].lineno
+    )
+    return next((ast.dump(node.iter) for node in heads), "")
+
+
+def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For], read: str) -> None:
+    """Add the loops in ``body`` around ``line``, outermost first; ``read`` is from :func:`_read_at`."""
     for index, statement in enumerate(body):
         if not statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             continue
-        if any(_trains(later) for later in body[index + 1 :]):
+        if any(_trains(later, read) for later in body[index + 1 :]):
             raise _UnknownError  # another training follows
         is_inside = isinstance(statement, (ast.For, ast.While)) and line >= statement.body[0].lineno
         if isinstance(statement, ast.While) and is_inside:
@@ -109,7 +116,7 @@ def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For]) -> None:
                 raise _UnknownError
             loops.append(statement)
         for inner in _blocks(statement):
-            _descend(inner, line, loops)
+            _descend(inner, line, loops, read)
         return
 
 
@@ -124,12 +131,13 @@ def _last_line(body: Sequence[ast.stmt]) -> int:
     return body[-1].end_lineno or body[-1].lineno
 
 
-def _trains(statement: ast.stmt) -> bool:
-    """Return whether a statement has a loop in which gradients are computed or an optimizer steps."""
+def _trains(statement: ast.stmt, read: str) -> bool:
+    """Return whether a statement has a loop that reads the same loader, computes gradients or steps an optimizer."""
+    loops = [node for node in ast.walk(statement) if isinstance(node, (ast.For, ast.While))]
     return any(
-        isinstance(loop, (ast.For, ast.While))
-        and any(isinstance(node, ast.Attribute) and node.attr in _TRAINS for node in ast.walk(loop))
-        for loop in ast.walk(statement)
+        (isinstance(loop, ast.For) and ast.dump(loop.iter) == read)
+        or any(isinstance(node, ast.Attribute) and node.attr in _TRAINS for node in ast.walk(loop))
+        for loop in loops
     )
 
 

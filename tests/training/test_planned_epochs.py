@@ -38,6 +38,7 @@ KNOWN: dict[str, tuple[str, list[int]]] = {
         [2, 1],
     ),
     "in a block": ("for epoch in range(2):\n    with block():\n        if True:\n            note()", [2, 1]),
+    "read twice": ("for _ in note() or 'ab':\n    pass\nfor _ in note() or 'ab':\n    pass", [0, 1]),
     "a comprehension": ("for epoch in range(2):\n    losses = [note() for _ in '1']", [2, 1]),
 }
 UNKNOWN = {
