@@ -65,7 +65,8 @@ class WorkerFailed(WorkerError):
 class WorkerDied(WorkerError):
     """A worker ended without raising an exception.
 
-    ``exitcode`` is its exit status (``-N`` for signal ``N``, as in :class:`subprocess.Popen`).
+    ``exitcode`` is its exit status (``-N`` for signal ``N``, as in :class:`subprocess.Popen`), or 1 where other code of
+    the kernel has taken the status.
     """
 
     def __init__(self, message: str, *, rank: int = -1, exitcode: int = 0) -> None:

@@ -45,9 +45,17 @@ class WorkerState(enum.IntEnum):
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """Exit status of a process: ``code`` >= 0 is its exit code, ``code`` < 0 the negated signal number."""
+    """Exit status of a process: ``code`` >= 0 is its exit code, ``code`` < 0 the negated signal number.
+
+    :data:`UNKNOWN_EXIT` stands for a status that is unknown.
+    """
 
     code: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known how the process ended."""
+        return self.code != _UNKNOWN_CODE
 
     @property
     def signal_name(self) -> str | None:
@@ -60,7 +68,17 @@ class ExitStatus:
             return f"signal {-self.code}"
 
     def __str__(self) -> str:
+        if not self.is_known:
+            return "an unknown exit status"
         return f"killed by {self.signal_name}" if self.code < 0 else f"exit code {self.code}"
+
+
+_UNKNOWN_CODE = (
+    511  # no exit code, which has 8 bits; of these 8, all are set, so that no shell takes it for success
+)
+
+UNKNOWN_EXIT = ExitStatus(_UNKNOWN_CODE)
+"""The status of a process that other code has reaped, as a ``waitpid(-1)`` of the user does."""
 
 
 @dataclass(frozen=True)

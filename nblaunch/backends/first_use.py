@@ -34,6 +34,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -322,7 +323,8 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still the child's
-        os.waitpid(pid, 0)
+        with suppress(ChildProcessError):  # a process that ignores SIGCHLD has no status of it
+            os.waitpid(pid, 0)
 
 
 def _answer(reader: int, timeout_s: float) -> str | None:

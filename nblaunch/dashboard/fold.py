@@ -409,7 +409,8 @@ def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> 
     rank = replace(rank.without_line(), exit_status=event.status, exited_s=event.time_s)
     if rank.state.is_final:
         return rank
-    if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):
+    is_success = event.status.code == 0 or not event.status.is_known
+    if rank.has_returned and (is_success or event.status.code in _STOP_SIGNALS):
         # The launcher may have stopped it because a thread of it did not end.
         return replace(rank, state=WorkerState.DONE)
     over = (WorkerState.FAILED, WorkerState.STOPPED)

@@ -22,7 +22,7 @@ from nblaunch.diagnosis.root_cause import (
     what_it_means,
 )
 from nblaunch.errors import JobHung, NodeLost, WorkerDied
-from nblaunch.events import Failed
+from nblaunch.events import ExitStatus, Failed
 from nblaunch.host import disk
 
 _LAST_LINES = 5
@@ -115,7 +115,7 @@ def failure_of(
     death = WorkerDied(
         "\n".join([*summary, *traces, *notes]),
         rank=root.rank,
-        exitcode=root.status.code if root.status else 0,
+        exitcode=_exit_code(root.status),
     )
     return Failure(death, root.rank, headline)
 
@@ -147,6 +147,13 @@ def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Failure | N
     return None
 
 
+def _exit_code(status: ExitStatus | None) -> int:
+    """Return the exit code for the error of a dead worker; 1 where it is unknown."""
+    if status is None:
+        return 0
+    return status.code if status.is_known else 1
+
+
 def _left_early(
     remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
 ) -> Failure | None:
@@ -174,7 +181,9 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> F
     headline = f"{how} (on {remote.labels[rank]})"
     meaning = what_it_means(RootCause(rank, status=status))
     text = f"rank {rank} {headline}. {meaning} Its last lines and its complete log are there."
-    return Failure(WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline)
+    return Failure(
+        WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=_exit_code(status)), rank, headline
+    )
 
 
 def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:

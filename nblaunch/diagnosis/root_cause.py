@@ -23,6 +23,11 @@ _MEANINGS = {
     "memory. Raise that limit, or save checkpoints (accelerator.save_state) and launch with max_restarts=1.",
 }
 
+_UNKNOWN_STATUS = (
+    "Other code of this process took its exit status (os.wait, os.waitpid(-1), or SIGCHLD set to SIG_IGN while workers "
+    "ran), so that the signal or exit code is lost. Look in its complete log, and take that code out of the notebook."
+)
+
 SAME_COLLECTIVES = (
     "Every rank must take part in the same collectives: look for a branch, a loop length or a return that depends on "
     "the rank."
@@ -136,6 +141,8 @@ def what_it_means(cause: RootCause) -> str:
         text = signal.strsignal(-status.code) or "an unknown signal"
         other = f"{text}. Look in its complete log for what came before, and for a process that runs kill."
         return _MEANINGS.get(status.signal_name, other)
+    if not status.is_known:
+        return _UNKNOWN_STATUS
     return (
         f"Something called sys.exit({status.code}) or os._exit({status.code}). Raise an exception there instead: its "
         "traceback is shown here."

@@ -6,6 +6,7 @@ descendants.py   finds and ends every process that workers have started, whereve
 memory.py        memory of processes, limits of the host, glibc's allocator
 heap.py          Python's objects, which the collector leaves alone while processes are forked
 descriptors.py   file descriptors: which ones forked processes must not keep, and waiting for any of several
+child_statuses.py  exit statuses of children, where the process ignores SIGCHLD
 signal_handlers.py  handlers of signals of this process, held back while an exception would do harm
 files.py         files replaced whole; folders private to a user, opened once
 machine.py       which machine this is; whether a process that left a mark still runs

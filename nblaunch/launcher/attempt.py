@@ -22,7 +22,7 @@ from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.errors import LaunchError
 from nblaunch.events import AttemptStarted
-from nblaunch.host import descriptors
+from nblaunch.host import child_statuses, descriptors
 from nblaunch.host.descendants import Descendants
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
@@ -211,6 +211,7 @@ def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
 def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttempt:
     """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
+    stack.enter_context(child_statuses.kept())
     descendants = Descendants()
     # As much as can be before a fork: each page that is written while workers run, as by any Python code, is copied.
     memory = MemoryRecord()

@@ -9,13 +9,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
-from nblaunch.events import ExitStatus
+from nblaunch.events import UNKNOWN_EXIT, ExitStatus
 from nblaunch.host import descriptors
 
 _REAP_INTERVAL_S = 0.002
-
-UNKNOWN_EXIT = ExitStatus(255)
-"""Where other code has reaped our child (a ``waitpid(-1)`` in user code), its status is lost."""
 
 KILL_PATIENCE_S = 10.0
 """From SIGKILL until a process is given up. Tearing down some hundred GB, or a device, takes seconds."""

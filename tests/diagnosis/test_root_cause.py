@@ -18,7 +18,7 @@ from nblaunch.diagnosis.root_cause import (
     what_happened,
     what_it_means,
 )
-from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
+from nblaunch.events import UNKNOWN_EXIT, ExceptionInfo, ExitStatus, Failed, Returned
 
 
 def failed(rank: int, time_s: float, name: str = "ValueError", *, is_consequence: bool = False) -> Failed:
@@ -131,6 +131,7 @@ def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
         (-12, "was killed by SIGUSR2", "User defined signal 2"),
         (-62, "was killed by signal 62", "complete log"),
         (0, "ended with exit code 0 before the function returned", "os._exit(0)"),
+        (UNKNOWN_EXIT.code, "ended with an unknown exit status before the function returned", "waitpid(-1)"),
         (3, "ended with exit code 3 before the function returned", "sys.exit(3)"),
     ],
 )
