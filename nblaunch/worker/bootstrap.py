@@ -320,6 +320,7 @@ class _Worker:
             open_files.write_left_open()
             if self.files is not None:
                 self.files.end()
+            output.flush_c_streams()
             if exit_code == 0:
                 # NCCL waits for what was begun with other ranks; after a failure, until the launcher kills them all.
                 process_group.leave_at_exit()

@@ -162,7 +162,10 @@ def flush_before_fork() -> None:
 
 
 def flush_c_streams() -> None:
-    """Write what C code has buffered in streams that it has opened (``fopen``), as the end of a program does."""
+    """Write what C code has buffered in its streams (``fopen``), as the end of a program does.
+
+    Streams that a process has inherited are written as well: ``written_files.py`` has dropped what was in them.
+    """
     _fflush(None)
 
 

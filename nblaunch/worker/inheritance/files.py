@@ -56,7 +56,7 @@ class KernelFiles:
             ranks: that will be forked.
         """
         files = positions.open_files(own)
-        written = WrittenFiles.of_this_process(files, ranks)
+        written = WrittenFiles.of_this_process(files, ranks, positions.written_channels(own))
         if written.has_objects:  # which were written: they may stand elsewhere now
             files = positions.open_files(own)
         return cls(frozenset(own), files, written)

@@ -86,9 +86,7 @@ def open_files(own: Collection[int]) -> list[OpenFile]:
         own: descriptors of nblaunch, which are left out. So are those that no child gets.
     """
     alike: dict[OpenFile, list[int]] = {}
-    for fd in _numbers():
-        if fd < _FIRST or fd in own or descriptors.is_kept_from_children(fd):
-            continue
+    for fd in _inherited(own):
         try:
             file = _look_at(fd)
         except OSError:  # closed meanwhile
@@ -105,6 +103,34 @@ def open_files(own: Collection[int]) -> list[OpenFile]:
 def renew(files: Collection[OpenFile]) -> list[OpenFile]:
     """Give this process positions of its own in files that it has inherited; return those where that is impossible."""
     return [file for file in files if file.can_be_read and not _renew(file) and file.is_open]
+
+
+def written_channels(own: Collection[int]) -> list[int]:
+    """Return the descriptors of pipes, sockets and terminals that this process has open for writing now.
+
+    Args:
+        own: as for :func:`open_files`.
+    """
+    fds = []
+    for fd in _inherited(own):
+        try:
+            can_be_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            mode = os.fstat(fd).st_mode
+        except OSError:  # closed meanwhile
+            continue
+        is_terminal = stat.S_ISCHR(mode) and os.isatty(
+            fd
+        )  # to drivers of other devices each close means something
+        if can_be_written and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or is_terminal):
+            fds.append(fd)
+    return fds
+
+
+def _inherited(own: Collection[int]) -> Iterator[int]:
+    """Yield the descriptors that a forked process gets from this one, without standard ones and nblaunch's ``own``."""
+    for fd in _numbers():
+        if fd >= _FIRST and fd not in own and not descriptors.is_kept_from_children(fd):
+            yield fd
 
 
 def _numbers() -> Iterator[int]:

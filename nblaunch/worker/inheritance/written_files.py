@@ -17,6 +17,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -50,13 +51,19 @@ class WrittenFiles:
         files: descriptor -> file.
         objects: descriptor -> Python's file objects, the outermost first, the raw one last.
         ranks: that are forked.
+        channels: descriptors of pipes, sockets and terminals that are open for writing.
     """
 
     def __init__(
-        self, files: Mapping[int, OpenFile], objects: Mapping[int, Sequence[Any]], ranks: range
+        self,
+        files: Mapping[int, OpenFile],
+        objects: Mapping[int, Sequence[Any]],
+        ranks: range,
+        channels: Collection[int] = (),
     ) -> None:
         self._files = files
         self._objects = objects
+        self._channels = channels
         self.ranks = ranks
         # Shared by the workers, per file: which have written; the last place says that this has been reported.
         self._marks = mmap.mmap(-1, len(objects) * (len(ranks) + 1)) if objects else None
@@ -67,18 +74,20 @@ class WrittenFiles:
         return bool(self._objects)
 
     @classmethod
-    def of_this_process(cls, files: Collection[OpenFile], ranks: range) -> WrittenFiles:
+    def of_this_process(
+        cls, files: Collection[OpenFile], ranks: range, channels: Collection[int] = ()
+    ) -> WrittenFiles:
         """Find the file objects of ``files`` in this process, and write what they have buffered."""
         written = {fd: file for file in files if file.can_be_written for fd in file.fds}
         objects = _file_objects(written.keys())
         # Of one that can't be written now, a worker's copy has the kernel's lines in it.
         writable = {fd: of_file for fd, of_file in objects.items() if all(map(_flush, of_file))}
-        return cls(written, writable, ranks)
+        return cls(written, writable, ranks, channels)
 
     def drop_c_buffers(self) -> None:
         """Drop a worker's copy of what C code has buffered."""
         fds = self._files.keys() - self._objects.keys()
-        _drop_c_buffers([fd for fd in fds if self._files[fd].is_open])
+        _drop_c_buffers([*(fd for fd in fds if self._files[fd].is_open), *self._channels])
 
     def watch(self, rank: int, locks: WorkerLocks, report: Report) -> None:
         """Notice what a worker writes."""
@@ -203,10 +212,12 @@ def _drop_c_buffers(fds: Collection[int]) -> None:
     if not fds:
         return
     null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    kept = [(fd, os.dup(fd), os.get_inheritable(fd)) for fd in fds]
+    kept = []
     try:
         for fd in fds:
-            os.dup2(null, fd, inheritable=False)
+            with suppress(OSError):  # a thread of the kernel has closed it before the fork
+                kept.append((fd, os.dup(fd), os.get_inheritable(fd)))
+                os.dup2(null, fd, inheritable=False)
         output.flush_c_streams()
     finally:
         for fd, copy, inheritable in kept:

@@ -130,3 +130,52 @@ def test_a_memory_map_has_its_files_bytes(kernel: Kernel, tmp_path: Path, start_
         assert "raw (TypeError: cannot pickle 'mmap.mmap' object)" in (
             kernel.run(launch_raw, raises="PayloadError").raised.value
         )
+
+
+C_STREAMS = """
+import ctypes, os, nblaunch
+libc = ctypes.CDLL(None)
+libc.fopen.restype = libc.fdopen.restype = ctypes.c_void_p
+libc.fopen.argtypes = ctypes.c_char_p, ctypes.c_char_p
+libc.fputs.argtypes, libc.fflush.argtypes = (ctypes.c_char_p, ctypes.c_void_p), (ctypes.c_void_p,)
+"""
+
+
+def test_c_streams_that_a_function_leaves_open_are_written(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(
+        C_STREAMS + f"folder = {str(tmp_path)!r}\n"
+        "def function(ends_well):\n"
+        "    import ctypes, os\n"
+        "    libc = ctypes.CDLL(None)\n"
+        "    libc.fopen.restype = ctypes.c_void_p\n"
+        "    name = os.path.join(folder, os.environ['RANK']).encode()\n"
+        "    libc.fputs(b'left open', ctypes.c_void_p(libc.fopen(name, b'w')))\n"
+        "    if not ends_well: raise ValueError('rank')\n"
+    )
+    for method in ("fork", "forkserver", "spawn"):
+        kernel.run(
+            f"nblaunch.notebook_launcher(function, (True,), num_processes=2, start_method={method!r}, dashboard='none')"
+        )
+        for rank in "01":
+            assert (tmp_path / rank).read_text() == "left open", method
+            (tmp_path / rank).unlink()
+    kernel.run(
+        "nblaunch.notebook_launcher(function, (False,), num_processes=1, dashboard='none')",
+        raises="ValueError",
+    )
+    assert (tmp_path / "0").read_text() == "left open"
+
+
+def test_what_c_streams_of_the_kernel_hold_for_a_pipe_is_written_once(kernel: Kernel) -> None:
+    kernel.run(
+        C_STREAMS + "reader, writer = os.pipe()\n"
+        "stream = libc.fdopen(writer, b'w')\n"
+        "libc.fputs(b'kernel\\n', stream)\n"
+        "def function(): libc.fputs(b'rank\\n', stream)"
+    )
+    cell = kernel.run(
+        "nblaunch.notebook_launcher(function, num_processes=2, start_method='fork', dashboard='none')\n"
+        "libc.fflush(stream)\n"
+        "os.read(reader, 1000).split()"
+    )
+    assert cell.value == [b"rank", b"rank", b"kernel"]
