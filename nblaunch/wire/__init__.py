@@ -18,6 +18,7 @@ From a worker:
 Both ways between launcher and workers:
 
     payload.py          values in memory files, pickled
+    hidden_classes.py   classes that claim a module in which they are not to be found
     made_anew.py        what a fresh process makes anew: compiled functions, executors, data loaders
     blocks.py           tensors and arrays that share memory, which they do again when they are read
     file_parts.py       parts of memory files, written and read

@@ -36,7 +36,7 @@ from typing import Any
 
 import cloudpickle
 
-from nblaunch.wire import accelerate_states, made_anew, signing
+from nblaunch.wire import accelerate_states, hidden_classes, made_anew, signing
 from nblaunch.wire.blocks import Arrays, Place, Span
 from nblaunch.wire.file_parts import CopiedFile, FileWriter, MappedFile, NullWriter, aligned
 from nblaunch.wire.originals import Unchanged
@@ -85,9 +85,9 @@ class NotebookPickler(cloudpickle.CloudPickler):
         is_named = isinstance(obj, (type, types.FunctionType)) and self._is_of_main(obj)
         if is_named and self._main_by_reference:
             return obj.__qualname__
-        of_new = made_anew.reduction(obj)
-        if of_new is not None:
-            return of_new
+        elsewhere = made_anew.reduction(obj) or hidden_classes.reduction(obj)
+        if elsewhere is not None:
+            return elsewhere
         if not is_named:
             return super().reducer_override(obj)
         reduced = super().reducer_override(obj)

@@ -204,3 +204,15 @@ def test_one_with_another_text_is_pickled_as_what_it_was() -> None:
     again = pickle.loads(pickle.dumps(changed))
     assert type(again) is ValueError
     assert str(again) == "long"
+
+
+@pytest.mark.parametrize("outcome", [pytest.skip, pytest.fail, pytest.xfail, pytest.exit])
+def test_outcomes_of_pytest_arrive_as_what_they_are(outcome: Any) -> None:
+    with pytest.raises(outcome.Exception) as raised:
+        outcome("why")
+    body = exceptions.dump(raised.value)
+    assert body is not None
+    arrived = exceptions.load(body)
+    assert type(arrived) is outcome.Exception
+    assert str(arrived) == "why"
+    assert vars(arrived) == vars(raised.value)
