@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import OpenFile
+from nblaunch.worker.inheritance.written_files import WrittenFiles
 
 TEXT = b"0123456789"
 
@@ -144,3 +146,53 @@ def test_what_can_not_be_opened_anew_is_returned(
         assert files[0].name == f"descriptor {fd}"
         assert files_of(fd)  # numbers are tried
     assert files[0].name == str(moved)
+
+
+def test_files_that_a_thread_opens_and_closes_meanwhile_are_no_obstacle(
+    path: Path, opened: Callable[..., int]
+) -> None:
+    fd = opened(path, os.O_RDWR)
+    is_over = threading.Event()
+
+    def open_and_close() -> None:
+        while not is_over.is_set():
+            first = os.open(path, os.O_RDWR)
+            second = os.dup(first)
+            os.close(first)
+            os.close(second)
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(300):
+            assert any(fd in file.fds for file in positions.open_files(()))
+            positions.written_channels(())
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_descriptors_closed_between_two_looks_at_them_are_left_out(
+    path: Path, opened: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fds = [opened(path, os.O_RDWR), opened(path, os.O_RDWR)]
+    closing = os.open(path, os.O_RDWR)
+    look_at = positions._look_at
+
+    def close_after_look(fd: int) -> OpenFile | None:
+        file = look_at(fd)
+        if fd == closing:
+            os.close(closing)
+        return file
+
+    monkeypatch.setattr(positions, "_look_at", close_after_look)
+    assert sorted(file.fds for file in files_of(*fds, closing)) == [(fds[0],), (fds[1],)]
+
+
+def test_a_file_closed_after_the_listing_has_no_file_objects(path: Path) -> None:
+    closed = os.open(path, os.O_RDWR)
+    files = files_of(closed)
+    os.close(closed)
+    assert not WrittenFiles.of_this_process(files, range(2)).has_objects

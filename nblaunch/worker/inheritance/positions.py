@@ -13,6 +13,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from nblaunch.host import descriptors
@@ -161,23 +162,29 @@ def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
 
     Each descriptor in turn sets the description's flag ``O_NONBLOCK``, which says nothing about files and folders, by
     one bit of its place among ``fds``; then each reads it. In all bits, it reads the place of the last that shares it.
+    Descriptors that a thread closes meanwhile are left out.
     """
     if len(fds) == 1:
         return [fds]
-    last = [0] * len(fds)
+    last = dict.fromkeys(fds, 0)
     try:
         for bit in range(len(fds).bit_length()):
             for place, fd in enumerate(fds):
                 mark = os.O_NONBLOCK if place >> bit & 1 else 0
-                fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK | mark)
-            for place, fd in enumerate(fds):
-                mark = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
-                last[place] |= bool(mark) << bit
+                with suppress(OSError):
+                    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK | mark)
+            for fd in tuple(last):
+                try:
+                    mark = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
+                    last[fd] |= bool(mark) << bit
+                except OSError:
+                    del last[fd]
     finally:
         for fd in fds:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+            with suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     together: dict[int, list[int]] = {}
-    for place, fd in zip(last, fds, strict=True):
+    for fd, place in last.items():
         together.setdefault(place, []).append(fd)
     return together.values()
 

@@ -142,7 +142,9 @@ takes 20 ms, and is not repeated for the same files."""
 def _file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
     """Return descriptor -> this process's file objects, the outermost first, of those that Python has opened."""
     global _last_look
-    identities = {fd: _identity(fd) for fd in fds if not _is_database(fd)}
+    identities = {
+        fd: identity for fd in fds if not _is_database(fd) and (identity := _identity(fd)) is not None
+    }
     objects = {fd: _seen_before(fd, identity) for fd, identity in identities.items()}
     if None in objects.values():
         objects = {fd: [] for fd in identities}
@@ -169,9 +171,15 @@ def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
     return files if files and all(_number(file) == fd for file in files) else None
 
 
-def _identity(fd: int) -> tuple[int, ...]:
-    """Return what distinguishes a file from another that has the same descriptor, or inode, later."""
-    status = os.fstat(fd)
+def _identity(fd: int) -> tuple[int, ...] | None:
+    """Return what distinguishes a file from another that has the same descriptor, or inode, later.
+
+    None where a thread has closed it meanwhile, as that of IPython's history does.
+    """
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
     return fd, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
