@@ -11,16 +11,15 @@ from torch import nn
 from nblaunch.training.models import is_compiled_module, repeated_blocks
 from nblaunch.wire.weights import is_sharded_model
 
-_STEP = 1024
+_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes in the largest fitting unit: ``"1.5 GB"``."""
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if size < _STEP:
-            return f"{round(size, 2)} {unit}"
-        size /= _STEP
-    return f"{round(size, 2)} PB"
+    """Return a number of bytes in the largest fitting unit of 1024 and its powers: ``"1.5 GB"``."""
+    whole = max(int(size), 1)
+    power = min((whole.bit_length() - 1) // 10, len(_UNITS) - 1)
+    scaled = size / 1024**power if power else size
+    return f"{round(scaled, 2)} {_UNITS[power]}"
 
 
 def get_pretty_name(obj: Any) -> str:
@@ -31,11 +30,12 @@ def get_pretty_name(obj: Any) -> str:
 
 def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
     """Put the items of ``source`` into ``destination``, nested dicts into those of the same key, and return it."""
-    for key, value in source.items():
-        if isinstance(value, dict):
-            merge_dicts(value, destination.setdefault(key, {}))
-        else:
-            destination[key] = value
+    pending: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = [(source, destination)]
+    while pending:
+        given, merged = pending.pop()
+        nested = {key: items for key, items in given.items() if isinstance(items, dict)}
+        merged.update((key, item) for key, item in given.items() if key not in nested)
+        pending += [(items, merged.setdefault(key, {})) for key, items in nested.items()]
     return destination
 
 
