@@ -84,12 +84,22 @@ def _begins_function(frame: FrameType) -> bool:
 def _loops_in(frame: FrameType) -> Sequence[ast.For]:
     """Return the loops of a frame's function around the line where it is, innermost first."""
     code = frame.f_code
-    body = _function_at(code.co_filename, code.co_name, code.co_firstlineno)
-    if body is None:
+    loops = _loops_at(code.co_filename, code.co_name, code.co_firstlineno, frame.f_lineno)
+    if loops is None:
         raise _UnknownError
+    return loops
+
+
+@lru_cache(maxsize=64)
+def _loops_at(filename: str, name: str, first_line: int, line: int) -> Sequence[ast.For] | None:
+    """Return the loops around a line of a function, innermost first; None where they can't be read."""
+    body = _function_at(filename, name, first_line)
     loops: list[ast.For] = []
-    _descend(body, frame.f_lineno, loops, _read_at(body, frame.f_lineno))
-    return loops[::-1]
+    try:
+        _descend(body or (), line, loops, _read_at(body or (), line))
+    except _UnknownError:
+        return None
+    return None if body is None else loops[::-1]
 
 
 def _read_at(body: Sequence[ast.stmt], line: int) -> str:
@@ -156,7 +166,6 @@ def _assigns(body: Sequence[ast.stmt], name: str) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
 def _function_at(filename: str, name: str, first_line: int) -> Sequence[ast.stmt] | None:
     """Return the statements of the function, or of the module, that a code object was compiled from."""
     try:
