@@ -9,11 +9,15 @@ is kept from children by :func:`forks_held_back`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_HIGH = 960
+"""Below the usual limit, 1024. A higher number costs memory: the system keeps a table up to the highest one."""
 
 _kernel_only: set[int] = set()
 _forking = threading.RLock()
@@ -78,6 +82,19 @@ def check_room(count: int) -> None:
     finally:
         for fd in opened:
             os.close(fd)
+
+
+def high_copy(fd: int) -> int:
+    """Return a copy of a descriptor, out of reach of code that closes all low numbers.
+
+    It is ``fd`` itself if that is negative, or if the process may have no such number.
+    """
+    if fd < 0:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except OSError:
+        return fd
 
 
 def _close_in_child() -> None:

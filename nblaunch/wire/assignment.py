@@ -9,9 +9,10 @@ import linecache
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nblaunch.host import descriptors
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath
 
@@ -96,6 +97,17 @@ class Assignment:
         """The descriptors that no other worker needs."""
         fds = (self.event_fd, self.outbox_fd, self.command_fd, self.debug_fd)
         return tuple(fd for fd in fds if fd >= 0)
+
+    def with_high_descriptors(self) -> Assignment:
+        """Copy the worker's descriptors to high numbers: a function may close all low ones (``os.closerange``)."""
+        return replace(
+            self,
+            board_fd=descriptors.high_copy(self.board_fd),
+            event_fd=descriptors.high_copy(self.event_fd),
+            outbox_fd=descriptors.high_copy(self.outbox_fd),
+            command_fd=descriptors.high_copy(self.command_fd),
+            debug_fd=descriptors.high_copy(self.debug_fd),
+        )
 
 
 def capture_sources() -> dict[str, str]:

@@ -100,13 +100,13 @@ class _Worker:
         process_control.end_with_parent(assignment.parent_pid)
         process_control.reset_signals()
         descendants.carry(assignment.descendant_tag)
-        self.assignment = assignment
+        self.assignment = assignment = assignment.with_high_descriptors()
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
         self.locks = WorkerLocks(assignment.board_fd, assignment.rank)
         self.interrupts = process_control.Interrupts(self.slot)
         self.child_handler = process_control.ChildHandler()
         self.sender = EventSender(assignment.event_fd)
-        self.files = files
+        self.files = files and files.with_own((*assignment.own_fds, assignment.board_fd))
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
         self._debugger: Debugger | None = None

@@ -218,3 +218,36 @@ notebook_launcher(train, num_processes=2)
         cell.raised.lines[cell.raised.lines.index("ValueError: no settings") + 1] == "seen in settings.yaml"
     )
     assert len(cell.raised.lines) <= MAX_LINES, cell.describe()
+
+
+def test_a_function_may_close_descriptors_that_it_does_not_know(kernel: Kernel) -> None:
+    kernel.run(
+        """
+import os, torch, nblaunch
+class Odd(Exception): pass
+def function(fails):
+    import os
+    os.closerange(3, 900)
+    opened = [os.open(os.devnull, os.O_WRONLY) for _ in range(40)]
+    if fails:
+        raise Odd("of the cell")
+    return torch.arange(100_000), os.environ["RANK"]
+"""
+    )
+    for method in ("fork", "forkserver", "spawn"):
+        launch = (
+            f"nblaunch.notebook_launcher(function, (fails,), 2, start_method={method!r}, dashboard='none')"
+        )
+        kernel.run(
+            f"""
+fails = True
+try:
+    {launch}
+except Odd as error:
+    assert str(error) == "of the cell"
+else:
+    assert False
+fails = False
+assert {launch}[0].sum() == 4999950000
+"""
+        )

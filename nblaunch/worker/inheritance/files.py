@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nblaunch import formatting, packages
@@ -60,6 +60,10 @@ class KernelFiles:
         if written.has_objects:  # which were written: they may stand elsewhere now
             files = positions.open_files(own)
         return cls(frozenset(own), files, written)
+
+    def with_own(self, fds: Collection[int]) -> KernelFiles:
+        """Return the same files, where nblaunch has more descriptors."""
+        return replace(self, own=self.own.union(fds))
 
     def renew(self) -> None:
         """Make the files this worker's. First of all in a worker, which closes some of the kernel's itself."""
