@@ -28,7 +28,7 @@ DdpStrategy.setup_module = Fsdp2Strategy.setup_module = lambda self, model, proc
 Accelerator.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor
 Accelerator.gather_for_metrics = lambda self, data, **options: self.gather(data)
 Accelerator.load_state = lambda self, folder: None
-weights.load_back = lambda modules, state_dicts, lost: (set(modules), [])
+weights.load_back = lambda modules, state_dicts, lost, *more: (set(modules), [])
 selfcheck_jobs._raise_in_last_rank = lambda: Accelerator().wait_for_everyone()
 
 sys.exit(main(["test", "--cpu", "--num_processes", "2", "--start_method", "fork"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from nblaunch.wire.board import SlotReading
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> JobLog:
+def log(nothing_left_behind: None, tmp_path: Path) -> Iterator[JobLog]:
     made = JobLog(str(tmp_path))
     made.make_attempt_folder(0, range(2))
-    return made
+    yield made
+    made.end()
 
 
 def died(code: int) -> AttemptReport:

@@ -70,6 +70,8 @@ def test_a_second_launch_goes_on_where_the_first_has_ended(start_method: str) ->
     assert parts[1] != pytest.approx(_launch(other, fresh, 2), rel=1e-3)
 
 
+# torch warns about each scheduler that was pickled, whose optimizer has no mark of it.
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_schedulers_go_on_with_their_optimizers(start_method: str) -> None:
     model, optimizer = _built()

@@ -16,7 +16,7 @@ def train(model):
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
     begun = time.monotonic()
     for (batch,) in loader:
-        time.sleep(0.08 if accelerator.process_index == 1 else 0.02)
+        time.sleep(0.15 if accelerator.process_index == 1 else 0.01)
         accelerator.backward(model(batch).mean())
         optimizer.step()
         optimizer.zero_grad()

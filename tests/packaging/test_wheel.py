@@ -36,10 +36,13 @@ COMES_WITH = {
 # Optional packages of users, asked for only where they are installed or where the user names them.
 OF_USERS = {
     "accelerate",
+    "comet_ml",
     "mlflow",
     "pandas",
+    "swanlab",
     "tensorboard",
     "tqdm",
+    "trackio",
     "transformers",
     "wandb",
 }
