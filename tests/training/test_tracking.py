@@ -86,7 +86,7 @@ def test_names_classes_and_trackers_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "is_installed", lambda name: name != "mlflow")
+    monkeypatch.setattr(hub, "is_installed", lambda name: name in ("tensorboard", "wandb"))
     assert Accelerator(log_with="all", project_dir=tmp_path).log_with == [
         JsonlTracker,
         TensorBoardTracker,
@@ -104,7 +104,7 @@ def test_what_is_not_installed_is_left_out_with_a_warning(
 
 
 def test_what_is_unknown_or_lacks_a_folder_is_reported() -> None:
-    with pytest.raises(ValueError, match=r"log_with='aim'.*'all', 'jsonl', 'mlflow', "):
+    with pytest.raises(ValueError, match=r"log_with='aim'.*'all', .*'jsonl', 'mlflow', "):
         Accelerator(log_with="aim")
     with pytest.raises(ValueError, match="log_with=3 is unknown"):
         Accelerator(log_with=[3])
