@@ -97,8 +97,9 @@ def jobs() -> list[JobSummary]:
             records.append(record)
             listed.append(summary)
     known = {record.address for record in records if record is not None}
-    listed += _without_folder(homes, known)
-    return sorted((one for one in listed if one is not None), key=lambda one: one.started_s)
+    # A job that is just putting its files back looks damaged, and answers.
+    by_folder = {one.log_dir: one for one in [*listed, *_without_folder(homes, known)] if one is not None}
+    return sorted(by_folder.values(), key=lambda one: one.started_s)
 
 
 def find(job_id: str | None) -> JobFolder:

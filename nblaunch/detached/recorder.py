@@ -33,7 +33,7 @@ from nblaunch.detached.folder import (
 from nblaunch.detached.record import FORMAT, End, Record
 from nblaunch.diagnosis.exceptions import RemoteRendering
 from nblaunch.errors import ResultError
-from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, StatusLine
+from nblaunch.events import DeviceUse, Event, HostMemory, JobEnded, LogLines, Note, Started, StatusLine
 from nblaunch.host import descriptors, disk, files
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
@@ -105,6 +105,7 @@ class Recorder:
         self._pending: deque[Event] = deque()
         self._num_dropped = 0
         self._next_write_s = self._next_check_s = 0.0
+        self._has_workers = False
         self._lock = threading.RLock()  # of what the thread of requests does as well: it restores the folder
         self._home_fd = -1
         self._keep_home_from_cleaners()
@@ -131,6 +132,9 @@ class Recorder:
             self._save_end(event)
         elif not isinstance(event, _IN_LOGS):
             self._append(event)
+            if isinstance(event, Started) and not self._has_workers:
+                self._has_workers = True
+                self._write_snapshot()  # its file says that workers run; readings come a moment later
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Write the state of all ranks, a few times a second, and look after the folder."""
@@ -188,7 +192,7 @@ class Recorder:
                 self._move_events(_make_events(fd), key)
             if not _exists(fd, END_RESERVE):
                 files.reserve(fd, END_RESERVE, MAX_END_BYTES)
-        if self._readings:
+        if self._has_workers:
             self._write_snapshot()
         self.publish()
 

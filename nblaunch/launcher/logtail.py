@@ -76,6 +76,8 @@ class LogTail:
         self._fd = -1
         self._line = _Line()
         self._status = ""
+        if keeps_file:  # before anything can remove it
+            self._is_open()
 
     def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
         """Return what is new since the last call, at most ``max_bytes`` of it."""
@@ -100,9 +102,7 @@ class LogTail:
 
     def close(self) -> None:
         """Read no more."""
-        for fd in (self._fd, self._copy_fd):
-            if fd >= 0:
-                os.close(fd)
+        descriptors.close(*(fd for fd in (self._fd, self._copy_fd) if fd >= 0))
         self._fd = self._copy_fd = -1
 
     @property
@@ -118,8 +118,9 @@ class LogTail:
         with suppress(OSError):  # it is not there yet
             fd = self._opener(str(self._path), os.O_RDONLY | os.O_CLOEXEC)
             os.lseek(fd, position, os.SEEK_SET)
-            os.close(self._fd)
+            descriptors.close(self._fd)
             self._fd = fd
+            descriptors.keep_from_children(fd)
 
     def _take(self, max_bytes: int) -> bytes:
         """Return bytes that were not read yet; none at the end of the file."""
@@ -156,14 +157,16 @@ class LogTail:
                 self._path.unlink()
             return
         if self._copy_fd >= 0:
-            os.close(self._copy_fd)
+            descriptors.close(self._copy_fd)
         self._copy_fd = copy_fd
+        descriptors.keep_from_children(copy_fd)
 
     def _is_open(self) -> bool:
         if self._fd < 0:
             try:
                 flags = (os.O_RDWR if self._max_bytes else os.O_RDONLY) | os.O_CLOEXEC
                 self._fd = self._opener(str(self._path), flags)
+                descriptors.keep_from_children(self._fd)
             except FileNotFoundError:
                 return False  # the worker has not come so far
             except OSError as error:

@@ -30,7 +30,7 @@ from nblaunch.detached.record import FORMAT, Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import Endpoint
 from nblaunch.errors import JobLost, NblaunchError, ResultError
-from nblaunch.events import AttemptStarted, Event, Fact, HostMemory, JobEnded, LogLines
+from nblaunch.events import AttemptStarted, Event, Fact, HostMemory, JobEnded, LogLines, Started
 from nblaunch.host import files
 from nblaunch.host.machine import ProcessMark
 from nblaunch.launcher.joblog import JobLog
@@ -274,6 +274,17 @@ def test_a_machine_is_known_by_its_id_and_not_by_its_name(changes: dict[str, str
         if status.startswith("on "):
             with pytest.raises(LookupError, match="another machine, here: attach to it there"):
                 nblaunch.attach()
+
+
+def test_a_job_runs_from_the_start_of_its_first_worker_on() -> None:
+    with recorded() as (folder, recorder):
+        statuses = [nblaunch.jobs()[0].status]
+        recorder.on_event(Started(0, 1.0, pid=1))
+        statuses.append(nblaunch.jobs()[0].status)
+        shutil.rmtree(folder.path)  # before the board was read for the first time
+        assert recorder.restore() == ""
+        statuses.append(nblaunch.jobs()[0].status)
+    assert statuses == ["starting", "running", "running"]
 
 
 def test_a_job_that_was_lost_by_a_restart_says_so() -> None:

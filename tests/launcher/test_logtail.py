@@ -184,3 +184,20 @@ def test_a_part_that_another_process_has_dropped_is_skipped(tail: LogTail, path:
         file.seek(1 << 18)
         file.write(b"last\n")
     assert lines(tail.read()) == ["last"]
+
+
+def test_a_file_that_is_removed_before_it_was_read_for_the_first_time_comes_back(path: Path) -> None:
+    path.touch()
+    tail = LogTail(0, path, keeps_file=True)
+    with path.open("w") as log:  # as its rank has it open
+        path.unlink()
+        log.write("first\nlast\n")
+    try:
+        events = list(tail.read_rest())
+    finally:
+        tail.close()
+    assert [line for event in events if isinstance(event, LogLines) for line in event.lines] == [
+        "first",
+        "last",
+    ]
+    assert path.read_text() == "first\nlast\n"
