@@ -95,8 +95,8 @@ class JobLost(NblaunchError, RuntimeError):
 class ResultError(NblaunchError, TypeError):
     """The function finished, but its return value can't be sent to the kernel.
 
-    ``partial`` is the return value with an :class:`nblaunch.wire.pickle_errors.Unpicklable` for each part that can't be
-    pickled.
+    ``partial`` is the return value with an :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` for each part that
+    can't be pickled.
     """
 
     partial: Any = None  # also where it was too large to travel with the error

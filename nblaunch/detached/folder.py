@@ -38,8 +38,9 @@ from nblaunch.host import descriptors, files
 from nblaunch.host.machine import ProcessState
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire import payload, signing
+from nblaunch.wire import signing
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.pickling import payload
 
 RECORD, END, END_RESERVE, EVENTS = "record.json", "end.json", "end.reserve", "events"
 RESULT, WEIGHTS = "result", "weights"

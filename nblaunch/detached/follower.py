@@ -33,8 +33,9 @@ from nblaunch.host.machine import ProcessState
 from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.wire import exceptions, payload
+from nblaunch.wire import exceptions
 from nblaunch.wire.assignment import restore_sources
+from nblaunch.wire.pickling import payload
 
 _POLL_S = 0.1
 _FIRST_LOOK_S = 5.0

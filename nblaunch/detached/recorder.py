@@ -38,10 +38,10 @@ from nblaunch.host import descriptors, disk, files
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.requests import JobRequests
-from nblaunch.wire import payload
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.exceptions import shortened
+from nblaunch.wire.pickling import payload
 from nblaunch.worker.failure import describe_failure
 
 _PROGRESS_S = 0.25

@@ -22,9 +22,9 @@ from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import BUSY, SessionOutput
-from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
+from nblaunch.wire.pickling import payload, pickle_errors
 from nblaunch.wire.worker_commands import (
     Close,
     Execute,

@@ -21,9 +21,9 @@ from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import WorkerState
 from nblaunch.user_code import ipython_shell
-from nblaunch.wire import payload
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import (
     NO_DESCRIPTOR,
     Close,

@@ -58,7 +58,7 @@ class RankCommands(ABC):
 
         Returns:
             rank -> the value of a last expression; None on ranks without one. Tensors arrive on the CPU, and an
-            :class:`nblaunch.wire.pickle_errors.Unpicklable` stands for what can't be pickled.
+            :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` stands for what can't be pickled.
 
         Raises:
             KeyboardInterrupt: the command was interrupted. Names that ranks have set stay.

@@ -15,8 +15,8 @@ from nblaunch.backends.base import Backend
 from nblaunch.context import ProcessContext
 from nblaunch.events import Event
 from nblaunch.topology import Topology
-from nblaunch.wire import payload
 from nblaunch.wire.assignment import FunctionCall
+from nblaunch.wire.pickling import payload
 
 
 def run_inline(

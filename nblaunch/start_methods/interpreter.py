@@ -16,10 +16,10 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import Note
 from nblaunch.host import descriptors
 from nblaunch.start_methods.saved_call import SavedCall, present_folder
-from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.channel import EventSender
+from nblaunch.wire.pickling import payload
 from nblaunch.worker import process_control
 
 # The kernel's search path comes first of all: nblaunch itself may have been found through it.

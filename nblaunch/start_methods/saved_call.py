@@ -16,9 +16,9 @@ from nblaunch import env
 from nblaunch.errors import PayloadError
 from nblaunch.host import descriptors
 from nblaunch.spec import name_of
-from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sources
 from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.pickling import payload, pickle_errors
 from nblaunch.worker import output
 from nblaunch.worker.inheritance import connected_engines
 from nblaunch.worker.inheritance.modules import Place, find_at, places_of_this_process
@@ -31,7 +31,7 @@ class SavedCall:
     """A call as it was at one moment, and all that a fresh process needs to run it as this one would have then.
 
     Args:
-        fd: memory file of the call, see ``wire/payload.py``.
+        fd: memory file of the call, see ``wire/pickling/payload.py``.
         modules: the user's modules that imports would not find there now, by name.
         settings: of libraries, warnings and loggers.
         random_states: of this process, so that a fresh worker draws the numbers that a forked one would.

@@ -17,13 +17,8 @@ From a worker:
 
 Both ways between launcher and workers:
 
-    payload.py          values in memory files, pickled
-    hidden_classes.py   classes that claim a module in which they are not to be found
-    made_anew.py        what a fresh process makes anew: compiled functions, executors, data loaders
-    blocks.py           tensors and arrays that share memory, which they do again when they are read
-    file_parts.py       parts of memory files, written and read
+    pickling/           values in memory files, pickled
     argument_paths.py   torch modules and optimizers in the arguments, by argument path
-    pickle_errors.py    which part of a value can't be pickled
     worker_commands.py  commands of a session and to the debugger, and replies, on a pair of sockets
     stop_agreement.py   the step at which all ranks stop, over the board
 

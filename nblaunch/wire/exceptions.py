@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any
 
-from nblaunch.wire.payload import to_bytes
+from nblaunch.wire.pickling.payload import to_bytes
 
 MAX_CHARACTERS = 1 << 16
 """Of an exception's text that travels and is shown. The exception itself keeps all of its own."""

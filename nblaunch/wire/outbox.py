@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.events import StateSent, ValueLocation
-from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.argument_paths import ArgPath, path_name
+from nblaunch.wire.pickling import payload, pickle_errors
 
 _MIN_KEPT_BYTES = 64 << 20
 """Of a value that stays in the file it came in."""
@@ -28,8 +28,8 @@ class RankResult:
     """What a worker has left, as far as it could be read.
 
     Args:
-        value: the return value; a :class:`~nblaunch.wire.pickle_errors.Unpicklable` stands for each part that can't
-            travel.
+        value: the return value; a :class:`~nblaunch.wire.pickling.pickle_errors.Unpicklable` stands for each part that
+            can't travel.
         states: argument path -> state dict of that module or optimizer, on the CPU; a
             :class:`nblaunch.wire.originals.Unchanged` stands for each tensor that is as it was.
         value_error: why the value can't be rebuilt in this process.

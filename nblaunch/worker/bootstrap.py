@@ -41,12 +41,12 @@ from nblaunch.backends import process_group
 from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
-from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.originals import Originals
+from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery

@@ -16,7 +16,7 @@ READERS = {
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; in files under the user's signature",
     "nblaunch.wire.worker_commands": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
-    "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; others under the user's signature",
+    "nblaunch.wire.pickling.payload": "memory files of our own processes, and others under the user's signature",
     "nblaunch.training.strategies.shard_files": "metadata of shards, of which no other classes are made than they need",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
     "nblaunch.worker.inheritance.settings": "values in an assignment, see nblaunch.start_methods.interpreter",

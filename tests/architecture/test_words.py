@@ -40,7 +40,7 @@ UNUSED = [
 PATTERN = re.compile(rf"(?<![A-Za-z])({'|'.join(UNUSED)})(?![A-Za-z])", re.IGNORECASE)
 
 ALLOWED = {
-    "nblaunch/wire/payload.py": ("self.tell()",),  # of a file
+    "nblaunch/wire/pickling/payload.py": ("self.tell()",),  # of a file
 }
 
 

@@ -148,7 +148,7 @@ def test_the_stack_of_one_thread_is_read_as_it_is_written_alone() -> None:
 def test_what_is_sent_after_the_function_is_distinguished_from_the_function() -> None:
     text = dump(
         ("/home/me/train.py", 6, "__reduce__"),
-        ("/site/nblaunch/wire/payload.py", 50, "append"),
+        ("/site/nblaunch/wire/pickling/payload.py", 50, "append"),
         ("/site/nblaunch/wire/outbox.py", 60, Outbox.put_value.__name__),
         BOOTSTRAP,
     )

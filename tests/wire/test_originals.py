@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from nblaunch.start_methods.fork import pause_pools
-from nblaunch.wire import outbox, payload
+from nblaunch.wire import outbox
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.originals import Originals, Unchanged
+from nblaunch.wire.pickling import payload
 
 pytestmark = pytest.mark.timeout(60)
 

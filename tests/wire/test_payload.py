@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nblaunch.events import StateSent
-from nblaunch.wire import outbox, payload
+from nblaunch.wire import outbox
 from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.pickling import payload
 
 MB = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.wire import pickle_errors
+from nblaunch.wire.pickling import pickle_errors
 
 LOCK = threading.Lock()
 

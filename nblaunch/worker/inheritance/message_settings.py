@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nblaunch import packages
-from nblaunch.wire import payload
+from nblaunch.wire.pickling import payload
 
 
 class WarningFilter(NamedTuple):

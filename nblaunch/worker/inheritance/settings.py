@@ -19,14 +19,14 @@ from operator import attrgetter
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.wire import payload
+from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import message_settings
 
 _TINY = sys.float_info.min
 
 
 @dataclass(frozen=True)
-class Setting:
+class LibrarySetting:
     """A setting, or several that one function reads.
 
     Args:
@@ -91,7 +91,7 @@ class KernelSettings:
             f"{'; '.join(self.left)}. Make them inside the function"
         )
 
-    def _write(self, setting: Setting, module: Any) -> None:
+    def _write(self, setting: LibrarySetting, module: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -105,7 +105,7 @@ class KernelSettings:
         print(f"{setting.name} of the kernel can't be set in this worker: {message}", file=sys.stderr)
 
 
-def _read(setting: Setting, module: Any, values: dict[str, bytes], left: list[str]) -> None:
+def _read(setting: LibrarySetting, module: Any, values: dict[str, bytes], left: list[str]) -> None:
     try:
         value = setting.read(module)
     except Exception:
@@ -119,10 +119,10 @@ def _read(setting: Setting, module: Any, values: dict[str, bytes], left: list[st
 # --- how settings are read and written ------------------------------------------------------------------------------
 
 
-def _attributes(module: str, *paths: str) -> Iterator[Setting]:
+def _attributes(module: str, *paths: str) -> Iterator[LibrarySetting]:
     """Yield a row for each attribute of ``module``, as ``"backends.cudnn.benchmark"``."""
     for path in paths:
-        yield Setting(f"{module}.{path}", module, attrgetter(path), partial(_set_attribute, path))
+        yield LibrarySetting(f"{module}.{path}", module, attrgetter(path), partial(_set_attribute, path))
 
 
 def _set_attribute(path: str, module: Any, value: Any) -> None:
@@ -130,10 +130,10 @@ def _set_attribute(path: str, module: Any, value: Any) -> None:
     setattr(attrgetter(owner)(module) if owner else module, name, value)
 
 
-def _calls(module: str, *pairs: tuple[str, str]) -> Iterator[Setting]:
+def _calls(module: str, *pairs: tuple[str, str]) -> Iterator[LibrarySetting]:
     """Yield a row for each pair of a function that returns a setting and a function that takes it."""
     for read, write in pairs:
-        yield Setting(f"{module}.{write}", module, partial(_call, read), partial(_call, write))
+        yield LibrarySetting(f"{module}.{write}", module, partial(_call, read), partial(_call, write))
 
 
 def _call(path: str, module: Any, *args: Any) -> Any:
@@ -224,23 +224,23 @@ def _take_over_run(wandb: Any, run: Any) -> None:
 _PYTHON = (
     *_calls("sys", ("getrecursionlimit", "setrecursionlimit"), ("getswitchinterval", "setswitchinterval")),
     *_calls("sys", ("get_int_max_str_digits", "set_int_max_str_digits")),
-    Setting(
+    LibrarySetting(
         "gc.set_threshold", "gc", lambda gc: gc.get_threshold(), lambda gc, value: gc.set_threshold(*value)
     ),
-    Setting(
+    LibrarySetting(
         "gc.disable",
         "gc",
         lambda gc: gc.isenabled(),
         lambda gc, value: gc.enable() if value else gc.disable(),
     ),
-    Setting(
+    LibrarySetting(
         "locale.setlocale",
         "locale",
         lambda locale: locale.setlocale(locale.LC_ALL),
         lambda locale, value: locale.setlocale(locale.LC_ALL, value),
     ),
-    Setting("decimal.setcontext", "decimal", _decimal_context, _set_decimal_context),
-    Setting("multiprocessing.set_start_method", "multiprocessing", _start_method, _set_start_method),
+    LibrarySetting("decimal.setcontext", "decimal", _decimal_context, _set_decimal_context),
+    LibrarySetting("multiprocessing.set_start_method", "multiprocessing", _start_method, _set_start_method),
     *_calls("socket", ("getdefaulttimeout", "setdefaulttimeout")),
     *_calls("csv", ("field_size_limit", "field_size_limit")),
     *_attributes("tempfile", "tempdir"),
@@ -294,43 +294,45 @@ _TORCH = (
         "backends.mkldnn.rnn.fp32_precision",
         "backends.mkldnn.matmul.fp32_precision",
     ),
-    Setting(
+    LibrarySetting(
         "torch.autograd.set_detect_anomaly",
         "torch",
         lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda torch, value: torch.set_anomaly_enabled(*value),
     ),
-    Setting(
+    LibrarySetting(
         "torch.set_printoptions",
         "torch",
         lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
         partial(_set_by_keywords, "set_printoptions"),
     ),
     # torch has no function that reads it. Where denormal numbers are taken for 0, so are Python's.
-    Setting(
+    LibrarySetting(
         "torch.set_flush_denormal",
         "torch",
         lambda torch: _TINY / 2 == 0,
         lambda torch, value: torch.set_flush_denormal(value),
     ),
     *(
-        Setting(module, module, _compiler_values, _set_compiler_values)
+        LibrarySetting(module, module, _compiler_values, _set_compiler_values)
         for module in ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
     ),
 )  # fmt: skip
 
 _LIBRARIES = (
-    Setting("numpy.seterr", "numpy", lambda numpy: numpy.geterr(), partial(_set_by_keywords, "seterr")),
-    Setting(
+    LibrarySetting(
+        "numpy.seterr", "numpy", lambda numpy: numpy.geterr(), partial(_set_by_keywords, "seterr")
+    ),
+    LibrarySetting(
         "numpy.set_printoptions",
         "numpy",
         lambda numpy: numpy.get_printoptions(),
         partial(_set_by_keywords, "set_printoptions"),
     ),
     *_calls("numpy", ("geterrcall", "seterrcall"), ("getbufsize", "setbufsize")),
-    Setting("pandas.options", "pandas", _pandas_options, _set_pandas_options),
-    Setting("matplotlib.rcParams", "matplotlib", _figure_parameters, _set_figure_parameters),
-    Setting(
+    LibrarySetting("pandas.options", "pandas", _pandas_options, _set_pandas_options),
+    LibrarySetting("matplotlib.rcParams", "matplotlib", _figure_parameters, _set_figure_parameters),
+    LibrarySetting(
         "sklearn.set_config",
         "sklearn",
         lambda sklearn: sklearn.get_config(),
@@ -339,9 +341,9 @@ _LIBRARIES = (
     *_attributes("PIL.Image", "MAX_IMAGE_PIXELS"),
     *_attributes("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     *_attributes("transformers.utils.logging", "_tqdm_active"),
-    Setting("wandb.run", "wandb", lambda wandb: wandb.run, _take_over_run),
+    LibrarySetting("wandb.run", "wandb", lambda wandb: wandb.run, _take_over_run),
     *_calls("cv2", ("getNumThreads", "setNumThreads")),
 )
 
-SETTINGS: tuple[Setting, ...] = (*_PYTHON, *_TORCH, *_LIBRARIES)
+SETTINGS: tuple[LibrarySetting, ...] = (*_PYTHON, *_TORCH, *_LIBRARIES)
 """Written in this order. Threads of OpenMP and torch are not here: workers share the cores."""

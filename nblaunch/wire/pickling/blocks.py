@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from nblaunch.wire.file_parts import ALIGN
+from nblaunch.wire.pickling.memory_file import ALIGN
 
 _MAX_WASTE = 2
 _MAX_WASTE_BYTES = 1 << 16

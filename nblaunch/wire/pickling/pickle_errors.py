@@ -11,7 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from nblaunch.user_code import captured_variables
-from nblaunch.wire.payload import pickling_error
+from nblaunch.wire.pickling.payload import pickling_error
 
 _KINDS_OF_FUNCTION = (FunctionType, MethodType, functools.partial)
 _MAX_DEPTH = 4

@@ -36,10 +36,11 @@ from typing import Any
 
 import cloudpickle
 
-from nblaunch.wire import accelerate_states, hidden_classes, made_anew, signing
-from nblaunch.wire.blocks import Arrays, Place, Span
-from nblaunch.wire.file_parts import CopiedFile, FileWriter, MappedFile, NullWriter, aligned
+from nblaunch.wire import accelerate_states, signing
 from nblaunch.wire.originals import Unchanged
+from nblaunch.wire.pickling import hidden_classes, process_bound
+from nblaunch.wire.pickling.blocks import Arrays, Place, Span
+from nblaunch.wire.pickling.memory_file import CopiedFile, FileWriter, MappedFile, NullWriter, aligned
 
 _HEADER = struct.Struct("<QQQ")
 _ENTRY = struct.Struct("<QQ")
@@ -85,7 +86,7 @@ class NotebookPickler(cloudpickle.CloudPickler):
         is_named = isinstance(obj, (type, types.FunctionType)) and self._is_of_main(obj)
         if is_named and self._main_by_reference:
             return obj.__qualname__
-        elsewhere = made_anew.reduction(obj) or hidden_classes.reduction(obj)
+        elsewhere = process_bound.reduction(obj) or hidden_classes.reduction(obj)
         if elsewhere is not None:
             return elsewhere
         if not is_named:
@@ -239,8 +240,8 @@ class PayloadWriter:
             key: to sign it with (``wire/signing.py``); b"" = unsigned.
 
         Raises:
-            Exception: whatever pickling raises; :func:`nblaunch.wire.pickle_errors.unpicklable_parts` says which
-                part it was. Other values can still be appended.
+            Exception: whatever pickling raises; :func:`nblaunch.wire.pickling.pickle_errors.unpicklable_parts` says
+                which part it was. Other values can still be appended.
             OSError, MemoryError: memory or disk is full. What was written of ``value`` is given back.
         """
         end, regions = self._writer.end, dict(self._regions)
