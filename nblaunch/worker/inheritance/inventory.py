@@ -102,6 +102,32 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
     ),
     Kind(
+        "signal handlers",
+        fork=Way(
+            Treatment.KEPT,
+            "handlers that cells have set, except for SIGTERM, SIGHUP and SIGQUIT, which have the system's default, "
+            "and SIGINT and SIGCHLD, which are the worker's; timers stay with the kernel",
+        ),
+        fresh=Way(Treatment.DROPPED, "all signals have Python's defaults"),
+    ),
+    Kind(
+        "working folder, umask and resource limits",
+        fork=Way(Treatment.KEPT, "the kernel's"),
+        fresh=Way(Treatment.KEPT, "the kernel's"),
+    ),
+    Kind(
+        "buffers of C streams",
+        fork=Way(
+            Treatment.DROPPED,
+            "the kernel alone writes what its C code has buffered; a worker writes at its end what the function's C "
+            "code has buffered",
+        ),
+        fresh=Way(
+            Treatment.DROPPED,
+            "a fresh process has none of the kernel's; it writes at its end what the function's C code has buffered",
+        ),
+    ),
+    Kind(
         "environment variables",
         fork=Way(Treatment.KEPT, "the kernel's, with the worker's rank and sizes added"),
         fresh=Way(Treatment.KEPT, "the kernel's, with the worker's rank and sizes added"),

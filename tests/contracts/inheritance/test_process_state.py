@@ -1,6 +1,8 @@
-"""State of the process itself: exit handlers, environment, random generators."""
+"""State of the process itself: exit handlers, signals, folder, limits, C streams, environment, random generators."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,70 @@ def test_exit_handlers_of_the_kernel_run_in_the_kernel_alone(kernel: Kernel, sta
     )
     assert "worker" in cell.stdout
     assert "exit handler ran" not in cell.stdout
+
+
+@contract("signal handlers")
+def test_handlers_of_cells_are_there_by_fork_alone(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import signal, nblaunch\n"
+        "def note(number, frame): print('handled')\n"
+        "for number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, note)\n"
+        "def train():\n"
+        "    numbers = (signal.SIGUSR1, signal.SIGTERM)\n"
+        "    return [callable(signal.getsignal(number)) for number in numbers], signal.getitimer(signal.ITIMER_REAL)"
+    )
+    cell = kernel.run(
+        "signal.setitimer(signal.ITIMER_REAL, 1000)\n"
+        f"value = nblaunch.notebook_launcher(train, num_processes=2, start_method={start_method!r}, dashboard='none')\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "value"
+    )
+    is_forked = start_method == "fork"
+    assert cell.value[0] == [is_forked, False]
+    assert cell.value[1] == (0.0, 0.0)
+
+
+@contract("working folder, umask and resource limits")
+def test_the_folder_the_umask_and_limits_are_the_kernels(
+    kernel: Kernel, start_method: str, tmp_path: Path
+) -> None:
+    kernel.run(
+        "import os, resource, nblaunch\n"
+        f"os.chdir({str(tmp_path)!r})\n"
+        "before = os.umask(0o027)\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))\n"
+        "def train():\n"
+        "    import os, resource\n"
+        "    return os.getcwd(), os.umask(0o027), resource.getrlimit(resource.RLIMIT_NOFILE)"
+    )
+    cell = kernel.run(
+        f"value = nblaunch.notebook_launcher(train, num_processes=2, start_method={start_method!r}, dashboard='none')\n"
+        "value == (os.getcwd(), 0o027, resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    assert cell.value is True
+
+
+@contract("buffers of C streams")
+def test_c_streams_are_written_once(kernel: Kernel, start_method: str, tmp_path: Path) -> None:
+    kernel.run(
+        "import ctypes, os, nblaunch\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "def put(name, text):\n"
+        "    import ctypes\n"
+        "    libc = ctypes.CDLL(None)\n"
+        "    libc.fopen.restype = ctypes.c_void_p\n"
+        "    stream = libc.fopen(os.path.join(folder, name).encode(), b'w')\n"
+        "    libc.fputs(text.encode(), ctypes.c_void_p(stream))\n"
+        "put('kernel', 'of the kernel')\n"
+        "def train(): put(f'rank_{os.environ[\"RANK\"]}', 'of a rank')"
+    )
+    kernel.run(
+        f"nblaunch.notebook_launcher(train, num_processes=2, start_method={start_method!r}, dashboard='none')\n"
+        "ctypes.CDLL(None).fflush(None)"
+    )
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {"kernel": "of the kernel", "rank_0": "of a rank", "rank_1": "of a rank"}
 
 
 @contract("environment variables")
