@@ -46,9 +46,9 @@ class TrainingSetup:
 
     Args:
         process: the ranks, the backend and the device of this process.
-        precision: the one that was asked for; a strategy may adapt it, see :meth:`Strategy.adapt_precision`.
+        precision: the requested precision; a strategy may adapt it, see :meth:`Strategy.adapt_precision`.
         accumulation: when gradients are synchronised and optimizers step.
-        splits_batches: whether a loader's batch is that of all ranks together.
+        splits_batches: whether a loader's batch is the global batch, which the ranks divide.
         parallelism: how the ranks are divided, its mesh made; None: all are replicas, or as the plugin says.
     """
 
@@ -64,15 +64,15 @@ class ShardWriter(ABC):
 
     @abstractmethod
     def write(self, folder: Path) -> None:
-        """Write them to ``folder``; in a thread, beside the collectives of training.
+        """Write the shards to ``folder``, from a thread, while training runs its own collectives.
 
         Raises:
-            CheckpointError: a rank could not write its own, or has called :meth:`cancel`.
+            CheckpointError: a rank could not write its shards, or called :meth:`cancel`.
         """
 
     @abstractmethod
     def cancel(self, problem: str) -> None:
-        """Keep all ranks from writing, because of a problem of this one."""
+        """Keep all ranks from writing, because this rank has a ``problem``."""
 
 
 class StrategyPlugin(ABC):
@@ -93,10 +93,10 @@ class StrategyPlugin(ABC):
     """
 
     name: ClassVar[str] = ""
-    """Name of the strategy that it builds, as checkpoints keep it."""
+    """Name of the strategy that the plugin builds; checkpoints record it."""
 
     is_kept: ClassVar[bool] = False
-    """Whether later Accelerators of the process use it, too, where they are given none."""
+    """Whether later Accelerators of the process also use this plugin, if the user passes them none."""
 
     @classmethod
     def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
@@ -104,10 +104,10 @@ class StrategyPlugin(ABC):
 
         Args:
             argument: of the Accelerator.
-            value: what it was given.
+            value: the object that the user passed for it.
 
         Raises:
-            TypeError: it is no plugin of this class.
+            TypeError: ``value`` is not a plugin of this class.
         """
         if isinstance(value, cls):
             return value
@@ -120,19 +120,19 @@ class StrategyPlugin(ABC):
         """Return the name of the precision that models compute in.
 
         Args:
-            asked: ``mixed_precision`` of the Accelerator; None: the user did not say.
-            backend: the device family, which may not be able to do it.
+            asked: ``mixed_precision`` of the Accelerator; None: the user did not set it.
+            backend: the device family, which may not support it.
 
         Raises:
-            ValueError: the settings contradict ``asked``, or the device can't do it.
+            ValueError: the settings contradict ``asked``, or the device does not support it.
         """
         return asked
 
     def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        """Return how gradients are accumulated, given what the Accelerator was asked for.
+        """Return the accumulation settings, given the ones that the user passed to the Accelerator.
 
         Raises:
-            ValueError: the settings contradict it.
+            ValueError: the plugin's settings contradict ``asked``.
         """
         return asked
 
@@ -141,7 +141,7 @@ class StrategyPlugin(ABC):
         """Return the strategy for one Accelerator.
 
         Raises:
-            ValueError: it can't be used on this device.
+            ValueError: the strategy can't be used on this device.
         """
 
 
@@ -151,13 +151,13 @@ class Strategy(ABC):
     name: str
 
     label = ""
-    """Member of ``DistributedType`` for a job whose ranks hold shards; empty: the label is that of the devices."""
+    """Member of ``DistributedType`` for a job whose ranks hold shards; empty: the devices determine the label."""
 
     moves_models = False
-    """Whether :meth:`setup_module` brings a model to its device by itself."""
+    """Whether :meth:`setup_module` itself moves a model to its device."""
 
     may_move = True
-    """Where it does: whether the model that it is given is to be moved, which ``prepare`` sets before.
+    """Whether a :meth:`setup_module` that moves models may move the next one. ``prepare`` sets this before each call.
 
     False with ``device_placement=False``, and for a model that a device map or quantisation keeps in its place.
     """
@@ -172,51 +172,51 @@ class Strategy(ABC):
     """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
 
     shard_files = ""
-    """Pattern of the files in a checkpoint that rank ``{rank}`` alone writes; it sums them up. Empty: rank 0 does."""
+    """Pattern of the checkpoint files that rank ``{rank}`` alone writes and checksums. Empty: rank 0 checksums all."""
 
     unjoined = ""
-    """Where :meth:`join_uneven_inputs` warns that it has no effect, as in ``"with DeepSpeed"``; empty: it does not."""
+    """When :meth:`join_uneven_inputs` has no effect, for its warning: ``"with DeepSpeed"``; empty: no warning."""
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
     def adapt_precision(self, precision: Precision) -> Precision:
-        """Return the precision that models compute in, where the strategy does a part of that itself."""
+        """Return the precision for models, without the part that the strategy handles itself."""
         return precision
 
     def on_prepare(self, objects: Sequence[Any]) -> None:
-        """Check and note all arguments of one call of ``prepare``, before any of them is prepared.
+        """Check and record all arguments of one call of ``prepare``, before it prepares any of them.
 
-        Not called by ``prepare_model`` and the like, which prepare one object.
+        ``prepare_model`` and similar methods, which prepare one object, do not call this.
         """
 
     @abstractmethod
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         """Return ``model`` ready for training on this rank, wrapped or not; with rank 0's weights, if any is trained.
 
-        It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
-        device here. To communicate before that would stall launches whose workers move their models one after the
-        other. Not called for models that are only evaluated.
+        The model is already on its device, unless the strategy ``moves_models``. In that case the model is as the user
+        built it, and this method moves it. Communicating before that would stall launches whose workers move their
+        models one after the other. ``prepare`` does not call this for models that are only evaluated.
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
-        """Compile a model in a way of its own; None: it is compiled as any module is.
+        """Compile a model in the strategy's own way; None: ``prepare`` compiles it like any module.
 
         Args:
-            model: what :meth:`setup_module` returned; one that is only evaluated, as it was passed to ``prepare``.
-            options: how.
+            model: what :meth:`setup_module` returned; if it is only evaluated, the model as passed to ``prepare``.
+            options: the compiler's settings.
         """
         return None
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """Return the prepared optimizer that stands for ``optimizer``; None: ``prepare`` wraps it, as most.
+        """Return the prepared optimizer that replaces ``optimizer``; None: ``prepare`` wraps it, as it does most.
 
-        Models are prepared before. An optimizer that ``prepare`` wraps gets the parameters that have replaced its own,
-        by :meth:`Replacements.hand_to <nblaunch.training.models.Replacements.hand_to>`.
+        ``prepare`` has prepared the models before. If it wraps an optimizer, :meth:`Replacements.hand_to
+        <nblaunch.training.models.Replacements.hand_to>` gives it the parameters that have replaced its own.
         """
         return None
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler | None:
-        """Return the prepared scheduler that stands for ``scheduler``; None: ``prepare`` wraps it, as most."""
+        """Return the prepared scheduler that replaces ``scheduler``; None: ``prepare`` wraps it, as it does most."""
         return None
 
     def clear(self) -> None:
@@ -227,14 +227,14 @@ class Strategy(ABC):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager in which ``backward`` through ``model`` leaves gradients unreduced.
 
-        Overridden by strategies whose ``backward`` reduces them.
+        Strategies whose ``backward`` reduces gradients override this.
         """
         return nullcontext()
 
     def sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager in which ``backward`` reduces gradients though its forwards ran under ``no_sync``.
+        """Return a context manager in which ``backward`` reduces gradients even if the forwards ran under ``no_sync``.
 
-        ``model`` may be one that another strategy has set up: then this does nothing.
+        If another strategy has set up ``model``, this does nothing.
         """
         return nullcontext()
 
@@ -273,12 +273,13 @@ class Strategy(ABC):
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return the full weights of a user's own module.
 
-        Where the strategy holds shards: in CPU memory, on the main process of every machine; nothing on the others.
+        If the strategy holds shards, the main process of every machine gets the weights, in CPU memory; other ranks
+        get nothing.
         """
         return module.state_dict()
 
     def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of a prepared optimizer, as torch's do. Of shards: see :meth:`state_dict`."""
+        """Return the full state of a prepared optimizer, as torch's do. For shards, see :meth:`state_dict`."""
         return dict(optimizer.state_dict())
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
@@ -286,13 +287,13 @@ class Strategy(ABC):
         optimizer.load_state_dict(state)
 
     def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Write this rank's shards of all models and optimizers to ``folder``; False: save full ones."""
+        """Write this rank's shards of all models and optimizers to ``folder``; False: save full states."""
         return False
 
     def shard_writer(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
     ) -> ShardWriter | None:
-        """Return what writes this rank's shards as they are now, later on; None: :meth:`save_shards` writes them.
+        """Return a writer for this rank's shards as they are now; None: :meth:`save_shards` writes them.
 
         Args:
             models: prepared.
@@ -302,18 +303,18 @@ class Strategy(ABC):
         return None
 
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Load what :meth:`save_shards` wrote, over any number of ranks; False: ``folder`` has full states."""
+        """Load what :meth:`save_shards` wrote on any number of ranks; False: ``folder`` has full states."""
         return False
 
 
 def report_shards(name: str, model_bytes: int, own_bytes: int, rest: str) -> None:
-    """Report what every rank holds of a sharded model, in one line. All ranks call it.
+    """Report how much of a sharded model every rank holds, in one line. All ranks call it.
 
     Args:
-        name: of the model's class.
-        model_bytes: of all weights that are sharded.
-        own_bytes: of this rank's shards of them.
-        rest: of the line, what else is of interest there.
+        name: name of the model's class.
+        model_bytes: size of all sharded weights.
+        own_bytes: size of this rank's shards.
+        rest: end of the line, with anything else of interest.
     """
     sizes = operations.gather_object([own_bytes])
     if operations.rank() == 0:

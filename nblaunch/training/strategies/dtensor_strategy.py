@@ -1,7 +1,7 @@
-"""What strategies have in common whose ranks hold shards of weights, as DTensors of any mesh.
+"""What strategies have in common if their ranks hold shards of weights, as DTensors of any mesh.
 
-The norm of all shards, full states from them and back, and saved states, whose files are in ``shard_files.py``. When
-they take their place in the folder is decided elsewhere.
+This module computes the norm of all shards, converts shards to full states and back, and saves and loads states;
+``shard_files.py`` has their files. The caller decides when the files take their place in the folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training
 
 
 class DTensorStrategy(Strategy):
-    """Clip, save and load models whose parameters are DTensors; ``setting`` is what asks for that, for the error."""
+    """Clip, save and load models with DTensor parameters. ``setting`` names the user's setting in an error."""
 
     shard_files = "*/__{rank}_*.distcp"
 
@@ -126,9 +126,9 @@ class DTensorStrategy(Strategy):
 class _MixedGroups:
     """Turns off ``foreach`` and ``fused`` during a step, for groups of both shards (DTensors) and full tensors.
 
-    torch steps no list of both at once, as it would by default on GPUs: models whose layers are sharded in part, by
-    tensor parallelism or beside ``ignored_modules``. Hooks of the step, since parameters may be replaced, groups added
-    and settings loaded at any time before.
+    torch cannot step a list of both at once, as it would by default on GPUs. Such groups occur in models that are
+    sharded in part, by tensor parallelism or with ``ignored_modules``. Hooks of the step do this, because a script may
+    replace parameters, add groups and load settings at any time before a step.
     """
 
     def __init__(self) -> None:
@@ -152,9 +152,9 @@ class _MixedGroups:
 class CopiedShards(ShardWriter):
     """Copies of a rank's shards, which torch.distributed.checkpoint writes from a thread.
 
-    The ranks exchange what it plans in a process group of its own: the order of collectives in a thread, beside those
-    of training, is another on every rank. (``async_save`` of torch writes one state like this; here are several, which
-    one thread writes in an order that all ranks have in common.)
+    The ranks exchange its plans in a separate process group: collectives in a thread interleave with the collectives
+    of training in a different order on every rank. (torch's ``async_save`` writes one state like this. Here one thread
+    writes several states, in an order that all ranks share.)
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class CopiedShards(ShardWriter):
 
 
 def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of a folder, and the nested state that goes there."""
+    """Yield each folder's name with the nested state for it."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     for index, model in enumerate(models):
@@ -217,7 +217,7 @@ def load_model(module: nn.Module, folder: Path, is_alone: bool, adapter_only: bo
 
 
 def optimizer_state(owner: nn.Module, inner: Any, options: Any = None) -> dict[str, Any]:
-    """Return an optimizer's state by names of parameters; of those that have had no gradient, there is none."""
+    """Return an optimizer's state by parameter names; parameters that never had a gradient have no entry."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     with _gradients(inner, are_there=True):
@@ -250,16 +250,16 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
 
 
 def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
-    """Load a state by names of parameters, in shards or full. ValueError where the optimizer's groups have others."""
+    """Load a state by parameter names, sharded or full; raise ValueError if the optimizer's groups have other names."""
     own = optimizer_state(owner, inner)["param_groups"]
     load_by_places(inner, in_own_order(state, [[{name} for name in group["params"]] for group in own]))
 
 
 def in_own_order(state: dict[str, Any], own: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
-    """Return a state by names of parameters, with these in an optimizer's own order.
+    """Return a state by parameter names, with the parameters in an optimizer's own order.
 
     Args:
-        own: the possible names of each parameter, by groups: one that layers share has several.
+        own: the possible names of each parameter, by groups; a parameter that layers share has several.
 
     Raises:
         ValueError: the optimizer's groups have other parameters.
@@ -292,9 +292,9 @@ def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
-    """Have torch find gradients in the block, or none.
+    """Make torch find gradients in the block, or none.
 
-    Where it finds neither gradients nor a state, it makes one of every parameter, by a step with gradients of zero.
+    If torch finds neither gradients nor a state, it makes a state for every parameter, by a step with zero gradients.
     """
     trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
     own = [parameter.grad for parameter in trained]
@@ -330,7 +330,7 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, parallelism: ParallelismConfig) -> None:
-    """Give all ranks the weights of rank 0: whole ones its own, shards those of its replica."""
+    """Give all ranks the weights of rank 0: whole weights from rank 0 itself, shards from the ranks of its replica."""
     replicas = parallelism.data_parallel_mesh
     with waiting():
         for tensor in [*model.parameters(), *model.buffers()]:

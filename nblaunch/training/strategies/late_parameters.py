@@ -1,8 +1,8 @@
 """Parameters that are trained, or frozen, since ``prepare`` wrapped their model in DistributedDataParallel.
 
-DDP averages gradients of the parameters that required them when it was constructed, and of no others: those of a layer
-that is unfrozen, added or replaced later stay each rank's own. :class:`LateParameters` finds them before a forward, on
-all ranks alike, and averages their gradients behind a backward that synchronises.
+DDP averages only the gradients of parameters that required them when DDP was constructed. If a layer is unfrozen, added
+or replaced later, each rank keeps its own gradients for it. :class:`LateParameters` finds such parameters before a
+forward, on all ranks alike, and averages their gradients after a backward that synchronises.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class _Registrations:
 
 
 class LateParameters:
-    """Those of one DDP model.
+    """Find and average the late parameters of one DDP model.
 
     Args:
-        model: just constructed.
-        module: the user's own, inside.
+        model: the DDP model, just constructed.
+        module: the user's own module inside it.
     """
 
     def __init__(self, model: DistributedDataParallel, module: torch.nn.Module) -> None:
@@ -63,7 +63,7 @@ class LateParameters:
         model.register_forward_pre_hook(self._look)
 
     def _look(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Find late parameters before a forward that is differentiated. A collective where there are new ones."""
+        """Find late parameters before a differentiated forward. A collective if there are new ones."""
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return  # a compiled wrapper traces its hooks once, with the parameters of then
         self._check_frozen(model)
@@ -84,12 +84,12 @@ class LateParameters:
         self._kept += late.values()
         for one in late.values():
             if id(one) not in before:
-                operations.broadcast(one.detach())  # ranks may have made it with numbers of their own
+                operations.broadcast(one.detach())  # ranks may have initialised it with different numbers
         if late:
             _report(model, list(late))
 
     def _check_frozen(self, model: Any) -> None:
-        """Raise where the reducer would wait for gradients of parameters that were frozen."""
+        """Raise if the reducer would wait for gradients of parameters that were frozen later."""
         is_waited_for = model.require_backward_grad_sync and not (
             model.find_unused_parameters or model.static_graph
         )
@@ -97,7 +97,7 @@ class LateParameters:
             return
         frozen = {id(one) for one in self._covered if not one.requires_grad}
         if len(frozen) == len(self._covered):
-            return  # it waits for none where none gets a gradient
+            return  # the reducer does not wait if no parameter gets a gradient
         names = [name for name, one in model.module.named_parameters() if id(one) in frozen]
         raise RuntimeError(
             f"{_listing(names)} of the {type(model.module).__name__} was frozen after prepare, and "
@@ -107,7 +107,7 @@ class LateParameters:
         )
 
     def average_gradients(self) -> None:
-        """Average the gradients of late parameters over ranks. A collective where there are such."""
+        """Average the gradients of late parameters over ranks. A collective if there are any."""
         groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for one in self.parameters:
             groups.setdefault((one.dtype, one.device), []).append(one)
@@ -117,7 +117,7 @@ class LateParameters:
 
 @torch.no_grad()
 def _average(group: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients of one type and device, in one piece; where a rank has none, it counts as zero."""
+    """Average gradients of one type and device, in one piece; a gradient that a rank lacks counts as zero."""
     grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in group]
     has_grad = torch.tensor([float(one.grad is not None) for one in group])
     flat = torch.cat([grad.reshape(-1) for grad in grads])

@@ -1,14 +1,14 @@
-"""Strategies for models that every rank has whole: the default, where nothing else is chosen.
+"""Strategies for models that every rank has whole: the default.
 
-A plugin, a ``parallelism_config``, an earlier Accelerator of the process or the settings of the launch choose another
-(``Accelerator._choose_strategy``).
+A plugin, a ``parallelism_config``, an earlier Accelerator of the process or the settings of the launch may choose
+another strategy (``Accelerator._choose_strategy``).
 
     DdpStrategy            torch's wrapper averages gradients during backward
     ReduceAtStepStrategy   gradients are averaged where the optimizer steps, without a wrapper
     SingleStrategy         a lone process
 
-XLA averages gradients inside the graph of a step, which a wrapper that reacts in backward would break up. Buffers,
-as the statistics of batch normalisation, stay each rank's own there; those of rank 0 are saved.
+XLA averages gradients inside the graph of a step, which a wrapper that reacts in backward would break up. There, each
+rank keeps its own buffers, such as the statistics of batch normalisation; checkpoints save rank 0's.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class ReduceAtStepStrategy(Strategy):
     moves_models = True
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send.
+        """Send rank 0's weights if other ranks' differ; workers that share the kernel's model have nothing to send.
 
-        Ranks compare checksums, taken while the weights are on the host. That has to wait for the move: where workers
-        build their models one after the other, the next one waits for this one's to move.
+        Ranks compare checksums, taken while the weights are on the host. The comparison must wait for the move: if
+        workers build their models one after the other, the next worker waits until this one's model has moved.
         """
         checksums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
         if self.may_move:
@@ -60,13 +60,15 @@ class ReduceAtStepStrategy(Strategy):
                 f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
             )
         for tensor, *values in zip(_tensors(model), *everyones, strict=True):
-            if len(set(values)) > 1 or None in values:  # what lay on a device before can't be compared
+            if (
+                len(set(values)) > 1 or None in values
+            ):  # weights that were on a device before can't be compared
                 operations.broadcast(tensor)
         return model
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return parameters and buffers under each of their names: XLA's move takes tied ones apart, until it is done."""
+    """Return parameters and buffers under each of their names, because XLA's move separates tied ones until it ends."""
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return [tensor.detach() for tensors in named for _, tensor in tensors]
 
@@ -94,12 +96,12 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 class DdpStrategy(Strategy):
     """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
-    DDP's constructor writes rank 0's weights and buffers to every rank's; what it writes, a forked worker no longer
-    shares with other processes. Frozen weights in host memory that are equal on all ranks are not written, and stay
-    shared.
+    DDP's constructor overwrites every rank's weights and buffers with rank 0's. A forked worker no longer shares what
+    it overwrites with other processes. Frozen weights in host memory that are equal on all ranks are not overwritten,
+    and stay shared.
 
     Args:
-        handlers: of the Accelerator, by type; what the user assigns there counts for models prepared later.
+        handlers: the Accelerator's handlers, by type; later assignments by the user apply to models prepared later.
     """
 
     name = "ddp"
@@ -114,7 +116,7 @@ class DdpStrategy(Strategy):
         if isinstance(model, DistributedDataParallel):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model  # nothing to average, and DDP refuses such a model
+            return model  # nothing to average, and DDP rejects such a model
         if is_sharded_model(model):
             raise ValueError(
                 "Your model contains `DTensor` parameters, which is incompatible with DDP: its layers are sharded "
@@ -155,7 +157,7 @@ class DdpStrategy(Strategy):
             return
         before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-        # As DDP's forward does with find_unused_parameters=False: every parameter is waited for.
+        # As DDP's forward does with find_unused_parameters=False: the reducer waits for every parameter.
         ddp.reducer.prepare_for_backward([])
         try:
             yield
@@ -178,8 +180,8 @@ class DdpStrategy(Strategy):
 def _common_frozen(model: torch.nn.Module) -> list[str]:
     """Return the names of frozen weights that DDP need not send: equal ones in host memory, and kinds that it can't.
 
-    A collective. DDP would send those of rank 0 to all: ranks that share the pages of a base model in host memory
-    would each get a copy of it.
+    A collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the pages of a base model in
+    host memory would then each get a copy of it.
     """
     frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
     # DDP can't send tensors that are made of several, as torchao's quantised weights are.
@@ -198,7 +200,7 @@ def _common_frozen(model: torch.nn.Module) -> list[str]:
 def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Set ``_ddp_params_and_buffers_to_ignore`` of ``model`` while a DDP is constructed around it."""
     before = model.__dict__.get("_ddp_params_and_buffers_to_ignore")
-    # Where DDP looks for them; its function for that marks the parameters as well, for good.
+    # DDP looks for them here. DDP's own function for this would also mark the parameters permanently.
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*(before or ()), *names]
     try:
         yield
@@ -209,10 +211,10 @@ def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[No
 
 
 def _learns_graph(model: DistributedDataParallel) -> bool:
-    """Return whether the next backward is the one by which DDP learns a static graph.
+    """Return whether DDP learns a static graph in the next backward.
 
-    It has to reduce: without, the reducer stops with an internal assertion (torch 2.13). Averaged one micro-step more
-    often, gradients come to the same.
+    That backward must reduce, or the reducer stops with an internal assertion (torch 2.13). Averaging at one more
+    micro-step does not change the gradients.
     """
     return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
@@ -238,7 +240,7 @@ def _own(prepared: Any) -> Any:
 
 
 class ReplicatedPlugin(StrategyPlugin):
-    """Builds the strategy of replicas: of a lone process, by DistributedDataParallel, or averaging at the step."""
+    """Build the strategy for replicas: a lone process, DistributedDataParallel, or averaging at the step."""
 
     def __init__(self, handlers: Mapping[type, Any]) -> None:
         self._handlers = handlers

@@ -3,11 +3,12 @@
     pytorch_model_fsdp_0/    .metadata and a file of each rank: the weights of the first model
     optimizer_0/             the same of the first optimizer
 
-Names and contents are those of Hugging Face Accelerate, so that checkpoints can be taken over. They can be loaded on
-any number of ranks, of which each reads what it needs.
+Names and contents are the same as Hugging Face Accelerate's, so that users can take their checkpoints over. Any
+number of ranks can load them; each rank reads what it needs.
 
-torch unpickles ``.metadata`` and what is no tensor, as settings of an optimizer, whatever they hold. Here only the
-classes that such files need are made, so that reading them runs no code of their writer.
+torch unpickles ``.metadata`` and all values that are not tensors, such as an optimizer's settings, without checking
+their contents. This module creates only the classes that such files need, so that reading them runs no code of their
+writer.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _METADATA = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath"),
 }
-"""What ``.metadata`` may name, by modules; and types of numbers, as ``torch.float32``."""
+"""Names that ``.metadata`` may contain, by module; types of numbers such as ``torch.float32`` are allowed as well."""
 
 
 def write(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None) -> None:
@@ -81,8 +82,8 @@ def read(
     """Read this rank's shards of a nested state from ``folder`` into its tensors.
 
     Args:
-        problem: what may be wrong with the files, as of :func:`loading`.
-        owner: the object whose state it is, as of :func:`trusted_types`.
+        problem: what may be wrong with the files, as for :func:`loading`.
+        owner: the object that the state belongs to, as for :func:`trusted_types`.
     """
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint._nested_dict import set_element
@@ -90,7 +91,7 @@ def read(
     class Reader(dcp.FileSystemReader):
         def read_metadata(
             self,
-        ) -> Any:  # without ``kwargs``, by which torch would look for other files after an error
+        ) -> Any:  # without ``kwargs``, with which torch would look for other files after an error
             metadata = read_metadata(folder)
             if getattr(metadata, "storage_meta", None) is None:
                 metadata.storage_meta = dcp.metadata.StorageMeta()
@@ -109,11 +110,11 @@ def read(
 
 
 def read_metadata(folder: Path) -> Any:
-    """Return what lies in the files of ``folder``, and where.
+    """Return what the files of ``folder`` contain, and where.
 
     Raises:
-        CheckpointError: there is no ``.metadata``.
-        UnpicklingError: it is damaged, or names other classes than such a file needs.
+        CheckpointError: the folder has no ``.metadata``.
+        UnpicklingError: it is damaged, or names classes that such a file does not need.
     """
     _check_metadata(folder)
     with (folder / ".metadata").open("rb") as file:
@@ -125,7 +126,7 @@ def _check_metadata(folder: Path) -> None:
         raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
 
 
-_PythonUnpickler: Any = pickle._Unpickler  # not the one in C, to look at BUILD
+_PythonUnpickler: Any = pickle._Unpickler  # not the C version, so that load_build can inspect BUILD
 
 
 class _MetadataUnpickler(_PythonUnpickler):
@@ -133,7 +134,7 @@ class _MetadataUnpickler(_PythonUnpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) == ("builtins", "getattr"):
-            return _member  # Python 3.11.2 pickles a member of an enum so
+            return _member  # Python 3.11.2 pickles enum members this way
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or global_name in _METADATA.get(module_name, ()):
             return super().find_class(module_name, global_name)
@@ -169,7 +170,7 @@ def _data(value: io.BytesIO, name: str, owner: object) -> Any:
 
 @contextmanager
 def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
-    """Raise CheckpointError for whatever goes wrong in a block that loads a file or folder of a checkpoint.
+    """Raise CheckpointError for any error in a block that loads a file or folder of a checkpoint.
 
     Args:
         problem: what may be wrong with it, as the end of a sentence.
@@ -180,12 +181,12 @@ def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (CheckpointException, Exception) as error:  # the former is no Exception
+    except (CheckpointException, Exception) as error:  # CheckpointException is not an Exception
         raise CheckpointError(f"{path} {problem}. {_errors_of_ranks(error)}") from error
 
 
 def _expect_no_group() -> None:
-    """Silence torch's warning that a lone process has no process group; for good, since threads share the filters."""
+    """Silence torch's warning that a lone process has no process group, permanently: threads share the filters."""
     warnings.filterwarnings("ignore", message=_DISABLED)
 
 

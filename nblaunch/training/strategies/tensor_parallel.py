@@ -1,7 +1,7 @@
 """Tensor parallelism: every rank holds a shard of each layer, and all compute the same data together.
 
-The model comes sharded, as torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it: with DTensors over the
-mesh's dimension ``tp``. What it needs beside is that ranks agree on weights.
+The model arrives sharded: torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it with DTensors over the
+mesh's dimension ``tp``. This strategy only makes the ranks agree on weights.
 """
 
 from __future__ import annotations

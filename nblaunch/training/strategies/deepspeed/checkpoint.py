@@ -3,8 +3,8 @@
     pytorch_model/     the first engine, in DeepSpeed's own layout and with its script zero_to_fp32.py
     pytorch_model_1/   the second; a model without an engine is pytorch_model_1.bin
 
-Every rank writes its own files. When they count is decided by the caller, which gives them their place. DeepSpeed reads
-its files with pickle, so that a checkpoint is to be loaded only from where one would run code from.
+Every rank writes its own files. The caller moves them to their place, and so decides when they count. DeepSpeed reads
+its files with pickle: load a checkpoint only from a source whose code you would run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.wire.weights import versions_of, with_versions
 
 _NAME = "pytorch_model"
 OWN_FILES = f"{_NAME}*/*zero_pp_rank_{{rank}}_mp_rank_*.pt"
-"""Pattern of the files that each rank has of its own."""
+"""Pattern of the files that each rank writes for itself."""
 _UNIVERSAL = "universal"
 
 
@@ -75,7 +75,7 @@ def _load_engine(engine: Any, folder: Path, tag: str, process: JoinedProcess) ->
             "DeepSpeed, or with a model less"
         )
     _check_stage(engine, folder / tag)
-    # Each rank has written one file of optimizer states; with stage 0, every rank has them all, and none has.
+    # Each rank has written one file of optimizer states. With stage 0 no rank has: every rank holds all states.
     world_size = len(list((folder / tag).glob("*_optim_states.pt")))
     if world_size in (0, process.topology.world_size):
         _load_as_it_is(engine, folder, tag)
@@ -91,14 +91,14 @@ def _load_engine(engine: Any, folder: Path, tag: str, process: JoinedProcess) ->
 def _load_as_it_is(engine: Any, folder: Path, tag: str) -> None:
     try:
         path, _ = engine.load_checkpoint(str(folder), tag=tag)
-    except Exception as error:  # DeepSpeed's own, torch's, and those of files
+    except Exception as error:  # errors of DeepSpeed, of torch and of files
         raise CheckpointError(f"checkpoint {folder} does not fit DeepSpeed's engine. {error}") from error
     if path is None:
         raise CheckpointError(f"checkpoint {folder} can't be read by DeepSpeed's engine")
 
 
 def _check_stage(engine: Any, folder: Path) -> None:
-    """Raise CheckpointError where a checkpoint has sharded weights and the engine full ones, or vice versa."""
+    """Raise CheckpointError if a checkpoint has sharded weights and the engine full weights, or vice versa."""
     if not any(folder.glob("*_optim_states.pt")):
         saved = "0"
     else:
@@ -116,7 +116,7 @@ def _check_stage(engine: Any, folder: Path) -> None:
 def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]:
     """Make a folder with the checkpoint in the layout that any number of ranks can load; remove it after the block.
 
-    Beside the checkpoint, because all machines have to see it. One rank converts, in its own process.
+    The folder lies beside the checkpoint, because all machines must see it. One rank converts, in its own process.
     """
     universal = folder.with_name(f".{folder.name}.{tag}.{_UNIVERSAL}")
     problem: str | None = None
@@ -130,7 +130,9 @@ def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]
                 f"checkpoint {folder} can't be brought to {process.topology.world_size} processes. {problem}"
             )
         yield universal
-        barrier(process.device)  # it is not read any more; where a rank failed, the others are not waited for
+        barrier(
+            process.device
+        )  # no rank reads it any more; if a rank failed, it does not wait for the others
     finally:
         if process.topology.rank == 0:
             shutil.rmtree(universal, ignore_errors=True)
@@ -163,12 +165,12 @@ def _convert(source: Path, target: Path) -> str | None:
 def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     """Return the state dict of a module, in memory of its own on the CPU. All ranks must call it.
 
-    A rank that doesn't ``keep`` it only contributes, and gets an empty dict.
+    A rank that does not ``keep`` the weights only contributes its shards, and gets an empty dict.
     """
     if not keep and not library.sharded_parameters(module):
         return {}
     state = module.state_dict(keep_vars=True)
-    # Two names of one parameter stay so.
+    # Two names of one parameter remain two names of one tensor.
     tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
     copies = {key: _copy(value, keep) for key, value in tensors.items()}
     full = {name: copies.get(id(value), value) for name, value in state.items()}
@@ -176,7 +178,7 @@ def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def _copy(value: torch.Tensor, keep: bool) -> torch.Tensor:
-    # Stages 1 and 2 let all parameters be views of one buffer, which torch.save would write for each of them.
+    # Stages 1 and 2 make all parameters views of one buffer, which torch.save would write once per parameter.
     if not hasattr(value, "ds_id"):
         return value.detach().to("cpu", copy=True) if keep else value
     zero: Any = importlib.import_module("deepspeed.runtime.zero")

@@ -2,7 +2,7 @@
 
 Arithmetic on dicts: nothing here imports DeepSpeed, touches a device or communicates.
 
-:class:`HfDeepSpeedConfig` is the configuration as transformers and TRL look at it.
+:class:`HfDeepSpeedConfig` is the view that transformers and TRL have of the configuration.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class DummyOptim(OptimizerPlaceholder):
 
     Args:
         params: parameters to optimize, or dicts of parameter groups.
-        lr: fills in ``optimizer.params.lr`` where that is "auto".
-        weight_decay: likewise.
-        **kwargs: likewise, by name, as ``betas`` and ``eps``.
+        lr: fills in ``optimizer.params.lr`` if that is "auto".
+        weight_decay: fills in ``optimizer.params.weight_decay`` in the same way.
+        **kwargs: fill in ``optimizer.params`` by name in the same way, such as ``betas`` and ``eps``.
     """
 
     needs = "Accelerator(deepspeed_plugin=...), whose configuration describes the optimizer"
@@ -81,25 +81,25 @@ class DummyScheduler(SchedulerPlaceholder):
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What an engine is configured by: model, optimizer, scheduler and batch sizes, before they are prepared."""
+    """What determines an engine's configuration: model, optimizer, scheduler and batch sizes, not yet prepared."""
 
     model: Any = None  # torch's
     optimizer: Any = None  # torch's, or a DummyOptim
     scheduler: Any = None  # torch's, or a DummyScheduler
-    batch_sizes: Sequence[int | None] = ()  # of every loader; None for one that doesn't say
+    batch_sizes: Sequence[int | None] = ()  # one per loader; None if it has no known batch size
     world_size: int = 1
     num_steps: int = 1  # micro-steps per optimizer step
-    splits_batches: bool = False  # a loader's batch is that of all ranks together
-    is_train_batch_min: bool = True  # of several loaders, the one with the smallest batches is trained on
+    splits_batches: bool = False  # a loader's batch is the global batch, which the ranks divide
+    is_train_batch_min: bool = True  # train on the loader with the smallest batches
     precision: str = "no"
     device_type: str = "cpu"
 
 
 def complete(given: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]:
-    """Return the configuration of the plugin with what it has as "auto" filled in, for an engine of what was prepared.
+    """Return the plugin's configuration with its "auto" values filled in, for an engine of the ``prepared`` objects.
 
     Raises:
-        ValueError: it contradicts what was prepared, or "auto" stands where the value is not known; names the keys.
+        ValueError: it contradicts the prepared objects, or the value for an "auto" is not known; names the keys.
     """
     config = copy.deepcopy(dict(given))
     for kind in ("fp16", "bf16"):
@@ -157,13 +157,13 @@ def _complete_batches(config: dict[str, Any], prepared: EngineInputs) -> None:
 
 
 def _complete_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
-    # Buffers larger than the model would be filled by nothing.
+    # The model could never fill buffers larger than itself.
     num_elements = sum(num_elements_of(parameter) for parameter in model.parameters())
     if get(config, f"{_ZERO}.reduce_bucket_size") is None:
         put(config, f"{_ZERO}.reduce_bucket_size", min(_MAX_BUCKET, max(1, num_elements)))
     hidden = _hidden_size(model)
     if hidden is None:
-        return  # what is still "auto" is refused at the end, by name
+        return  # complete() rejects remaining "auto" values at the end, by name
     for name, value in (
         ("reduce_bucket_size", hidden * hidden),
         ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden)),
@@ -179,7 +179,7 @@ def num_elements_of(parameter: Any) -> int:
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:
-    """Return the width of a Hugging Face model, by its configuration; None where that is not known."""
+    """Return the width of a Hugging Face model from its configuration; None if that does not say."""
     described: Any = getattr(model, "config", None)
     for one in (described, getattr(described, "text_config", None)):
         sizes: Any = getattr(one, "hidden_size", None) or getattr(one, "hidden_sizes", None)
@@ -210,13 +210,13 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
                 f"the DeepSpeed configuration has 'optimizer' ({described.get('type')}), and prepare was given a "
                 f"{type(optimizer).__name__}; take one of them out, or give prepare a DummyOptim"
             )
-        # Any optimizer of torch does, also beside offloading; DeepSpeed's own would have to be compiled first.
+        # Any torch optimizer works, even with offloading; DeepSpeed's own would have to be compiled first.
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
-    """Return whether DeepSpeed's own Adam, which is compiled at its first use, can't be had here, or is no gain."""
+    """Return whether DeepSpeed's own Adam, which it compiles at the first use, is unavailable here or gains nothing."""
     if str(get(config, "optimizer.type", "")).lower() not in _ADAMS:
         return False
     if device_type == "cpu":
@@ -255,7 +255,7 @@ def _schedule(scheduler: DummyScheduler, prepared: EngineInputs) -> Iterator[tup
     yield "warmup_min_lr", 0
     if lr is not None:
         yield "warmup_max_lr", lr
-    yield "warmup_num_steps", max(1, scheduler.warmup_num_steps)  # 0 is refused since DeepSpeed 0.19.6
+    yield "warmup_num_steps", max(1, scheduler.warmup_num_steps)  # DeepSpeed rejects 0 since 0.19.6
     if scheduler.total_num_steps is not None:
         ranks = 1 if prepared.splits_batches else prepared.world_size
         yield "total_num_steps", math.ceil(scheduler.total_num_steps / ranks)
@@ -263,7 +263,7 @@ def _schedule(scheduler: DummyScheduler, prepared: EngineInputs) -> Iterator[tup
 
 
 def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any]) -> None:
-    """Fill in ``section.params``. What is not given gets the default that optimizer or scheduler have for it."""
+    """Fill in ``section.params``. A missing value gets the default of the optimizer or scheduler."""
     for key in list(autos(config.get(section, {}), f"{section}.")):
         name = key.rpartition(".")[2]
         if name in given:
@@ -313,7 +313,7 @@ def _text_of(source: str | Path) -> str:
 
 
 def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a key; ``default`` where it, or anything on the way, is missing."""
+    """Return the value of a key; ``default`` if it, or any dict on the way to it, is missing."""
     value: Any = config
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -323,7 +323,7 @@ def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key, with the dicts on the way."""
+    """Set a key; create missing dicts on the way to it."""
     *way, name = key.split(".")
     for step in way:
         inner = config.get(step)
@@ -361,8 +361,8 @@ class HfDeepSpeedConfig:
         config_file_or_dict: a dict, the path of a JSON file, or JSON text, also in base64.
 
     Raises:
-        ValueError: there is no such file, or it holds no JSON object.
-        TypeError: it is none of these.
+        ValueError: the file does not exist, or does not hold a JSON object.
+        TypeError: the argument is none of these.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -370,7 +370,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Look up the stage, and whether states or weights lie outside of the devices."""
+        """Look up the stage, and whether states or weights are offloaded from the devices."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = (
             self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
@@ -380,7 +380,7 @@ class HfDeepSpeedConfig:
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that holds the last part of a key such as ``"zero_optimization.stage"``, and that part.
 
-        None in place of the dict where something on the way is missing.
+        Returns None instead of the dict if a dict on the way is missing.
         """
         way, _, name = ds_key_long.rpartition(".")
         node = get(self.config, way) if way else self.config
@@ -391,10 +391,10 @@ class HfDeepSpeedConfig:
         return get(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a key with all that is below it.
+        """Remove a key and everything below it.
 
         Raises:
-            ValueError: it is not there, and ``must_exist``.
+            ValueError: the key is missing, and ``must_exist`` is set.
         """
         node, name = self.find_config_node(ds_key_long)
         if node is not None and name in node:

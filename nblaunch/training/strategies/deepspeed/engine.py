@@ -1,8 +1,8 @@
-"""What the user's loop meets of a DeepSpeed engine: its optimizer and scheduler, clipping, and 16-bit weights.
+"""The parts of a DeepSpeed engine that the user's loop uses: optimizer and scheduler, clipping, and 16-bit weights.
 
-The engine clips, steps, clears gradients and moves its own schedule on in one call, which is made where the loop calls
-``optimizer.step()``. It holds gradients in shards, so that their norm is a collective; until it steps, the user's limit
-is only set.
+In one call the engine clips, steps, clears gradients and advances its own schedule; ``optimizer.step()`` makes that
+call. The engine holds gradients in shards, so computing their norm is a collective. ``clip_grad_norm_`` only sets the
+limit, which the engine applies when it steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nblaunch.training.precision import AutocastForward, Precision, restore_forw
 
 
 class EnginePrecision(Precision):
-    """What is left of mixed precision where the engine scales losses, and holds fp32 copies of its 16-bit weights."""
+    """The rest of mixed precision for an engine, which itself scales losses and keeps fp32 copies of 16-bit weights."""
 
     def __init__(self, other: Precision) -> None:
         super().__init__(other._backend, {})
@@ -58,7 +58,7 @@ class CastForward(AutocastForward):
 def check_clipping(
     engine: Any, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
 ) -> None:
-    """Raise ValueError where an engine can't clip as it is asked to."""
+    """Raise ValueError if an engine can't clip in the requested way."""
     if norm_type != 2:
         raise ValueError(f"norm_type={norm_type} can't be used with DeepSpeed, which clips by the 2-norm")
     configured = engine.gradient_clipping()
@@ -77,7 +77,7 @@ def check_clipping(
 
 
 def set_max_norm(engine: Any, max_norm: float) -> None:
-    """Have the next step clip to ``max_norm``; 0: not at all."""
+    """Make the next step clip to ``max_norm``; 0: do not clip."""
     if hasattr(engine.optimizer, "clip_grad"):
         engine.optimizer.clip_grad = max_norm
     elif max_norm and max_norm != engine.gradient_clipping():  # plain fp32, where gradients lie on every rank
@@ -97,20 +97,21 @@ def total_norm(engine: Any) -> torch.Tensor:
             return last_total_norm(engine)  # bf16 with fp32 gradients: measured in the step
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     groups = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norms])
-    if bool((groups < 0).any()):  # how the engine says that gradients overflowed
+    if bool((groups < 0).any()):  # the engine's sign of an overflow
         return torch.tensor(float("inf"))
     return torch.linalg.vector_norm(groups) / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
 
 
 def last_total_norm(engine: Any) -> torch.Tensor:
-    """Return the norm at the step before; 0 where there was none."""
+    """Return the gradient norm of the last step; 0 if there was none."""
     return torch.as_tensor(engine.get_global_grad_norm() or 0.0, dtype=torch.float32)
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """A prepared optimizer that an engine steps. Its ``param_groups`` and state are those of this rank's shard.
+    """A prepared optimizer that an engine steps. Its ``param_groups`` and state cover this rank's shard.
 
-    ``step`` steps the engine, and returns whether the step was left out because gradients overflowed.
+    The ``step`` that it is given steps the engine, and returns whether the engine skipped the step because gradients
+    overflowed.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class EngineOptimizer(AcceleratedOptimizer):
         self._step_engine = step
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine clears gradients where it has stepped."""
+        """Do nothing: the engine clears gradients after it steps."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the engine; nothing in the middle of an accumulation window.
+        """Step the engine; do nothing in the middle of an accumulation window.
 
         Raises:
             ValueError: a closure was given.
@@ -154,6 +155,6 @@ class EngineScheduler(AcceleratedScheduler):
         """Do nothing: the engine steps its scheduler."""
 
 
-# Names of Accelerate, by which trainers recognise what an engine moves on.
+# Accelerate's names, by which trainers recognise objects that an engine steps.
 DeepSpeedOptimizerWrapper = EngineOptimizer
 DeepSpeedSchedulerWrapper = EngineScheduler

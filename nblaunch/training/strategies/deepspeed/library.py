@@ -1,6 +1,7 @@
-"""DeepSpeed itself: importing it when it is chosen, on the right device, and keeping it to what this job needs of it.
+"""DeepSpeed itself: import it when it is chosen, on the right device, and limit it to what this job needs.
 
-It is imported here; ``checkpoint.py`` takes two of its modules beside. Nothing here decides how a model is trained.
+This module imports it; ``checkpoint.py`` imports two of its submodules as well. Nothing here decides how to train a
+model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DEVICES = ("cpu", "cuda")
 OLDEST = "0.19.2"
 """The oldest DeepSpeed that trains as one process does, accumulation included, in every stage."""
 
-# What DeepSpeed warns of that is as it should be here.
+# Warnings of DeepSpeed about states that are intended here.
 _EXPECTED = (
     "MPU is not provided, setting tp size to 1",  # there is no tensor parallelism
     "**** You are using ZeRO with an untested optimizer",  # any optimizer of torch is taken on purpose
@@ -41,7 +42,7 @@ _DEPRECATED = re.compile(
     r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", re.IGNORECASE
 )
 
-# The process group that DeepSpeed has taken over last, and the process that did so.
+# The process group that DeepSpeed took over last, and the process in which it did.
 _group: Any = None
 _owner_pid = 0
 _inherited: list[Any] = []
@@ -57,7 +58,7 @@ def check_installed() -> None:
 
 
 def load(process: JoinedProcess) -> Any:
-    """Import ``deepspeed`` and have it compute on this process's kind of device, in this process's group."""
+    """Import ``deepspeed`` and make it compute on this process's kind of device, in this process's group."""
     with suppress(importlib.metadata.PackageNotFoundError):  # sources on the path, without a version
         version = importlib.metadata.version("deepspeed")
         if TorchVersion(version) < OLDEST:  # it would train wrong silently
@@ -70,7 +71,7 @@ def load(process: JoinedProcess) -> Any:
         raise ValueError(
             f"DeepSpeed is used on {' and '.join(DEVICES)} here, and this process computes on {process.backend.name}"
         )
-    # DeepSpeed would take a GPU wherever it sees one. It asks for the rank in the environment, too.
+    # DeepSpeed would take a GPU wherever it sees one. It also needs the rank in the environment.
     env.apply({"DS_ACCELERATOR": kind, "LOCAL_RANK": str(process.topology.local_rank)})
     quieten()
     library: Any = importlib.import_module("deepspeed")
@@ -109,9 +110,9 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 
 
 def _take_over_group() -> None:
-    """Have DeepSpeed use the process group that this process is in, and forget the one of a launch before.
+    """Make DeepSpeed use this process's process group, and forget the group of an earlier launch.
 
-    A group of the process that this one was forked from is kept, unused: its end would wait for threads that a fork
+    A group that this process inherited in a fork is kept, unused: destroying it would wait for threads that a fork
     does not copy.
     """
     global _group, _owner_pid
@@ -129,7 +130,7 @@ def _take_over_group() -> None:
 
 @contextmanager
 def _compiling_later() -> Iterator[None]:
-    """Have ``torch.compile`` put its work off, in the block, until the function is called."""
+    """Make ``torch.compile`` defer its work, in the block, until the function is called."""
     compiler: Any = torch
     compile_now = compiler.compile
 

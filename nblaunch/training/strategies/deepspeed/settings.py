@@ -42,9 +42,9 @@ _DEFAULTS: dict[str, Any] = {
 class DeepSpeedSettings:
     """Training with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
 
-    Needs ``pip install deepspeed``. Either a configuration of DeepSpeed's own is given, or the fields below make one;
-    where both say the same thing differently, that is refused. ``deepspeed_config`` is the result. Values that say
-    "auto" are filled in by ``prepare``, from what it is given.
+    Needs ``pip install deepspeed``. Pass one of DeepSpeed's own configurations, or let the fields below make one. If
+    both set the same value differently, the plugin raises an error. ``deepspeed_config`` is the result. ``prepare``
+    fills in values that are "auto", from the objects it is given.
 
     With stage 3, the tensors of ``model.state_dict()`` are empty, as the ranks keep shards elsewhere. Take full weights
     from ``accelerator.get_state_dict(model)``, called on all ranks, or save them with ``accelerator.save_model``.
@@ -58,7 +58,7 @@ class DeepSpeedSettings:
             no clipping where it is not called.
         zero_stage: what is sharded over ranks: 0 nothing, 1 optimizer states, 2 gradients, too (the default),
             3 weights, too.
-        is_train_batch_min: of several loaders, the one with the smallest batches is trained on. False: the largest.
+        is_train_batch_min: with several loaders, train on the one with the smallest batches. False: the largest.
         offload_optimizer_device: where optimizer states lie: ``"none"`` (the device), ``"cpu"`` or ``"nvme"``.
         offload_param_device: where weights lie, with stage 3: the same.
         offload_optimizer_nvme_path: folder for ``"nvme"``.
@@ -108,7 +108,7 @@ class DeepSpeedSettings:
             raise ValueError(
                 f"the DeepSpeed configuration has no {_ZERO!r}; set the stage: {{{_ZERO!r}: {{'stage': 2}}}}"
             )
-        # A configuration without a stage means what DeepSpeed takes it for.
+        # A configuration without a stage means DeepSpeed's default.
         defaults = {**_DEFAULTS, "zero_stage": 0} if is_configured else _DEFAULTS
         for name, value in defaults.items():
             if get(self.deepspeed_config, _KEYS[name]) is None:
@@ -248,7 +248,7 @@ class DeepSpeedSettings:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedSettings:
-    """Return the plugin that DeepSpeed trains by, of several the one that is selected.
+    """Return the plugin that DeepSpeed trains with; if there are several, the selected one.
 
     Args:
         state: an ``AcceleratorState``, or an Accelerator.

@@ -1,9 +1,9 @@
-"""ZeRO: DeepSpeed's engine trains the model, and each rank holds a shard of what training keeps.
+"""ZeRO: DeepSpeed's engine trains the model, and each rank holds a shard of the training state.
 
     stage 1: optimizer states   stage 2: and gradients   stage 3: and weights      are sharded
 
-The engine accumulates, clips, scales losses, steps and clears gradients. The loop stays a user's own: what it calls
-is handed to the engine, at the place where it is called.
+The engine accumulates, clips, scales losses, steps and clears gradients. The user keeps their own loop: the strategy
+passes each of its calls to the engine, at the point where the loop makes it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 class DeepSpeedStrategy(Strategy):
     """Trains with one engine per Accelerator, made of the model and the optimizer of one call of ``prepare``.
 
-    A model without an optimizer is evaluated only: stage 3 shards it all the same; with stages 1 and 2 it only goes to
-    its device. Of several plugins, the one that is selected when a model is set up describes the engine.
+    A model without an optimizer is only evaluated. Stage 3 shards it all the same; stages 1 and 2 only move it to its
+    device. With several plugins, the one selected when a model is set up describes the engine.
     """
 
     name = "deepspeed"
@@ -128,7 +128,7 @@ class DeepSpeedStrategy(Strategy):
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
         if not deepspeed_library.is_engine(model) or not options.is_on:
             return None
-        # The user's module in place: what the engine does around it, with clocks and collectives, is not for a graph.
+        # Compile the user's module in place: the engine's clocks and collectives around it can't be in a graph.
         module = without_parallel_wrappers(model)
         if options.use_regional_compilation:
             compile_model(module, options)
@@ -149,7 +149,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _engine_arguments(self) -> dict[str, Any]:
-        """Return what the engine is made of beside model and configuration."""
+        """Return the engine's arguments other than model and configuration."""
         arguments: dict[str, Any] = {}
         optimizer, scheduler = self._given.optimizer, self._given.scheduler
         if isinstance(optimizer, DummyOptim):
@@ -227,7 +227,7 @@ class DeepSpeedStrategy(Strategy):
         return self._setup.accumulation.sync_gradients and not self._is_unsynced
 
     def _step(self) -> bool:
-        """Step the engine; return whether that was left out because gradients overflowed."""
+        """Step the engine; return whether it skipped the step because gradients overflowed."""
         self._is_step_due = False
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
@@ -274,7 +274,7 @@ class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
 
     @classmethod
     def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
-        """Return the plugins of the process: those of a mapping by name, or one alone."""
+        """Return the plugins of the process, from a mapping of names to plugins or from a single one."""
         return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
 
     def build(self, setup: TrainingSetup) -> Strategy:
@@ -307,7 +307,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         return next(plugin for plugin in self.by_name.values() if plugin.selected)
 
     def get(self, name: str) -> DeepSpeedSettings:
-        """Return one of them; ValueError where there is none of that name."""
+        """Return the plugin ``name``; raise ValueError if there is none of that name."""
         if name not in self.by_name:
             raise ValueError(
                 f"there is no DeepSpeed plugin {name!r}; valid are {', '.join(map(repr, self.by_name))}"
@@ -331,7 +331,7 @@ class DeepSpeedPlugins(StrategyPlugin):
 
 
 def _check_group(process: JoinedProcess) -> None:
-    """Refuse ranks on GPUs that talk by gloo: DeepSpeed would have them wait for each other for ever."""
+    """Reject ranks on GPUs that communicate over gloo: DeepSpeed would make them wait for each other forever."""
     size = process.topology.world_size
     if process.device.type != "cpu" and size > 1 and is_distributed() and dist.get_backend() == "gloo":
         raise ValueError(
@@ -347,7 +347,7 @@ def _batch_size(loader: DataLoader) -> int | None:
 
 
 def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
-    """Have stage 3 gather some layers as a whole, as those whose submodules are used by turns."""
+    """Make stage 3 gather some layers as a whole, such as layers whose submodules are used by turns."""
     if not class_names:
         return
     names = {name.strip() for name in class_names.split(",")}
@@ -361,7 +361,7 @@ def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None
 
 
 def _report(engine: Any, name: str, process: JoinedProcess) -> None:
-    """Report what is sharded of the model of this class, where several ranks hold shards. All of them call it."""
+    """Report how a model of class ``name`` is sharded, if several ranks hold shards. All ranks call it."""
     stage, num_ranks = int(engine.zero_optimization_stage()), process.topology.world_size
     if not stage or num_ranks == 1:
         return

@@ -1,10 +1,10 @@
-"""Weights that no rank has: how the code of a model on the meta device makes those of one module, and what it leaves.
+"""Weights that no rank has: how a model on the meta device initialises one module, and which tensors it leaves out.
 
 ``weights.py`` goes through the modules, one after the other, so that no rank holds the whole model.
 
-    StandIns        the model's tensors while that goes on: nothing but shapes, except those of the module in hand
-    unwritten       memory for a module's tensors, which shows where it was not written to
-    constructor     what writes them, as building the model on the CPU does
+    StandIns        the model's tensors during that: only shapes, except in the current module
+    unwritten       memory for a module's tensors that shows which parts were not written
+    constructor     writes the tensors, as building the model on the CPU does
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _META = "meta"
 
 
 class StandIns:
-    """Tensors of the meta device in the place of all tensors of a model, in a ``with`` block, tied as those are.
+    """Replace all tensors of a model by tensors on the meta device, in a ``with`` block, with the same ties.
 
-    What initialises one module may write to others as well, as the ``_init_weights`` of transformers' attention layers
-    writes to their projections: to those on the meta device, that does nothing and costs nothing. Quantised weights
-    that have their values stay.
+    The code that initialises one module may also write to others: ``_init_weights`` of transformers' attention layers
+    writes to their projections. Such writes to the meta device do nothing and cost nothing. Quantised weights that
+    have their values stay.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,7 +44,7 @@ class StandIns:
                         self._final[id(tensor)] = tensor
 
     def of(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the names of a module's own tensors, and what the model had there before the block."""
+        """Return the names of a module's own tensors, with the tensors that the model had before the block."""
         return self._own[module]
 
     def show(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class StandIns:
         self._put(id(tensor), other)
 
     def hide_again(self, module: nn.Module) -> None:
-        """Put tensors of the meta device back where what made ``module`` has put others, in it and below."""
+        """Put the meta tensors back where the initialisation of ``module`` replaced them, in it and below."""
         for part in module.modules():
             for name, tensor in self._own.get(part, ()):
                 current = getattr(part, name, None)
@@ -65,7 +65,7 @@ class StandIns:
         self.show(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
 
     def replace(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """Have ``other`` in the place of a tensor after the block."""
+        """Put ``other`` in the place of a tensor when the block ends."""
         self._final[id(tensor)] = other
 
     def _put(self, key: int, tensor: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class StandIns:
             self._put(key, tensor)
 
 
-# A byte of integers and booleans that nothing has been written to: booleans are 0 or 1.
+# The byte that fills unwritten integers and booleans; written booleans are 0 or 1.
 _UNWRITTEN_BYTE = 0xAA
 
 
@@ -96,12 +96,14 @@ def unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Return whether any element is as :func:`unwritten` made it; of integers of one byte, whether all are."""
+    """Return whether any element is as :func:`unwritten` made it; for one-byte integers, whether all are."""
     if not tensor.numel():
         return False
     num_bytes = tensor.element_size()
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool((tensor.float() if num_bytes == 1 else tensor).isnan().any())  # torch compares no float8
+        return bool(
+            (tensor.float() if num_bytes == 1 else tensor).isnan().any()
+        )  # torch can't compare float8
     is_blank = tensor.contiguous().reshape(-1).view(torch.uint8) == _UNWRITTEN_BYTE
     if num_bytes == 1 and tensor.dtype != torch.bool:  # an element may well be of that value
         return bool(is_blank.all())
@@ -109,11 +111,12 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 
 def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Return what makes the tensors of one module as building the model on the CPU does, as far as that can be known.
+    """Return a function that makes one module's tensors as building the model on the CPU does, as far as is known.
 
-    Its class's constructor calls ``reset_parameters``. Models of transformers then apply their ``_init_weights`` to
-    each module that is in them but not in another one of theirs, inner ones first; to containers, too, for which it may
-    write to what they hold. Of other models, the outermost one's ``_init_weights`` is called with the module alone.
+    The constructor of the module's class calls ``reset_parameters``. Models of transformers then apply their
+    ``_init_weights`` to each module that is in them but not in a nested model, inner modules first. That includes
+    containers, for which ``_init_weights`` may write to their contents. For other models, the outermost one's
+    ``_init_weights`` is called with the module alone.
     """
     around: dict[str, list[nn.Module]] = {}  # name -> the module, and those that it is in, inner ones first
     for name, module in model.named_modules():
@@ -139,7 +142,7 @@ def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def _takes(method: Any, *args: Any) -> TypeGuard[Callable[..., Any]]:
-    """Return whether a method can be called with these arguments; one of such a name may be for something else."""
+    """Return whether a method accepts these arguments; a method of that name may have another purpose."""
     if not callable(method):
         return False
     try:

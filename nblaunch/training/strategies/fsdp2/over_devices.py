@@ -1,8 +1,8 @@
 """Models sharded over the devices that one process drives as one (SPMD), by the device's compiler.
 
-There are no ranks to exchange anything: a tensor has its global shape here, and an annotation says along which
-dimension the devices shard it. From those of weights, gradients and optimizer state the compiler derives where weights
-are gathered and gradients reduced. So states are read and written in full, as without sharding.
+No ranks exchange data here: a tensor has its global shape, and an annotation says along which dimension the devices
+shard it. From the annotations of weights, gradients and optimizer state, the compiler derives where to gather weights
+and reduce gradients. So states are read and written in full, as without sharding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import units
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
-# Fields that ask for what the compiler has no place for: field -> what to do instead.
+# Fields that the compiler can't support: field -> what to do instead.
 _REFUSED = {
     "cpu_offload": "shards stay on the devices; leave it out",
     "activation_checkpointing": "call torch_xla.utils.checkpoint.checkpoint in the model's forward instead",
@@ -83,7 +83,7 @@ class DeviceShardsStrategy(Strategy):
         self._dimensions[parameter] = dimension
         self._backend.shard(parameter, dimension)
         if parameter.requires_grad:
-            # At every micro-step: what is accumulated is held between steps.
+            # At every micro-step, because accumulated gradients are held between steps.
             parameter.register_post_accumulate_grad_hook(self._shard_gradient)
 
     def _shard_gradient(self, parameter: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class DeviceShardsStrategy(Strategy):
             self._backend.shard(parameter.grad, self._dimensions[parameter])
 
     def _send_parts(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Have weights that are about to be loaded lie on the devices in parts: ``copy_`` would send all to each."""
+        """Send weights that are about to be loaded to the devices in parts: ``copy_`` would send all to each device."""
         for name, parameter in module.named_parameters(recurse=False):
             given, dimension = state.get(prefix + name), self._dimensions.get(parameter)
             if dimension is not None and isinstance(given, torch.Tensor) and given.shape == parameter.shape:
@@ -115,7 +115,7 @@ class DeviceShardsStrategy(Strategy):
         return None
 
     def _shard_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Shard weights and their states after they were written, in the graph that writes them."""
+        """Shard weights and their states after a write, in the graph that writes them."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 dimension = self._dimensions.get(parameter)
@@ -130,10 +130,10 @@ class DeviceShardsStrategy(Strategy):
 
 
 def sharded_dimension(shape: torch.Size, count: int) -> int | None:
-    """Return the dimension along which a weight is sharded over devices; None: too small, each holds it whole.
+    """Return the dimension along which devices shard a weight; None: it is too small, each device holds it whole.
 
-    The longest that the devices divide, or else the longest: the compiler returns other tensors whole, unless it
-    writes them over sharded ones, as a step does.
+    That is the longest dimension that the devices divide evenly, or else the longest. The compiler returns unevenly
+    divided tensors whole, unless it writes them over sharded ones, as a step does.
     """
     candidates = [index for index, length in enumerate(shape) if length >= count > 1]
     return max(candidates, key=lambda index: (shape[index] % count == 0, shape[index]), default=None)

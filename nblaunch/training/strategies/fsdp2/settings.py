@@ -24,9 +24,9 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
-_TRUTH = {"true": True, "false": False}  # as files and variables have it
+_TRUTH = {"true": True, "false": False}  # as files and environment variables spell it
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-# Fields of FSDP version 1 that torch's fully_shard has no counterpart for.
+# Fields of FSDP version 1 without a counterpart in torch's fully_shard.
 _OF_VERSION_1 = (
     "backward_prefetch", "forward_prefetch", "state_dict_config", "optim_state_dict_config", "use_orig_params",
     "sync_module_states",
@@ -37,7 +37,7 @@ FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
-# Accelerate's lists of names, which other libraries check their own arguments by and number from 1.
+# Accelerate's lists of names. Other libraries check their own arguments against them and number them from 1.
 _SHARDING_NUMBERS = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
 
 
@@ -45,12 +45,12 @@ _SHARDING_NUMBERS = {str(number): name for number, name in enumerate(FSDP_SHARDI
 class ShardingSettings:
     """Sharding of models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
-    Where one process drives all XLA devices (``strategy="spmd"``), models are sharded over these by XLA's compiler, and
-    checkpoints are as without sharding. Of the fields below, ``ignored_modules`` has a meaning there; those that ask
-    for what the compiler can't do are refused.
+    If one process drives all XLA devices (``strategy="spmd"``), XLA's compiler shards models over these devices, and
+    checkpoints are as without sharding. Of the fields below, ``ignored_modules`` applies there. Fields that ask for
+    something the compiler can't do raise an error.
 
-    Later Accelerators of the process that are given no strategy shard models by the same plugin; one that is given a
-    ``parallelism_config`` without shards does not.
+    Later Accelerators of the process that are given no strategy use the same plugin, except one that is given a
+    ``parallelism_config`` without shards.
 
     A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save full weights with
     ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save what
@@ -68,11 +68,11 @@ class ShardingSettings:
             Accelerate. ``{"param_dtype": "bf16", "reduce_dtype": "fp32"}`` reduces gradients more exactly, and
             returns outputs in fp32.
         auto_wrap_policy: which modules are gathered as a unit: ``"transformer_based_wrap"`` (by class),
-            ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``; also
-            those of ``torch.distributed.fsdp.wrap``. None: as the two fields below say, else the classes that the model
-            itself names (``_no_split_modules``), else the members of its lists of equal blocks.
+            ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``,
+            also a policy from ``torch.distributed.fsdp.wrap``. None: as the two fields below say, else the classes
+            that the model itself names (``_no_split_modules``), else the members of its lists of equal blocks.
         transformer_cls_names_to_wrap: classes or their names; each of their modules is a unit.
-        min_num_params: elements from which on a module is a unit of its own, 100 million by default.
+        min_num_params: a module with at least this many elements is a unit of its own; 100 million by default.
         cpu_offload: keep shards of weights, gradients and optimizer states in host memory; True, or torch's
             ``CPUOffloadPolicy``.
         ignored_modules: modules, or a regular expression for their names, that are not sharded: every rank holds them
@@ -88,7 +88,7 @@ class ShardingSettings:
             ``_init_weights`` of its model, where they have them. What is left without values is an error.
         limit_all_gathers: accepted; version 2 never gathers further ahead than memory allows.
         backward_prefetch, forward_prefetch, state_dict_config: of version 1; no effect, and a warning says so.
-        optim_state_dict_config, use_orig_params, sync_module_states: likewise.
+        optim_state_dict_config, use_orig_params, sync_module_states: of version 1 as well, with the same warning.
 
     Raises:
         ValueError: a field has no meaning in version 2, or an unknown value; says what to write instead.
@@ -152,7 +152,7 @@ class ShardingSettings:
                 warn(f"{given} has no effect: FSDP version 2, torch's fully_shard, has no such setting")
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Have ``save_state`` write states of this type from now on; None: of the default one."""
+        """Make ``save_state`` write states of this type from now on; None: of the default type."""
         name = str(getattr(state_dict_type, "name", state_dict_type or "SHARDED_STATE_DICT")).upper()
         if name == "LOCAL_STATE_DICT":
             raise ValueError(
@@ -198,7 +198,7 @@ class ShardingSettings:
         return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.cpu_offload else OffloadPolicy()
 
     def precision_policy(self, dtype: torch.dtype | None) -> Any:
-        """Return torch's object for ``mixed_precision_policy``; ``dtype`` is that of the Accelerator's precision."""
+        """Return torch's object for ``mixed_precision_policy``; ``dtype`` is the Accelerator's precision."""
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
         policy = self.mixed_precision_policy

@@ -39,8 +39,8 @@ class Fsdp2Strategy(DTensorStrategy):
     Args:
         process: ranks and device of this process.
         settings: what users set; read when a model is set up.
-        dtype: in which weights are gathered; None: their own.
-        parallelism: how the ranks are divided; None: all of them shard, or those inside each machine.
+        dtype: the dtype of gathered weights; None: their own.
+        parallelism: how the ranks are divided; None: all ranks shard together, or the ranks of each machine.
     """
 
     name = "fsdp2"
@@ -64,8 +64,8 @@ class Fsdp2Strategy(DTensorStrategy):
         self._dtype = dtype
         self._parallelism = parallelism
         settings.precision_policy(dtype)  # refuses what it does not know before any model is built
-        # Units gather their weights, and cast what they are given: autocast would compute losses and norms of layers in
-        # fp32 beside, in more memory and otherwise than with Accelerate.
+        # Units gather their weights and cast their inputs. autocast would also compute losses and layer norms in fp32,
+        # which takes more memory and differs from Accelerate.
         self.moves_models = self.holds_shards = self.casts_models = process.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Fsdp2Strategy(DTensorStrategy):
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
+        # Every step allocates and frees units. glibc would keep their memory: as much as the whole model, or more.
         memory.tune_allocator()
         ignored = self._ignored_parameters(model)
         name = type(model).__name__  # before fully_shard makes another class of it
@@ -107,7 +107,7 @@ class Fsdp2Strategy(DTensorStrategy):
         for unit in units:
             fsdp2_units.gather_for_training(unit)
             fsdp2_units.refuse_copies(unit)
-        # Asked for by name: others may have taken their places.
+        # Looked up by name, because other parameters may have replaced them.
         averaged = [one for one in map(model.get_parameter, whole) if one.requires_grad]
         fsdp2_units.average_gradients(averaged, mesh, units)
         own_bytes = sum(
@@ -137,7 +137,7 @@ class Fsdp2Strategy(DTensorStrategy):
         """Shard a model that is whole on the ranks, or on the meta device, from the inside out; return its size."""
         device = self._process.device
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
-        # What computes in fewer bits is trained in fp32, however the model was loaded: small steps would be lost.
+        # Weights that compute in fewer bits are trained in fp32, however the model was loaded, or small steps are lost.
         trained_dtype = torch.float32 if self._dtype is not None else None
         weights = FullWeights(model, ignored, device, may_be_sent, trained_dtype)
         weights.move_to_meta()
@@ -151,7 +151,7 @@ class Fsdp2Strategy(DTensorStrategy):
     def _shard_further(
         self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any
     ) -> int:
-        """Do so where layers are sharded over other ranks already, so that no rank has the model whole."""
+        """Shard a model whose layers are sharded over other ranks already, so that no rank has it whole."""
         assert self._parallelism is not None
         model.to(self._process.device)
         share_weights(model, self._parallelism)
@@ -166,7 +166,7 @@ class Fsdp2Strategy(DTensorStrategy):
         ignored = fsdp2_units.ignored_parameters(model, self._settings.ignored_modules)
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
-        # A shard would be a plain tensor, without what its library keeps with it.
+        # A shard would be a plain tensor, without the data that its library keeps with it.
         return ignored | {one for one in model.parameters() if is_quantised_weight(one)}
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any) -> None:
@@ -195,7 +195,7 @@ class Fsdp2Strategy(DTensorStrategy):
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         world: Any = dist.group.WORLD
         if self._settings.cpu_offload and dist.get_backend() == "nccl":
-            # Shards lie in host memory, where NCCL can't exchange what is computed on them: norms, full tensors.
+            # Shards lie in host memory, where NCCL can't exchange results such as norms and full tensors.
             world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
 
@@ -208,7 +208,7 @@ class Fsdp2Strategy(DTensorStrategy):
 
     @contextmanager
     def _reducing(self, model: nn.Module, reduces: bool) -> Iterator[None]:
-        """Say in the block whether ``backward`` reduces gradients; then what held before holds again."""
+        """Set in the block whether ``backward`` reduces gradients, and restore the previous setting afterwards."""
         own: Any = models.uncompiled(model)
         if not is_fsdp_module(own):
             yield
@@ -267,7 +267,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Put fp32 parameters in the place of those trained in fewer bits; ``FullWeights`` does so for whole models."""
+    """Replace parameters that are trained in fewer bits by fp32 ones; ``FullWeights`` does so for whole models."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():

@@ -3,13 +3,13 @@
 model (what is left)     one unit for what belongs to no other: embedding, norm, head
   layers.0 ... layers.N  a unit each: memory holds one of them at a time as a whole
 
-A unit returns no views, but tensors of their own that show the same memory. Torch gathers a unit's weights for
-backward in a hook on the tensors that it returned. On a view, as a linear layer returns for batches of sequences, that
-hook is lost when the user goes on with ``x += y``, and torch (from 2.12) warns of it at each such unit in any case.
+A unit returns no views. It returns separate tensors that show the same memory. Torch gathers a unit's weights for
+backward in a hook on the tensors that it returned. If such a tensor is a view, as a linear layer returns for batches of
+sequences, the user's next ``x += y`` loses the hook; and torch (from 2.12) warns at each such unit in any case.
 
-Its activations can be computed anew in backward instead of being kept.
+A unit can recompute its activations in backward instead of keeping them.
 
-No other module looks inside ``fully_shard``, for what torch has no public way to ask.
+No other module looks inside ``fully_shard`` for what torch does not make public.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nblaunch.training.collectives import nested
 from nblaunch.training.models import repeated_blocks
 
 MIN_NUM_PARAMS = 100_000_000
-"""What torch's own size-based policy takes for a unit of its own."""
+"""The size from which torch's own size-based policy makes a module a unit."""
 
 # Containers that are never called, and a layer of nn.MultiheadAttention whose weights are used without calling it.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -68,10 +68,10 @@ def choose(
 def of_one_dtype_each(
     model: nn.Module, units: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[str, nn.Module]]:
-    """Return ``units`` and more inside them, innermost first: trained weights of one unit must be alike in dtype.
+    """Return ``units`` and more inside them, innermost first, so that a unit's trained weights share one dtype.
 
-    A unit has the dtype of the weights that belong to itself, else that of most weights inside. Modules in it whose own
-    weights are of another dtype become units. :func:`odd_weights` returns what can't be divided so.
+    A unit has the dtype of its own direct weights, or else the dtype of most weights inside. Modules in it whose own
+    weights have another dtype become units. :func:`odd_weights` returns the weights that can't be divided this way.
     """
     chosen = list(units)
     while True:
@@ -95,10 +95,10 @@ def of_one_dtype_each(
 def odd_weights(
     model: nn.Module, units: Sequence[nn.Module], ignored: set[nn.Parameter], is_one_dtype: bool
 ) -> set[nn.Parameter]:
-    """Return the parameters that ``fully_shard`` refuses beside the others of their unit.
+    """Return the parameters that ``fully_shard`` rejects in a unit with others.
 
-    Numbers without dimensions, which can't be sharded, and with ``is_one_dtype`` trained weights of another dtype than
-    most elements of their unit.
+    These are numbers without dimensions, which can't be sharded, and with ``is_one_dtype`` also trained weights whose
+    dtype differs from most elements of their unit.
 
     Args:
         model: as the user built it.
@@ -193,7 +193,7 @@ def _classes_in(model: nn.Module) -> str:
 
 
 def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
-    """Return a user's policy as a function of the module alone; those of torch.distributed.fsdp.wrap take more."""
+    """Return a user's policy as a function of the module alone; torch.distributed.fsdp.wrap's take more arguments."""
     try:
         takes = inspect.signature(policy).parameters
     except (TypeError, ValueError):
@@ -222,7 +222,7 @@ def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
 
 
 def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leave out units that have one of two tied weights: both belong to a unit around them."""
+    """Leave out units that hold one of two tied weights: both weights belong to a unit around them."""
     holders: dict[int, set[int]] = defaultdict(set)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -240,11 +240,11 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 
 
 def return_no_views(module: nn.Module) -> None:
-    """Have ``module`` return no views. To be called before ``fully_shard``, whose hooks run after those there are."""
+    """Make ``module`` return no views. Call this before ``fully_shard``, so that its hooks run after this one."""
     module.register_forward_hook(_without_views, with_kwargs=True)
 
 
-@torch.compiler.disable  # as torch's own hooks are, which see next what this returns
+@torch.compiler.disable  # like torch's own hooks, which get this one's result next
 def _without_views(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> Any | None:
@@ -256,7 +256,7 @@ def _without_views(
     views = [tensor for tensor in returned.values() if tensor.requires_grad and tensor._base is not None]
     if not views:
         return None
-    # Memory that goes by two names stays as it is: autograd knows what writing to one does to the other.
+    # Two tensors that share memory stay as they are: autograd knows what a write to one does to the other.
     others = [leaf for leaf in nested.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     shown = [_memory(tensor) for tensor in (*returned.values(), *others)]
     own: dict[int, torch.Tensor] = {
@@ -264,7 +264,7 @@ def _without_views(
         for view in views
         if sum(memory is view._base for memory in shown) == 1
     }
-    # One hook that stays is enough to gather a unit's weights.
+    # One remaining hook is enough to gather a unit's weights.
     num_left = len(views) - len(own)
     if 0 < num_left < sum(tensor.requires_grad for tensor in returned.values()):
         _ignore_warning(type(module).__name__)
@@ -273,7 +273,7 @@ def _without_views(
 
 @functools.cache
 def _ignore_warning(unit: str) -> None:
-    """Have torch not warn of the views of such units, as of biases and masks that they hand on."""
+    """Silence torch's warning about views of such units, such as biases and masks that they pass on."""
     warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({unit}\) returned a view", UserWarning)
 
 
@@ -282,7 +282,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AsOwnTensor(torch.autograd.Function):
-    """A view's memory as a tensor of its own. Writing to it counts for what autograd has saved of the view, too."""
+    """A view's memory as a separate tensor. A write to it also counts for what autograd has saved of the view."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
@@ -295,15 +295,16 @@ class _AsOwnTensor(torch.autograd.Function):
 
 # --- activations computed anew ----------------------------------------------------------------------------------------
 
-# What layers of generating models are given to keep tokens in, in the words of transformers.
+# transformers' names for the caches in which layers of generating models keep tokens.
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
 def checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
-    """Have ``module`` compute its activations anew in backward, instead of keeping them.
+    """Make ``module`` recompute its activations in backward, instead of keeping them.
 
-    In its own ``forward``, which the hooks that gather and free weights are around: the second time runs while they
-    are gathered for backward. Empty caches of a generating model are left out: the second time would find them filled.
+    This wraps the module's own ``forward``, inside the hooks that gather and free weights, so that the second run has
+    the weights gathered for backward. Empty caches of a generating model are left out, because the second run would
+    find them filled.
     """
     forward = module.forward
 
@@ -344,7 +345,7 @@ def _groups(module: nn.Module) -> list[Any]:
 
 
 def register_new_parameters(module: nn.Module) -> None:
-    """Register parameters that took the place of those that ``fully_shard`` made, so that torch goes on with them."""
+    """Register parameters that replaced the ones ``fully_shard`` made, so that torch goes on with them."""
     for group in _groups(module):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()  # as after ``load_state_dict(assign=True)``
@@ -352,9 +353,10 @@ def register_new_parameters(module: nn.Module) -> None:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequence[nn.Module]) -> None:
-    """Average the gradients of parameters that every rank has whole, wherever ``backward`` reduces those of ``units``.
+    """Average gradients of parameters that every rank has whole, whenever ``backward`` reduces gradients of ``units``.
 
-    What was accumulated before is averaged as well; where that was an average, it is the same on all ranks, and stays.
+    This also averages gradients accumulated before. If those were averages, they are equal on all ranks and stay the
+    same.
     """
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
@@ -370,7 +372,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequ
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """Have a copy of a sharded module raise an error that says what to do; torch's own does not."""
+    """Make copying a sharded module raise an error that says what to do; torch's own error does not."""
     type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
 
 
@@ -394,7 +396,7 @@ def is_reducing(module: nn.Module) -> bool:
 
 
 def gather_for_training(module: nn.Module) -> None:
-    """Have a unit gather its weights outside of ``torch.inference_mode``, whose tensors training can't use later."""
+    """Make a unit gather its weights outside of ``torch.inference_mode``, whose tensors training can't use later."""
     for group in _groups(module):
         for name in ("unshard", "wait_for_unshard"):
             setattr(group, name, _outside_inference_mode(getattr(group, name)))

@@ -1,10 +1,10 @@
 """Where the weights of a sharded model come from: each rank's own copy, rank 0, or nowhere yet (the meta device).
 
     before    every rank has the full model: the kernel's very pages after a fork, a copy, or nothing but shapes
-    shapes    its parameters are on the meta device; ``fully_shard`` is applied to that, which costs no memory
+    shapes    its parameters are on the meta device, where applying ``fully_shard`` costs no memory
     after     every rank has its shards, filled from what it had before, copying only the shard's bytes
 
-Weights that ranks hold in common are never sent. Nothing here knows what a unit is.
+Ranks never send weights that all of them hold. Nothing here knows what a unit is.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class FullWeights:
 
     Args:
         model: as the user built it.
-        ignored: parameters that are not sharded; those that are replaced by others are replaced in it, too.
-        device: of this rank, for what is not sharded and what is sent; :meth:`fill_shards` is given that of shards.
-        may_be_sent: whether weights that only rank 0 has may be sent to the others.
-        trained_dtype: of the shards of what is trained; None: as the model has it.
+        ignored: parameters that are not sharded; replacing one of them also replaces it in this set.
+        device: this rank's device, for tensors that are not sharded or are sent; :meth:`fill_shards` gets the device
+            of the shards.
+        may_be_sent: whether rank 0 may send weights that only it has to the others.
+        trained_dtype: the dtype of the shards of trained weights; None: as in the model.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class FullWeights:
         return self._trained_dtype if is_trained and self._trained_dtype is not None else parameter.dtype
 
     def move_to_meta(self) -> None:
-        """Replace the parameters that are to be sharded by some on the meta device, tied as before.
+        """Replace the parameters to be sharded by parameters on the meta device, tied as before.
 
-        Buffers and ignored parameters, which every rank holds in full, go to the device here.
+        This moves buffers and ignored parameters, which every rank holds in full, to the device.
         """
         empty: dict[int, nn.Parameter] = {}
         for name, old in self._parameters.items():
@@ -90,12 +91,12 @@ class FullWeights:
                 self._place_full(name, tensor)
 
     def _place_full(self, name: str, tensor: torch.Tensor) -> None:
-        """Move a tensor that every rank holds in full to the device, and make it equal to that of rank 0."""
+        """Move a tensor that every rank holds in full to the device, and make it equal to rank 0's."""
         if isinstance(tensor, nn.Parameter) and is_quantised_weight(tensor):
-            if tensor.device != self._device:  # by its own method, which takes along what it keeps beside
+            if tensor.device != self._device:  # by its own method, which also moves the data it keeps with it
                 self._replace(tensor, tensor.to(self._device))  # type: ignore[arg-type]
             return
-        # Where only rank 0 has it, the others make room for what it sends.
+        # If only rank 0 has it, the others allocate memory for what rank 0 sends.
         if tensor.is_meta:
             moved = torch.empty_like(tensor, device=self._device, requires_grad=False)
         else:
@@ -125,7 +126,7 @@ class FullWeights:
     def fill_shards(self, device: torch.device, initialise: Callable[[nn.Module], Any] | None) -> None:
         """Give memory on ``device`` to the shards that the model has on the meta device, and fill them.
 
-        ``initialise`` makes the weights of a module that has them nowhere yet; None: as the module does itself.
+        ``initialise`` makes a module's weights if no rank has them yet; None: the module initialises itself.
         """
         made: dict[int, nn.Parameter] = {}
         for name, source in self._parameters.items():
@@ -145,11 +146,12 @@ class FullWeights:
     ) -> torch.Tensor:
         """Return a shard of a weight, filled unless there is nothing to fill it from.
 
-        On the CPU, what this process shares with the kernel is not even copied: the shard is a view of the kernel's
-        pages. The system copies a page when training first writes to it, and those of frozen weights never.
+        On the CPU, memory that this process shares with the kernel is not even copied: the shard is a view of the
+        kernel's pages. The system copies a page when training first writes to it, and never copies pages of frozen
+        weights.
         """
         is_own = self._origins[name] == "own" and source.is_contiguous() and source.dtype == meta_shard.dtype
-        # What is written to memory of share_memory() is written for all.
+        # A write to memory from share_memory() is a write for all processes.
         if device.type == "cpu" and is_own and not source.is_shared():
             held = dtensor.slice_for(meta_shard, source.detach())
             if held.is_contiguous() and memory.is_shared(held.data_ptr(), held.numel() * held.element_size()):
@@ -160,7 +162,7 @@ class FullWeights:
         return held
 
     def _full(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor: this rank's own, or that of rank 0, one at a time."""
+        """Return the full tensor: this rank's own, or rank 0's, one at a time."""
         if self._origins[name] == "own":
             return source.detach()
         is_sender = dist.get_rank() == 0
@@ -185,7 +187,7 @@ class FullWeights:
                 left = self._initialise_one(module, missing, make, stand_ins) if missing else set()
                 made |= {id(own[name]) for name in missing - left}
                 unmade |= {prefix + name: id(own[name]) for name in own if name in left}
-        # A parameter of several names is one that any of their modules makes.
+        # Any module of a parameter with several names may make it.
         names = [name for name, tensor in unmade.items() if tensor not in made]
         if names:
             raise ValueError(self._describe_unmade(names, initialise is not None))
@@ -193,10 +195,10 @@ class FullWeights:
     def _initialise_one(
         self, module: nn.Module, names: set[str], make: Callable[[nn.Module], Any], stand_ins: StandIns
     ) -> set[str]:
-        """Have ``make`` write the tensors ``names`` of a module, in full; return those that it leaves unwritten.
+        """Make ``make`` write the full tensors ``names`` of a module; return the names that it leaves unwritten.
 
-        The module's other tensors have their values already. ``make`` is given copies of them, or blank ones in place
-        of shards, and what it writes there is dropped.
+        The module's other tensors have their values already. ``make`` gets copies of them, or blank tensors in place
+        of shards; its writes to these are dropped.
         """
         own = dict(stand_ins.of(module))
         for name, tensor in own.items():
@@ -208,7 +210,7 @@ class FullWeights:
         stand_ins.hide_again(module)
         left = set()
         for name, value in made.items():
-            # A tensor that was put there in its stead, as by ``to_empty``, may hold anything.
+            # A tensor that replaced it, as ``to_empty`` does, may hold anything.
             if value.data_ptr() == blank[name] and is_unwritten(value.detach()):
                 left.add(name)
             elif is_sharded(own[name]):
@@ -220,7 +222,7 @@ class FullWeights:
         return left
 
     def _describe_unmade(self, unmade: Sequence[str], is_given: bool) -> str:
-        """Return the error for tensors that have no values after all were to be made, by param_init_fn if given."""
+        """Return the error for tensors that have no values after initialisation, by param_init_fn if it was given."""
         owners = {name: self._class_names[name.rpartition(".")[0]] for name in unmade}
         listed = formatting.first([f"{name} ({owner})" for name, owner in owners.items()], 8)
         model = f"the {self._class_names['']} is on the meta device"
@@ -275,7 +277,7 @@ def _fingerprint(tensor: torch.Tensor) -> Any:
 
 @contextmanager
 def _random_state_of_main() -> Iterator[None]:
-    """Give every rank the state of rank 0's CPU generator in the block, and its own again afterwards."""
+    """Give every rank the state of rank 0's CPU generator in the block, and restore its own afterwards."""
     state = operations.broadcast_object_list([torch.get_rng_state()])[0]
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
