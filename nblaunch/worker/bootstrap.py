@@ -73,7 +73,7 @@ def run(
             pickled function is shown like any other.
         slot: its slot of the board, where the caller has the board mapped already.
         originals: where the launcher's tensors of the call can be read; None where they can't.
-        files: that the process had open from which this one was forked; None in a fresh interpreter.
+        files: files that the parent had open when it forked this process; None in a fresh interpreter.
     """
     exit_code = 1
     try:
@@ -91,7 +91,7 @@ class _Worker:
     Args:
         assignment: what the rank has to do.
         slot: as in :func:`run`.
-        files: likewise.
+        files: as in :func:`run`.
     """
 
     def __init__(self, assignment: Assignment, slot: Slot | None, files: KernelFiles | None = None) -> None:
@@ -334,7 +334,7 @@ class _Worker:
 
 
 _EXITED = object()
-"""In place of a value: the function called ``sys.exit``."""
+"""Stands for the value of a function that called ``sys.exit``."""
 
 _ONE_THREAD = (
     "every worker computes with one thread instead of {}, because this process's OpenMP library can't be paused "
@@ -364,7 +364,7 @@ _PARSED = (
 
 
 def _has_refused_arguments(leaving: SystemExit) -> bool:
-    """Return whether ``argparse`` leaves for arguments that it can't parse, in the worker of a notebook.
+    """Return whether ``argparse`` exits because of arguments that it can't parse, in the worker of a notebook.
 
     A script has a command line of its own, and its exit code is what its caller expects.
     """

@@ -93,7 +93,8 @@ class Debugger:
     def end_command(self, error: BaseException | None) -> None:
         """Keep the frames in which a command of a session has failed, until the next begins.
 
-        Those of the user's code alone: the others may hold connections on whose end other ranks wait.
+        Only frames of the user's code are kept: other frames may hold connections, and other ranks may wait for these
+        to close.
         """
         sys.settrace(None)  # pdb may have been stepping still
         self._is_idle = True
@@ -134,7 +135,7 @@ class Debugger:
     def _debug(self, terminal: _Terminal) -> None:
         """Run pdb at the failure, or where the function is. Stepping is not possible: neither frame goes on.
 
-        What one of its commands raises ends it, and is shown where it was typed.
+        If one of its commands raises, pdb ends, and the error is shown where the command was typed.
         """
         try:
             traceback = self._traceback
@@ -193,7 +194,7 @@ class _Closed(Exception):
 class _Terminal:
     """What one pdb reads from and writes to: the connection with the kernel.
 
-    Lines that it has not read when it is left are lost with it: the next pdb must not take them for its own.
+    When the user leaves pdb, lines that it has not read are dropped, so that the next pdb does not run them.
 
     Args:
         send: takes messages for the kernel.
@@ -257,7 +258,7 @@ class _Terminal:
 
 
 _OwnPdb: type[pdb.Pdb] = next(cls for cls in pdb.Pdb.__mro__ if cls.__module__ == "pdb")
-"""Python's own: a kernel puts IPython's into its place, which writes to the kernel's terminal."""
+"""Python's own pdb: a kernel replaces it by IPython's, which writes to the kernel's terminal."""
 
 
 class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
@@ -307,7 +308,7 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
     def get_stack(self, frame: FrameType | None, tb: TracebackType | None) -> tuple[list[Any], int]:
         """Leave out what has called the user's code: the kernel, and what prepares a worker."""
         stack, index = super().get_stack(frame, tb)
-        # A fork has the kernel's frames, too, and among them those of the cell that has launched it.
+        # A fork also has the kernel's frames, among them the frames of the cell that launched it.
         is_calling = [one.f_globals.get("__name__") in _CALLING for one, _ in stack]
         first = len(stack) - is_calling[::-1].index(True) if True in is_calling else 0
         is_user = [is_user_file(one.f_code.co_filename) for one, _ in stack[first:]]
@@ -370,7 +371,7 @@ class _Console(code.InteractiveConsole):
             sys.displayhook = shown
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
-        """Show the error that is being handled: what was typed is no Python."""
+        """Show the error that is being handled: the typed line is not valid Python."""
         self.write("".join(format_exception_only(*sys.exc_info()[:2])))
 
     def write(self, data: str) -> None:
@@ -383,6 +384,6 @@ class _Console(code.InteractiveConsole):
 
 
 def _without_first_frame(error: BaseException) -> str:
-    """Return the traceback of an error as text. A variable of the frame left out, it would keep all of the frames."""
+    """Return an error's traceback as text, without the caller's frame: a variable there would keep all frames."""
     following = error.__traceback__ and error.__traceback__.tb_next
     return "".join(format_exception(type(error), error, following))

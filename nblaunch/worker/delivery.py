@@ -3,8 +3,8 @@
     value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
     (or, where the user has interrupted it: ──> Interrupted ──> the states in the same way)
 
-Once every rank has sent ``Returned``, the job has its result. Nothing that happens to weights, which may be large, can
-cost it: neither memory that runs out, nor a ``state_dict()`` that raises.
+Once every rank has sent ``Returned``, the job has its result. Weights may be large, but a failure to send them, such as
+memory that runs out or a ``state_dict()`` that raises, cannot lose this result.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Delivery:
     Created before the function is called: it finds modules and notes where their tensors lie, and the function may
     replace modules in containers.
 
-    Of a module that every rank has whole, the first rank of each machine sends the weights. Where ranks hold shards,
-    each sends its own.
+    If every rank holds the whole module, the first rank of each machine sends its weights. If ranks hold shards, each
+    rank sends its own.
 
     Args:
-        topology: of the worker.
-        outbox_fd: empty memory file for what it has made.
+        topology: topology of the worker.
+        outbox_fd: empty memory file for what the worker has made.
         returns_value: whether what the function returns here is wanted.
-        args: of the function.
+        args: arguments of the function.
         originals: where tensors of modules can still be read as they are now; None: all are sent.
         wanted_modules: as in ``wire/assignment.py``.
-        wanted_optimizers: likewise.
+        wanted_optimizers: as in ``wire/assignment.py``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Delivery:
         return StateSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
 
     def _holds_shards(self) -> bool:
-        """Return whether ranks hold shards, by whomever: a strategy, or the user's own ``fully_shard``."""
+        """Return whether ranks hold shards, made by a strategy or by the user's own ``fully_shard``."""
         optimizers = (one for one in self._optimizers.values() if not is_scheduler(one))
         groups = (group for one in optimizers for group in one.param_groups)
         modules = self._modules.values()
@@ -176,7 +176,7 @@ class Delivery:
 
 
 def _describe_bare(names: Sequence[str]) -> str:
-    """Describe tensors that have no values: those of layers that are offloaded, or were never materialised."""
+    """Describe tensors that have no values, because their layers are offloaded or were never materialised."""
     if not names:
         return ""
     return f"{formatting.first(names, _MAX_NAMED)} (on the meta device, which holds no values)"

@@ -22,10 +22,10 @@ from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
 _MAX_FRAMES = 60
 _MAX_PARTS = 20  # of an exception group
 _MAX_FORMATTED_FRAMES = 2000
-"""Beyond, only the last of a traceback are formatted: Python takes seconds for those of a runaway recursion."""
+"""Of a longer traceback, only the last frames are formatted: Python takes seconds to format a runaway recursion."""
 
 _KEPT_CHARACTERS = 8000
-"""Of a text that is too long to be shown."""
+"""How many characters are kept of a text that is too long to be shown."""
 
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
@@ -153,7 +153,7 @@ def _is_consequence(error: BaseException) -> bool:
     while current is not None and id(current) not in chain:
         chain[id(current)] = current
         current = current.__cause__ or current.__context__
-    # Errors of collectives come from C++ and have no OSError behind them; those of the user's own connections have.
+    # Errors of collectives come from C++ and have no OSError behind them; errors of the user's own connections do.
     is_own = any(isinstance(one, OSError) for one in chain.values())
     words = _CONSEQUENCE_WORDS if is_own else _CONSEQUENCE_WORDS + _CONNECTION_WORDS
     return any(_is_collective_error(one, words) for one in chain.values())

@@ -47,7 +47,7 @@ def innermost_user_frame(frames: Sequence[FrameType]) -> FrameType | None:
 
 
 def frame_of_function(frames: Sequence[FrameType], function: tuple[str, int] | None) -> FrameType | None:
-    """Return the innermost frame of a function, by its name and first line; else that of the user's code."""
+    """Return the innermost frame of a function, by its name and first line; else the innermost of the user's code."""
     for frame in frames:
         if function is not None and _function_of(frame) == tuple(function):
             return frame
@@ -62,7 +62,7 @@ def evaluate(expression: str, frame: FrameType | None) -> Any:
     """Return the value of an expression in a frame; None = among the variables of ``__main__``.
 
     Raises:
-        BaseException: what it raises.
+        BaseException: whatever the expression raises.
     """
     # One mapping: the scopes of comprehensions in the expression see the names of the globals alone.
     names = vars(sys.modules["__main__"]) if frame is None else {**frame.f_globals, **frame.f_locals}
@@ -83,7 +83,7 @@ def variables_of_main() -> FrameVariables:
 
 
 def _all_aspects(variables: Mapping[str, Any], is_module: bool) -> dict[str, str]:
-    """Describe variables; of a module, not those of IPython, nor functions."""
+    """Describe variables; in a module, leave out IPython's variables and functions."""
     aspects: dict[str, str] = {}
     for name, value in dict(variables).items():
         is_own = is_module and (callable(value) or name.startswith("_") or name in ("In", "Out"))
@@ -93,9 +93,9 @@ def _all_aspects(variables: Mapping[str, Any], is_module: bool) -> dict[str, str
 
 
 def _aspects(name: str, value: Any) -> Mapping[str, str]:
-    """Return what can be compared over ranks: of tensors the form, never what is in the memory of a device.
+    """Return what can be compared over ranks: the form of a tensor, but never what is in the memory of a device.
 
-    Reading that would wait for the device, which may wait for another rank.
+    Reading device memory would wait for the device, which may wait for another rank.
     """
     try:
         if hasattr(value, "shape") and hasattr(value, "dtype"):

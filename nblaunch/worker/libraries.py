@@ -10,7 +10,7 @@ A ``Trainer`` or ``TrainingArguments`` of transformers that was made in a notebo
 Both keep what they found out about their process: device, number of GPUs, batch size per process, an Accelerator. These
 attributes are found out anew when one of them is first used on an object that another process made.
 
-So is what a ``SummaryWriter`` writes its events by, a thread, which a fork does not copy.
+A ``SummaryWriter`` writes its events by a thread, which a fork does not copy, so a worker makes that anew as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nblaunch.worker.optimizer_steps import steps
 
 
 def count_progress(slot: Slot) -> None:
-    """Count on ``slot`` from now on, also what libraries do that are imported later."""
+    """Count progress on ``slot`` from now on, also for libraries that are imported later."""
     packages.when_imported("torch.optim.optimizer", lambda module: steps.watch(module, slot))
     packages.when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
     packages.when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
@@ -66,7 +66,7 @@ def show_plain_text() -> None:
     processes, and a worker killed while it held it would stop every bar of the kernel for ever.
 
     rich would redraw live displays in a widget, and in a terminal by moving the cursor; a worker has neither, and every
-    frame would stay in the cell. Of a live display the last state is written, also by consoles that the kernel made.
+    frame would stay in the cell. A live display writes its last state only, also on consoles that the kernel made.
     """
     packages.when_imported("tqdm.std", _keep_to_one_line)
     packages.when_imported("tqdm.notebook", _undo_widgets)
@@ -119,7 +119,7 @@ _OF_TRAINERS = (
 
 
 _kernels_writers: list[Any] = []
-"""Kept, since what frees them may write to their files."""
+"""The kernel's writers. They are kept because freeing them may write to their files."""
 
 
 def renew_objects() -> None:
@@ -160,7 +160,7 @@ def _watch_event_files(module: Any, worker: str) -> None:
         if writer._closed:
             return
         _kernels_writers.append(writer)
-        # events.out.tfevents.<time>.<host>.<pid>.<number><suffix>; the pid is that of the kernel
+        # events.out.tfevents.<time>.<host>.<pid>.<number><suffix>; the pid is the kernel's
         suffix = file._file_name.partition(f".{os.getppid()}.")[2].lstrip(string.digits)
         file.__init__(file._logdir, writer._byte_queue.maxsize, writer._worker._flush_secs, suffix)
         atexit.register(file.close)  # the cell that made it closes the kernel's alone

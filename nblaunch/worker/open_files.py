@@ -22,7 +22,7 @@ _bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 
 _imported_in = os.getpid()
 _mark: list[None] = []
-"""Is where the kernel's objects are, in the process that has imported this module and in those forked from it."""
+"""Lies among the kernel's objects, in the process that imported this module and in processes forked from it."""
 
 
 def write_left_open() -> None:

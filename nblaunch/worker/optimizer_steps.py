@@ -35,8 +35,9 @@ class OptimizerSteps:
     """The steps of this process.
 
     Attributes:
-        num_done: steps that have ended. One that an optimizer takes by another optimizer's step is part of that.
-        is_cut: an interrupt was raised inside of a step, and none has ended since.
+        num_done: number of steps that have ended. A step that an optimizer takes within another optimizer's step is
+            part of the latter.
+        is_cut: whether an interrupt was raised inside a step, and no step has ended since.
     """
 
     def __init__(self) -> None:
@@ -70,12 +71,12 @@ class OptimizerSteps:
         module.register_optimizer_step_post_hook(end)
 
     def _begins(self, optimizer: Any, caller: FrameType | None) -> bool:
-        """Return whether a step begins here, and not a part of another optimizer's, which calls from ``caller``."""
+        """Return whether a step begins here, not a part of another optimizer's step, which calls from ``caller``."""
         # Without a look at the frames an active one may be of a step that has raised.
         return self._active is None or self._active is optimizer or not _is_in_step(caller)
 
     def _stop_here(self) -> None:
-        """Raise the interrupt before a step, as all ranks do; processes that this one has started get it, too."""
+        """Raise the interrupt before a step, as all ranks do, and send it to processes that this one has started."""
         self._active = None
         self._num_sent += 1
         os.killpg(os.getpgrp(), signal.SIGINT)
@@ -150,4 +151,4 @@ def _is_in_step(frame: FrameType | None) -> bool:
 
 
 steps = OptimizerSteps()
-"""Those of this process."""
+"""The optimizer steps of this process."""

@@ -93,14 +93,14 @@ _no_input: Any = io.TextIOWrapper(_NoInput(), encoding="utf-8")
 _outputs = (_made(_Output(1)), _made(_Output(2)))
 
 _replaced: list[Any] = []
-"""The kernel's streams. Kept, since what frees them writes to them."""
+"""The kernel's streams. They are kept because freeing them writes to them."""
 
 
 def capture(log_path: str) -> None:
     """Point descriptors 0, 1 and 2 away from the kernel's, and replace ``sys.stdin``, ``stdout`` and ``stderr``.
 
-    Both outputs append to one file, so that lines keep their order. Descriptors are inherited by whatever the worker
-    starts, and C libraries print to them too.
+    Both outputs append to one file, so that lines keep their order. Processes that the worker starts inherit the
+    descriptors, and C libraries print to them, too.
 
     Raises:
         LaunchError: the log file can't be made.

@@ -32,11 +32,12 @@ BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt`` in ``with interrupts:``, a block of the user's code, and only there.
 
-    One that comes before the block is raised when that begins, and one that comes after it is only counted: it never
-    interrupts what the worker does by itself. One that comes in the step of an optimizer is raised when that ends
-    (``optimizer_steps.py``). Made in the main thread, it handles SIGINT from then on.
+    An interrupt before the block is raised when the block begins. An interrupt after the block is only counted: it
+    never interrupts what the worker does by itself. An interrupt during an optimizer step is raised when the step ends
+    (``optimizer_steps.py``). The object is made in the main thread, and handles SIGINT from then on.
 
-    No ``contextmanager``, which sets an attribute of the exceptions that pass: the user's may refuse that.
+    This class does not use ``contextmanager``, which sets an attribute of exceptions that pass: a user's exception may
+    refuse that.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -114,15 +115,15 @@ def signals_blocked() -> Iterator[None]:
 
 
 def lead_posix_session() -> None:
-    """Leave the kernel's POSIX session, and its process group, which Jupyter signals as a whole, for own ones."""
+    """Lead an own POSIX session and process group: Jupyter signals the kernel's process group as a whole."""
     if os.getsid(0) != os.getpid():
         os.setsid()
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have the system kill this process when its parent's starting thread ends, and children of it likewise.
+    """Have the system kill this process when its parent's starting thread ends; treat its children in the same way.
 
-    Where there is no such system call (macOS), the launcher's guardian process does it alone.
+    macOS has no such system call: there, the launcher's guardian process does it alone.
     """
     if sys.platform != "linux":
         return
@@ -147,7 +148,7 @@ def prefer_for_oom_kill() -> None:
         if int(os.read(fd, 16)) < _OOM_SCORE:
             os.write(fd, str(_OOM_SCORE).encode())
     except OSError:
-        return  # not allowed here: likewise
+        return  # not allowed here: then, too, the choice stays the system's
     finally:
         os.close(fd)
 
@@ -210,7 +211,7 @@ def _remember_forking_thread() -> None:
 
 
 def _end_with_worker(pid: int) -> None:
-    """Die with the worker in its own children, as data loaders' processes, but not in theirs, which may be daemons.
+    """Have the worker's children, such as data loaders' processes, die with it, but not theirs, which may be daemons.
 
     The signal comes when the forking *thread* ends: children of other threads than the main one are left out.
     """

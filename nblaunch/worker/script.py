@@ -58,7 +58,7 @@ def find_module(name: str) -> importlib.machinery.ModuleSpec:
     """Return what ``python -m name`` runs: the module, or a package's ``__main__``.
 
     Raises:
-        ImportError: there is no such module, or it can't be run.
+        ImportError: the module does not exist, or can't be run.
     """
     try:
         spec = importlib.util.find_spec(name)

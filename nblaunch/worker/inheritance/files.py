@@ -37,9 +37,9 @@ class KernelFiles:
 
     Args:
         own: descriptors of nblaunch.
-        files: that are open.
-        written: those of them that are open for writing.
-        shared: those that a worker could not open anew.
+        files: open files.
+        written: the files that are open for writing.
+        shared: the files that a worker could not open anew.
     """
 
     own: frozenset[int]
@@ -53,7 +53,7 @@ class KernelFiles:
 
         Args:
             own: descriptors of nblaunch, which are left as they are.
-            ranks: that will be forked.
+            ranks: ranks that will be forked.
         """
         files = positions.open_files(own)
         written = WrittenFiles.of_this_process(files, ranks, positions.written_channels(own))
@@ -66,7 +66,7 @@ class KernelFiles:
         return replace(self, own=self.own.union(fds))
 
     def renew(self) -> None:
-        """Make the files this worker's. First of all in a worker, which closes some of the kernel's itself."""
+        """Make the files this worker's. Call it before all else: a worker itself closes some of the kernel's files."""
         self.shared.extend(positions.renew(self.files))
         self.written.drop_c_buffers()
 

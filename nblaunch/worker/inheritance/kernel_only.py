@@ -55,7 +55,8 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
 def _drop_exit_handlers() -> None:
     """Drop the kernel's exit handlers and finalizers, but not what Python does at its exit with finalizers and logs.
 
-    It does that in the worker, too, with those that are made from now on. None of this has a public name.
+    When the worker exits, Python still runs the finalizers and closes the log handlers that the worker has made. None
+    of this has a public name.
     """
     atexit._clear()
     # A temporary folder, say, is the kernel's, also where the worker's copy of the object that stands for it is freed.
@@ -72,7 +73,7 @@ def _drop_exit_handlers() -> None:
 
 
 def _leave_interactive_mode() -> None:
-    """Look like no prompt: Lightning and others refuse to run in one."""
+    """Hide that this process was an interactive prompt: Lightning and others refuse to run in one."""
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -180,9 +181,9 @@ def _disown_processes() -> None:
 
 
 def _disown_forkserver(server: Any) -> None:
-    """Forget the kernel's forkserver, no child of this worker, so that ``multiprocessing`` starts another.
+    """Forget the kernel's forkserver, which is not a child of this worker, so that ``multiprocessing`` starts another.
 
-    Changed in place, since the module's functions are bound to this one object.
+    The object is changed in place, since the module's functions are bound to it.
     """
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)  # it would keep the kernel's alive

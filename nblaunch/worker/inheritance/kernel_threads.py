@@ -4,7 +4,7 @@ A log handler of the class ``QueueHandler`` hands records to a thread, which a `
 that thread anew when it logs for the first time. ``join()`` of another thread returns at once in a worker, since Python
 marks the threads that a fork leaves behind as ended: a note says so.
 
-What waits for such a thread otherwise is found by the launcher (``diagnosis/deadlock.py``).
+The launcher finds workers that wait for such a thread in any other way (``diagnosis/deadlock.py``).
 """
 
 from __future__ import annotations

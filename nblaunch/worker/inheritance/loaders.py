@@ -23,7 +23,7 @@ _ITERATORS = (
 """Module, class of its loaders, class of their iterators with processes."""
 
 _kept: list[Any] = []
-"""Iterators of the kernel: what frees one ends its processes."""
+"""The kernel's iterators. They are kept because freeing an iterator ends its processes."""
 
 
 def renew_at_use() -> None:

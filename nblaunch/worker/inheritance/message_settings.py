@@ -26,7 +26,7 @@ class WarningFilter(NamedTuple):
         action: as ``"ignore"``.
         message: regular expression; "" for all.
         category_module: module of its category.
-        category_name: qualified name of it.
+        category_name: qualified name of its category.
         module: regular expression; "" for all.
         lineno: 0 for all.
     """
@@ -51,7 +51,7 @@ def read_warning_filters() -> list[WarningFilter]:
 
 
 def write_warning_filters(filters: Sequence[WarningFilter]) -> None:
-    """Replace the filters of this process; one whose category is not imported yet is added when that is."""
+    """Replace the filters of this process; add a filter whose category is not imported yet once it is imported."""
     _set_filters(filters)
     for name in {one.category_module for one in filters} - sys.modules.keys():
         packages.when_imported(name, lambda module: _set_filters([*_added_since(filters), *filters]))
@@ -84,14 +84,14 @@ def _find(module: str, name: str) -> Any:
 
 
 class LoggerSetting(NamedTuple):
-    """What is set of a logger; "" is the root.
+    """The settings of one logger.
 
     Args:
-        name: of the logger.
-        level: 0 = that of its parent.
+        name: name of the logger; "" is the root.
+        level: level of the logger; 0 = the level of its parent.
         propagate: whether its parents get its messages, too.
-        is_disabled: whether it drops them all.
-        handlers: pickled, of a logger of the user's own.
+        is_disabled: whether it drops all messages.
+        handlers: its handlers, pickled, if the logger is the user's own.
     """
 
     name: str
@@ -103,10 +103,10 @@ class LoggerSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """What is set of all loggers of a process.
+    """The settings of all loggers of a process.
 
     Args:
-        loggers: those that have something set.
+        loggers: the loggers that have a setting.
         disabled_level: see ``logging.disable``.
         captures_warnings: see ``logging.captureWarnings``.
         left: handlers that can't be sent to another process, as text.
@@ -119,7 +119,7 @@ class LoggerSettings:
 
 
 def read_loggers() -> LoggerSettings:
-    """Return what is set of the loggers of this process."""
+    """Return the settings of this process's loggers."""
     settings, left = [], []
     for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]:
         if not isinstance(logger, logging.Logger) or name == _name_of_kernel():
@@ -141,14 +141,14 @@ def read_loggers() -> LoggerSettings:
 
 
 def _name_of_kernel() -> str | None:
-    """Return the name of the logger of the kernel's program; None where this process is no kernel."""
+    """Return the name of the kernel program's logger; None if this process is not a kernel."""
     traitlets: Any = sys.modules.get("traitlets.config.application")
     program = None if traitlets is None else traitlets.Application._instance
     return None if program is None else program.log.name
 
 
 def write_loggers(settings: LoggerSettings) -> None:
-    """Set the loggers of this process likewise: those of libraries that are not imported yet, at their import."""
+    """Apply these settings to the loggers of this process; set a library's loggers once the library is imported."""
     logging.disable(settings.disabled_level)
     logging.captureWarnings(settings.captures_warnings)
     for one in settings.loggers:
@@ -225,7 +225,7 @@ class _HandlerRecipe:
 
 
 class _StandardStreamHandler(logging.StreamHandler[Any]):
-    """Writes to what is the standard stream at that time: a forkserver's workers have others than their server."""
+    """Writes to the standard stream of the moment: a forkserver's workers have other streams than their server."""
 
     def __init__(self, name: str) -> None:
         self._name_in_sys = name

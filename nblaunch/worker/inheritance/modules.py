@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     Args:
         file: "" for a namespace package.
-        folders: where the modules of a package are looked for; None for a module that is no package.
+        folders: where Python looks for the modules of a package; None if the module is not a package.
         archive: the zip file that it is in, with the folder inside; "" for none.
     """
 
@@ -42,7 +42,7 @@ def places_of_this_process() -> dict[str, Place]:
 
 
 def find_at(places: Mapping[str, Place]) -> None:
-    """Import these modules from their places in this process, and in those that ``multiprocessing`` starts here."""
+    """Import these modules from their places, in this process and in processes that ``multiprocessing`` starts here."""
     if not places:
         return
     sys.meta_path.insert(0, _Finder(places))

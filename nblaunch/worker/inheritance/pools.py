@@ -1,11 +1,12 @@
 """Pools of the standard library that the kernel has made, which a worker may use as its own.
 
 A fork copies a pool's bookkeeping, but not its threads; its processes are the kernel's, and take no tasks from others.
-A pool that says that its threads exist starts none, so that the first task would wait for ever. So at its first use in
-a worker a pool is made anew in place, with the same arguments: other objects may refer to it. The kernel's tasks stay
-in the kernel.
+A pool whose bookkeeping lists threads starts none, so that its first task would wait for ever. So nblaunch makes a pool
+anew when a worker first uses it: in place, because other objects may refer to it, and with the same arguments. The
+kernel's tasks stay in the kernel.
 
-Only what the kernel has loaded is looked at, and only a pool that is used is changed: nothing here walks the heap.
+nblaunch looks only at modules that the kernel has loaded, and changes only pools that are used. It never walks the
+heap.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MARK = "_nblaunch_made_in"
 """Attribute with the id of the process that has made a pool, or has made it anew."""
 
 _kept: list[Any] = []
-"""Parts of the kernel's pools: what frees them may write to pipes that the kernel's processes read."""
+"""Parts of the kernel's pools, kept because freeing them may write to pipes that the kernel's processes read."""
 
 
 def renew_at_use() -> None:
@@ -83,7 +84,7 @@ def _watch_process_executors(module: Any) -> None:
 
 
 def _watch_pools(module: Any) -> None:
-    """Of ``multiprocessing.pool``, or of a package that has the same classes: ``ThreadPool`` is one of them."""
+    """Watch the pools of ``multiprocessing.pool``, ``ThreadPool`` included, or of a package with the same classes."""
     cls = module.Pool
     make = cls.__init__
 

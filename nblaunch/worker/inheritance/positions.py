@@ -2,9 +2,9 @@
 
 A fork copies descriptors. All copies of a descriptor share one *open file description*, which holds the position
 (open(2), "Open file descriptions"): where one process seeks, the others read. A forked process opens each file anew and
-puts it in the place of the copy, at the position that was noted before the fork. Locks stay with the kernel's.
+puts it in the place of the copy, at the position that was noted before the fork. Locks stay with the kernel's files.
 
-Python's buffers need nothing: a fork has copied what was read ahead, which ends where the descriptor stands.
+Python's buffers need no change: a fork copies what was read ahead, which ends at the descriptor's position.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class OpenFile:
 
     Args:
         fds: its descriptors; more than one where they share a position, as ``os.dup`` makes them.
-        flags: with which it was opened.
-        position: where it stands.
-        device: of the file system.
-        inode: in that.
+        flags: the flags with which it was opened.
+        position: its position, in bytes.
+        device: device of its file system.
+        inode: its inode in that file system.
     """
 
     fds: tuple[int, ...]
@@ -50,7 +50,7 @@ class OpenFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still there: threads open and close files at any time, as that of IPython's history does."""
+        """Whether it is still open: threads open and close files at any time, as IPython's history thread does."""
         try:
             return self.is_at(self.fds[0])
         except OSError:
@@ -84,7 +84,7 @@ def open_files(own: Collection[int]) -> list[OpenFile]:
     """Return the regular files and folders that this process has open now.
 
     Args:
-        own: descriptors of nblaunch, which are left out. So are those that no child gets.
+        own: descriptors of nblaunch, which are left out. Descriptors that no child inherits are left out, too.
     """
     alike: dict[OpenFile, list[int]] = {}
     for fd in _inherited(own):
@@ -146,7 +146,7 @@ def _look_at(fd: int) -> OpenFile | None:
     """Return what ``fd`` has open, without descriptors; None where that is neither a file nor a folder.
 
     Raises:
-        OSError: there is no such descriptor.
+        OSError: the descriptor does not exist.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if flags & _PATH_ONLY:  # which can't be read
@@ -158,11 +158,12 @@ def _look_at(fd: int) -> OpenFile | None:
 
 
 def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
-    """Return those of ``fds`` together that share an open file description, and so its flags.
+    """Group the ``fds`` that share an open file description, and so its flags.
 
-    Each descriptor in turn sets the description's flag ``O_NONBLOCK``, which says nothing about files and folders, by
-    one bit of its place among ``fds``; then each reads it. In all bits, it reads the place of the last that shares it.
-    Descriptors that a thread closes meanwhile are left out.
+    The flag ``O_NONBLOCK`` has no effect on files and folders. In one round for each bit, every descriptor sets the
+    flag to that bit of its own index in ``fds``, and then every descriptor reads it. Over all rounds, a descriptor
+    reads the index of the last one that shares its description. Descriptors that a thread closes meanwhile are left
+    out.
     """
     if len(fds) == 1:
         return [fds]
@@ -210,10 +211,10 @@ def _renew(file: OpenFile) -> bool:
 
 
 def _open_again(file: OpenFile) -> int:
-    """Open the very file, which may have been deleted or moved; where ``/proc`` leads nowhere, what has its name.
+    """Open the same file, even if it was deleted or moved; if ``/proc`` leads nowhere, open the file of its name.
 
     Raises:
-        OSError: this process may not, or there is no such file.
+        OSError: this process may not open the file, or the file does not exist.
     """
     link, flags = f"{_FOLDER}/{file.fds[0]}", file.flags & ~_ONLY_AT_FIRST
     try:

@@ -26,9 +26,9 @@ class RandomStates:
     """States of the generators that a process had loaded at one moment.
 
     Args:
-        random: of ``random``.
-        numpy: pickled, since reading it imports NumPy; None where NumPy was not loaded.
-        torch: None where torch was not loaded.
+        random: state of ``random``.
+        numpy: state of NumPy's generator, pickled, since reading it imports NumPy; None if NumPy was not loaded.
+        torch: state of torch's generator; None if torch was not loaded.
     """
 
     random: tuple[Any, ...]
@@ -47,7 +47,7 @@ class RandomStates:
         )
 
     def restore(self) -> None:
-        """Put this process's generators into these states: of libraries that are not imported yet, at their import."""
+        """Put this process's generators into these states; set a library's generator once the library is imported."""
         random.setstate(self.random)
         if self.numpy is not None:
             packages.when_imported("numpy.random", self._restore_numpy)
@@ -80,8 +80,8 @@ class RandomStates:
 def move_on() -> None:
     """Move this process's generators on to states that follow from the present ones and share no numbers with them.
 
-    Each gets a seed that it draws itself: to draw one number alone would give the next launch the same numbers, one
-    place further on.
+    Each generator is seeded with a number that it draws itself. If it only drew one number, the next launch would get
+    the same numbers, one place further on.
     """
     random.seed(random.getrandbits(_SEED_BITS))
     numpy: Any = sys.modules.get("numpy.random")

@@ -3,8 +3,8 @@
     kernel   KernelSettings.of_this_process(): what every loaded library of the table has set
     worker   restore(): writes what differs here, as soon as the worker has imported the library
 
-Nothing is imported for this: neither in the kernel nor in a worker, whose function may use none of it. The table has a
-row for each setting; ``message_settings.py`` has warnings and loggers.
+nblaunch imports no library for this, neither in the kernel nor in a worker, whose function may use none of them. The
+table has a row for each setting; ``message_settings.py`` has warnings and loggers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KernelSettings:
     Args:
         values: name of a row -> value, pickled: reading it may import its library.
         warning_filters: see :mod:`nblaunch.worker.inheritance.message_settings`.
-        loggers: likewise.
+        loggers: see the same module.
         left: what can't be sent to another process, as text.
     """
 
@@ -75,7 +75,7 @@ class KernelSettings:
         return cls(values, filters, loggers, (*left, *loggers.left))
 
     def restore(self) -> None:
-        """Make these the settings of this process: of libraries that are not imported yet, at their import."""
+        """Make these the settings of this process; write a library's settings once the library is imported."""
         for setting in SETTINGS:
             if setting.name in self.values:
                 packages.when_imported(setting.module, partial(self._write, setting))
@@ -306,7 +306,7 @@ _TORCH = (
         lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
         partial(_set_by_keywords, "set_printoptions"),
     ),
-    # torch has no function that reads it. Where denormal numbers are taken for 0, so are Python's.
+    # torch has no function that reads it. While it is on, Python's denormal numbers are taken for 0, too.
     LibrarySetting(
         "torch.set_flush_denormal",
         "torch",

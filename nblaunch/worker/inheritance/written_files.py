@@ -5,9 +5,9 @@
                               ├── watch: writes of this rank are noticed
                               └── end:   writes what this rank has buffered
 
-Ranks that write to one file share its position, so that no rank overwrites what another has written; but what one rank
-writes in pieces, another may tear. In a file that is open for reading, too, each rank has a position of its own
-(``positions.py``), so that ranks do overwrite each other. A warning names the file, once a second rank writes.
+Ranks that write to one file share its position, so that no rank overwrites what another has written. But if one rank
+writes in pieces, another may write in between. In a file that is also open for reading, each rank has a position of its
+own (``positions.py``), so that ranks do overwrite each other. A warning names the file once a second rank writes to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WrittenFiles:
     Args:
         files: descriptor -> file.
         objects: descriptor -> Python's file objects, the outermost first, the raw one last.
-        ranks: that are forked.
+        ranks: ranks that are forked.
         channels: descriptors of pipes, sockets and terminals that are open for writing.
     """
 
@@ -80,7 +80,7 @@ class WrittenFiles:
         """Find the file objects of ``files`` in this process, and write what they have buffered."""
         written = {fd: file for file in files if file.can_be_written for fd in file.fds}
         objects = _file_objects(written.keys())
-        # Of one that can't be written now, a worker's copy has the kernel's lines in it.
+        # If a file object can't be flushed now, a worker's copy of it still holds the kernel's lines.
         writable = {fd: of_file for fd, of_file in objects.items() if all(map(_flush, of_file))}
         return cls(written, writable, ranks, channels)
 
@@ -163,7 +163,7 @@ def _file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
-    """Return the file objects of the last look; None where it is not known whether they are those of this file."""
+    """Return the file objects of the last look; None if it is not known whether they belong to this file."""
     objects, opened_by_c = _last_look
     if identity in opened_by_c:
         return []
@@ -174,7 +174,7 @@ def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
 def _identity(fd: int) -> tuple[int, ...] | None:
     """Return what distinguishes a file from another that has the same descriptor, or inode, later.
 
-    None where a thread has closed it meanwhile, as that of IPython's history does.
+    None if a thread has closed it meanwhile, as the thread of IPython's history does.
     """
     try:
         status = os.fstat(fd)
@@ -192,7 +192,7 @@ def _is_database(fd: int) -> bool:
 
 
 def _all_file_objects() -> list[Any]:
-    """Return the file objects of this process, the outermost first. Those of derived classes run other code."""
+    """Return the file objects of this process, the outermost first, without derived classes, which run other code."""
     files = [one for one in heap.all_objects() if type(one) in _KINDS]
     return sorted(files, key=lambda file: _KINDS.index(type(file)))
 
