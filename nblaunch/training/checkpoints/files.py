@@ -1,20 +1,20 @@
 """What lies in a checkpoint folder: names, the manifest, and whether it is whole; files of single states.
 
-Names are those that users of Hugging Face Accelerate know:
+Users of Hugging Face Accelerate know these names:
 
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name
-    custom_checkpoint_<i>_rank<rank>.pkl, where a rank has another state of a registered object than rank 0
+    custom_checkpoint_<i>_rank<rank>.pkl, if a rank's state of a registered object differs from rank 0's
 
-Where ranks hold shards of models, weights and optimizers lie in folders instead, a file of each rank in them:
+If ranks hold shards of models, weights and optimizers lie in folders instead, with one file per rank:
 ``pytorch_model_fsdp_0`` and ``optimizer_0`` for FSDP2.
 
-``nblaunch_checkpoint.json`` lists every file with its size and a checksum, so that a folder that was cut short, and
-bytes that have changed, are known before anything is loaded. Checkpoints of other tools with the same file names have
-none; they are read on trust.
+``nblaunch_checkpoint.json`` lists every file with its size and a checksum, so that nblaunch finds an incomplete folder
+or changed bytes before it loads anything. Checkpoints of other tools with the same file names have no such list;
+nblaunch reads them on trust.
 
-The checksum is CRC-32, which finds every flipped bit, and is no protection against a forger. None in the standard
-library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
+The checksum is CRC-32, which finds every flipped bit but does not protect against a forger. No other checksum in the
+standard library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 MANIFEST = "nblaunch_checkpoint.json"
 SAMPLER = f"{SAMPLER_NAME}.bin"
 LOADER = "dl_state_dict.bin"
-FSDP_WEIGHTS = f"{MODEL_NAME}_fsdp.bin"  # full ones, of the FSDP of Hugging Face Accelerate
+FSDP_WEIGHTS = f"{MODEL_NAME}_fsdp.bin"  # full weights, as written by Hugging Face Accelerate's FSDP
 OPTIMIZER = f"{OPTIMIZER_NAME}.bin"
 SCHEDULER = f"{SCHEDULER_NAME}.bin"
 
@@ -91,7 +91,7 @@ def loader_state(index: int, rank: int) -> str:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """Return the number in an automatic name; None where the name is none."""
+    """Return the number in an automatic name; None if the name is not automatic."""
     match = _NUMBERED.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -112,11 +112,11 @@ class Manifest:
 
     Args:
         world_size: ranks of the job that wrote it.
-        models: how many files of weights; 0 where a hook saved models in its own way.
-        optimizers, schedulers, loaders, custom: how many, the last of registered objects.
-        sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
+        models: how many files of weights; 0 if a hook saved models in its own way.
+        optimizers, schedulers, loaders, custom: how many of each; ``custom`` counts registered objects.
+        sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty if they are whole.
         files: size in bytes of every file, by its path in the folder.
-        checksums: of every file, likewise.
+        checksums: checksum of every file, by its path in the folder.
         places: which tensors in files of registered objects ranks held in shards, see ``registered.py``.
     """
 
@@ -134,7 +134,7 @@ class Manifest:
     def write(self, folder: Path, known: Mapping[str, str] | None = None) -> Manifest:
         """Write the manifest, last of all files of ``folder``; return it with their sizes and checksums.
 
-        Checksums that are ``known`` are not made again.
+        Checksums that are ``known`` are not computed again.
         """
         found = safe_save.files_below(folder)
         sums = {name: value for name, value in (known or {}).items() if name in found}
@@ -147,7 +147,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None where it has none, as those of other tools."""
+    """Return the manifest of a checkpoint; None if it has none, as checkpoints of other tools."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -204,7 +204,7 @@ def _checksum_of_file(path: Path) -> str:
 
 
 def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Raise CheckpointError where files are missing or are not what was written, naming them.
+    """Raise CheckpointError, naming the files, if any are missing or differ from what was written.
 
     Every rank looks at all sizes, and reads a share of the files.
     """
@@ -234,7 +234,7 @@ def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int
 
 
 def _other_than(folder: Path) -> str:
-    """Return advice where ``folder`` can't be loaded."""
+    """Return advice for a ``folder`` that can't be loaded."""
     number = iteration_of(folder)
     older = [] if number is None else [p for p in in_order(folder.parent) if (iteration_of(p) or 0) < number]
     return f"Load an older one: load_state({str(older[-1])!r})" if older else "Load another checkpoint"
@@ -253,7 +253,7 @@ def latest(checkpoints: Path) -> Path:
 
 
 def weights_file(folder: Path, index: int, manifest: Manifest | None = None) -> Path:
-    """Return the file with the weights of the n-th model: one of the manifest rather than one that was there before."""
+    """Return the file with the weights of the n-th model; prefer a file in the manifest to one that is older."""
     candidates = [numbered(name, index) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, FSDP_WEIGHTS)]
     if manifest is not None:
         candidates.sort(key=lambda name: name not in manifest.files)
@@ -266,7 +266,7 @@ def weights_file(folder: Path, index: int, manifest: Manifest | None = None) -> 
 
 
 def write_object(state: Any, path: Path) -> None:
-    """Write a state dict, or bytes that are one already."""
+    """Write a state dict, or the bytes of one."""
     with path.open("wb") as file:
         if isinstance(state, bytes):
             file.write(state)
@@ -277,14 +277,14 @@ def write_object(state: Any, path: Path) -> None:
 def read_object(
     path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None, **options: Any
 ) -> Any:
-    """Read a state dict, with ``torch.load`` and its arguments; raise CheckpointError where that can't be done.
+    """Read a state dict, with ``torch.load`` and its arguments; raise CheckpointError if that fails.
 
     Args:
         path: the file.
         map_location: where tensors go.
         weights_only: False: do what the file says, which can execute any code.
-        owner: a registered object, where the state is one's; see ``trusted_types.py``.
-        **options: others of ``torch.load``.
+        owner: the registered object that the state belongs to, if any; see ``trusted_types.py``.
+        **options: other arguments of ``torch.load``.
     """
     try:
         with trusting(trusted_types(owner) if weights_only else []):
@@ -297,8 +297,8 @@ def read_object(
 
 
 def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointError:
-    """Return what to raise where a file is damaged, or has objects that only code can make: then with ``advice``."""
-    # torch says first what else one might do, with weights_only=False.
+    """Return the error for a damaged file, or with ``advice`` for one with objects that only code can make."""
+    # torch's message starts with alternatives, such as weights_only=False.
     reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
     if isinstance(error, pickle.UnpicklingError):
         return CheckpointError(

@@ -1,7 +1,7 @@
 """Sharded states outside of ``save_state``: for trainers that write models and optimizers one by one, and merging them.
 
-With the plugin's ``state_dict_type`` ``"FULL_STATE_DICT"`` the main process writes one file of full tensors, otherwise
-each rank its shards into a folder; names as in Hugging Face Accelerate.
+If the plugin's ``state_dict_type`` is ``"FULL_STATE_DICT"``, the main process writes one file of full tensors.
+Otherwise each rank writes its shards into a folder. Names are as in Hugging Face Accelerate.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def save_fsdp_model(
     """Write the weights of a prepared model below ``output_dir``. All ranks call it.
 
     Args:
-        fsdp_plugin: whose ``state_dict_type`` says how.
-        accelerator: that has prepared the model.
-        model: prepared.
-        output_dir: made where it does not exist.
+        fsdp_plugin: the plugin whose ``state_dict_type`` selects the format.
+        accelerator: the Accelerator that prepared the model.
+        model: the prepared model.
+        output_dir: the folder; created if it does not exist.
         model_index: part of the name, for the second model and later ones.
-        adapter_only: only the parameters that are trained.
-        use_dcp: True: shards are written by torch.distributed.checkpoint, and can be loaded on any number of ranks.
+        adapter_only: write only the parameters that are trained.
+        use_dcp: True: torch.distributed.checkpoint writes shards, which any number of ranks can load.
 
     Raises:
         ValueError: ``use_dcp=False``.
@@ -133,17 +133,17 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Put the shards of a model in a checkpoint together, into files that need no nblaunch. One process is enough.
+    """Merge the shards of a model in a checkpoint into files that need no nblaunch. One process is enough.
 
     Args:
         checkpoint_dir: the folder with ``.metadata`` and the files of the ranks, as ``pytorch_model_fsdp_0``.
-        output_path: the folder for ``model.safetensors``, or for its shards and their index; made where it is missing.
+        output_path: the folder for ``model.safetensors``, or for its shards and their index; created if missing.
         safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
         remove_checkpoint_dir: remove the shards once the full model is written.
 
     Raises:
         CheckpointError: the folder holds no shards, or damaged ones.
-        ValueError: the folder is to be removed, and the model to be written into it.
+        ValueError: the folder is to be removed, but the model would be written into it.
     """
     from torch.distributed import checkpoint as dcp
 

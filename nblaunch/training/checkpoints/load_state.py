@@ -1,11 +1,11 @@
-"""The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
+"""The work behind ``load_state``, which changes nothing until it knows that the checkpoint is whole and fits.
 
 is it whole? ── read all but weights ── does it fit?
     ── only then: shards (then hooks), or hooks (then weights) ─ optimizers ─ ... ─ random states
 
-Whether shards fit, and weights that are loaded after hooks, is known only as they are loaded. Of other weights, names
-and shapes are looked at beforehand, not values. On another number of ranks, random states stay as they are, and loaders
-go on behind the samples that were seen.
+Shards, and weights that are loaded after hooks, can be checked only while they are loaded. For other weights,
+``load_state`` checks names and shapes beforehand, not values. On another number of ranks, random states stay as they
+are, and loaders continue after the samples that were seen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load_state(
 
 
 def _on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Return ``work()``, or raise on every rank where it fails on any, so that none goes on alone."""
+    """Return ``work()``; if it fails on any rank, raise on every rank, so that no rank goes on alone."""
     error: Exception | None = None
     value = None
     try:
@@ -93,15 +93,16 @@ def _find(live: CheckpointedObjects, input_dir: Any) -> Path:
     if not folder.is_dir():
         raise ValueError(f"checkpoint {folder.absolute()} does not exist")
     if live.rank == 0:
-        # Of a process that was killed while it overwrote this very checkpoint.
+        # Finish the commit of a process that was killed while it overwrote this very checkpoint.
         safe_save.finish_commit(folder)
     return folder
 
 
 def _common(folder: Path) -> Path:
-    """Return ``folder``, or the main process's where only that has a checkpoint: ranks may name their own.
+    """Return ``folder``, or the main process's folder if only that has a checkpoint.
 
-    So do scripts that save to ``tempfile.mkdtemp()``; ``save_state`` has written all files to the main one's.
+    Ranks may name different folders, as in scripts that save to ``tempfile.mkdtemp()``; ``save_state`` has written all
+    files to the main process's folder.
     """
     (main,) = operations.broadcast_object_list([str(folder)])
     if not (folder / files.MANIFEST).is_file() and (Path(main) / files.MANIFEST).is_file():
@@ -113,7 +114,7 @@ def _common(folder: Path) -> Path:
 
 
 def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
-    """Return the manifest of a whole checkpoint that this job can load; None where it is another tool's."""
+    """Return the manifest of a whole checkpoint that this job can load; None if it is another tool's."""
     manifest = files.read_manifest(folder)
     if manifest is None:
         found = len(list(folder.glob("custom_checkpoint_*.pkl")))
@@ -130,7 +131,7 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
         if here > saved:
             raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
     _check_custom(folder, manifest.custom, len(live.registered))
-    # Each rank reads a share of the files, which all then find in the file system's cache.
+    # Each rank reads a share of the files; then all ranks find the files in the file system's cache.
     files.check_files(folder, manifest, live.rank, live.world_size)
     return manifest
 
@@ -150,9 +151,9 @@ class _Checkpoint:
     """A checkpoint on its way into the live objects.
 
     Args:
-        live: these.
-        folder: where it lies.
-        manifest: its own; None where it is another tool's.
+        live: the live objects.
+        folder: the checkpoint's folder.
+        manifest: the checkpoint's manifest; None if it is another tool's.
         reading: arguments of ``torch.load``.
     """
 
@@ -165,13 +166,13 @@ class _Checkpoint:
         self.is_sharded = manifest is not None and bool(manifest.sharded_by)
         self.is_of_this_size = manifest is None or manifest.world_size == live.world_size
         self._reading = reading
-        # Of all but optimizers, wherever these are read to: generators take their states from the CPU alone.
+        # For all states but the optimizers', which may go elsewhere: generators take their states only from the CPU.
         self._on_cpu = {**reading, "map_location": "cpu"}
 
     def read(self, strict: bool) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
-        """Return the states of optimizers, and what loads all others but weights; raise where something does not fit.
+        """Return the optimizers' states, and functions that load the other states but weights; raise on a misfit.
 
-        Of optimizers there are none where the strategy reads them with the weights.
+        If the strategy reads the optimizers with the weights, the list of their states is empty.
         """
         optimizers = [] if self.is_sharded else list(self._read_optimizers())
         loads = list(self._read_others())
@@ -183,21 +184,21 @@ class _Checkpoint:
         for index, optimizer in enumerate(self.live.preparer.optimizers):
             path = self.folder / files.numbered(files.OPTIMIZER, index)
             if self.manifest is None and not path.is_file():
-                return  # of another tool's strategy, which may lay it elsewhere
+                return  # another tool's strategy may have put it elsewhere
             state = files.read_object(path, **self._reading)
             if not self.live.strategy.holds_shards:
                 _check_optimizer(optimizer, state, path)
             yield _in_own_order(optimizer, state, self.live.preparer.models, path)
 
     def _check_weights(self, models: Sequence[torch.nn.Module], strict: bool) -> None:
-        """Raise CheckpointError where a file of weights is missing, or one does not fit its model."""
+        """Raise CheckpointError if a file of weights is missing or does not fit its model."""
         if self.is_sharded or (self.manifest is None and self.live.strategy.holds_shards):
             return  # the strategy looks for its shards
         for index, model in enumerate(models):
             check_weights(model, files.weights_file(self.folder, index, self.manifest), strict)
 
     def load_models(self, device: Any, strict: bool) -> bool:
-        """Load weights; return whether the strategy did it, and loaded optimizers as well."""
+        """Load weights; return whether the strategy loaded them, and the optimizers with them."""
         live = self.live
         is_loaded = live.strategy.load_shards(
             self.folder, list(live.preparer.models), live.preparer.optimizers
@@ -286,13 +287,13 @@ class _Checkpoint:
         return load
 
     def _of_this_rank(self, name_of: Callable[[int], str]) -> tuple[Path, int] | None:
-        """Return the file that this rank has written, or rank 0's in its place, and the rank; None without either."""
+        """Return the file that this rank has written, or else rank 0's, with the rank; None if neither exists."""
         found = ((self.folder / name_of(rank), rank) for rank in (self.live.rank, 0))
         return next((one for one in found if one[0].is_file()), None)
 
 
 def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError where an optimizer's state is of other groups of parameters than it has."""
+    """Raise CheckpointError if a state's groups of parameters differ from the optimizer's."""
     saved, own = state.get("param_groups"), getattr(optimizer, "param_groups", None)
     if not isinstance(saved, list) or not isinstance(own, list):
         return  # its strategy knows what it is
@@ -305,9 +306,9 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
 
 
 def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module], path: Path) -> Any:
-    """Return a state, if it is of named parameters, with these in the optimizer's order, in which it is loaded.
+    """Return a state; if it is by parameter names, put them in the optimizer's order, in which it is loaded.
 
-    That of FSDP version 1 of Hugging Face Accelerate is in the order of its flat parameters.
+    A state of FSDP version 1 of Hugging Face Accelerate is in the order of its flat parameters.
     """
     saved = state.get("param_groups")
     if not isinstance(saved, list) or not any(

@@ -1,11 +1,11 @@
-"""Weights from disk into a module: :func:`load_weights`, after :func:`check_weights`.
+"""Load weights from disk into a module: :func:`load_weights`, after :func:`check_weights`. If the module's tensor
 
 has memory        the module copies into it, by its own ``load_state_dict``
-is on meta        the tensor of the file takes its place, converted and placed if need be; nothing is copied twice
-is quantised      is compared: it is frozen, and its module may be unable to load it
+is on meta        the file's tensor replaces it, converted and placed if need be; nothing is copied twice
+is quantised      it is only compared: it is frozen, and its module may be unable to load it
 
 :func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models under the names that scripts
-of Hugging Face Accelerate call. A device map that cuts a model into pieces is for an installed Accelerate.
+for Hugging Face Accelerate call. Device maps that cut a model into pieces need an installed Accelerate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OF_ACCELERATE = (
 )  # fmt: skip
 """Arguments for a model that is cut into pieces."""
 _OF_ITS_LOADING = ("keep_in_fp32_modules", "offload_8bit_bnb")
-"""Those of load_checkpoint_in_model alone; the first leaves any model to Accelerate."""
+"""Arguments of load_checkpoint_in_model alone; with the first, Accelerate loads any model."""
 _MAX_NAMED = 8  # names in one message
 _MAX_NAMES_SHOWN = 3  # of a file, and of a model, that have none in common
 
@@ -63,20 +63,21 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
 
-    What has no memory yet (``init_empty_weights``) is not copied on the CPU, unless it is converted: it lies on the
-    pages of the file, which the system reads when they are used. Programs that write to the file itself meanwhile
-    would change it; what nblaunch saves in its place is another file.
+    On the CPU, tensors without memory (``init_empty_weights``) are not copied unless they are converted. They lie on
+    the pages of the file, which the system reads when they are used. A program that writes to the file itself meanwhile
+    would change them; if nblaunch saves to the same path, it makes a new file.
 
     Args:
         model: a module, wrapped or not, filled in place.
         checkpoint: a file of weights, an index, or a folder with one of them.
-        device_map: None, or ``{"": device}``: where what has no memory yet goes. An installed Accelerate takes any
+        device_map: None, or ``{"": device}``: where tensors without memory go. An installed Accelerate handles any
             other map, with the arguments that belong to it.
         offload_folder: Accelerate's argument for a map with ``"disk"``.
-        dtype: of what has no memory yet and is of floating point; None: as the model says.
-        strict: raise where names of the files and the model differ.
-        **others: Accelerate's other arguments, without effect on a model that stays whole. Only with
-            ``keep_in_fp32_modules`` an installed Accelerate loads that, too, if anything of it has no memory yet.
+        dtype: the dtype for floating point tensors without memory; None: as the model says.
+        strict: raise if names of the files and the model differ.
+        **others: Accelerate's other arguments, without effect on a model that stays whole. The exception is
+            ``keep_in_fp32_modules``: with it, an installed Accelerate loads such a model, too, if any tensor of it has
+            no memory yet.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or they don't fit.
@@ -87,7 +88,7 @@ def load_checkpoint_in_model(
     target = _dtype(dtype)
     is_mixed = bool(others.get("keep_in_fp32_modules"))
     if is_mixed and device_map is None and any(tensor.is_meta for *_, tensor in _tensors(model)):
-        device_map = {"": "cpu"}  # where it goes by None; but by None, Accelerate converts nothing
+        device_map = {"": "cpu"}  # None means the same place, but with None Accelerate converts nothing
     _check_arguments("load_checkpoint_in_model", others, (*_OF_ACCELERATE, *_OF_ITS_LOADING))
     if _is_cut(device_map) or (is_mixed and device_map is not None):
         others |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
@@ -108,7 +109,7 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     **others: Any,
 ) -> torch.nn.Module:
-    """Load weights into ``model``, one of ``init_empty_weights`` maybe, and put it on its devices.
+    """Load weights into ``model``, which may come from ``init_empty_weights``, and put it on its devices.
 
     Args:
         model: a module, filled in place.
@@ -117,10 +118,10 @@ def load_checkpoint_and_dispatch(
             as ``"auto"``, cuts it into pieces: an installed Accelerate does that.
         max_memory: Accelerate's argument for ``device_map="auto"``.
         no_split_module_classes: Accelerate's argument for ``device_map="auto"``.
-        dtype: convert floating point weights of the files to this type, as ``torch.bfloat16`` or ``"bfloat16"``. What
-            is in the model only, as a buffer that is not saved, keeps its own.
-        strict: raise where names of the file and the model differ.
-        **others: as of :func:`load_checkpoint_in_model`, without ``keep_in_fp32_modules`` and ``offload_8bit_bnb``:
+        dtype: convert floating point weights of the files to this type, as ``torch.bfloat16`` or ``"bfloat16"``.
+            Tensors that only the model has, such as a buffer that is not saved, keep their own.
+        strict: raise if names of the file and the model differ.
+        **others: as for :func:`load_checkpoint_in_model`, without ``keep_in_fp32_modules`` and ``offload_8bit_bnb``:
             Accelerate's function of this name does not take them either.
 
     Returns:
@@ -157,7 +158,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 
 def _convert(module: nn.Module, weights: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Convert the tensors of ``module`` that ``weights`` were loaded into, those of floating point."""
+    """Convert the floating point tensors of ``module`` that ``weights`` were loaded into."""
     state = module.state_dict()
     saved, special = _in_own_names(weights, state), tuple(special_prefixes(module))
     for name, owner, tensor in list(_tensors(module)):
@@ -177,7 +178,7 @@ def _check_arguments(function: str, given: Collection[str], known: Collection[st
 
 
 def _is_cut(device_map: Mapping[str, Any] | str | None) -> bool:
-    """Return whether a device map is one for Accelerate: it cuts the model into pieces, or lays it on the disk."""
+    """Return whether a device map needs Accelerate: it cuts the model into pieces, or puts it on disk."""
     if device_map is None:
         return False
     return isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk"
@@ -194,15 +195,15 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
-    """Raise CheckpointError where shapes in a file of weights, or names if ``strict``, are others than the model's.
+    """Raise CheckpointError if shapes in a file of weights, or names if ``strict``, differ from the model's.
 
-    Modules that load in a way of their own are left to it.
+    Modules with a loading method of their own are not checked.
     """
     module = plain_module(model)
     state = module.state_dict()
     saved = _in_own_names(model_files.read_weights(path), state)
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
-    held = {views.get(name) for name in saved} - {None}  # what is tied to these may be left out
+    held = {views.get(name) for name in saved} - {None}  # files may leave out what is tied to these
     frozen = quantised_entries(module, state).keys()
     special = tuple(special_prefixes(module))
     wrong = [
@@ -235,11 +236,11 @@ def load_weights(
 
     Args:
         model: wrapped or not.
-        weights: of all files, since a module's own loading must see all of its names at once.
+        weights: the weights of all files, since a module's own loading must see all of its names at once.
         source: file or index, for messages.
         strict: names of the files and of the module must be the same.
-        device: where what is on the meta device goes; None: the CPU.
-        dtype: of what is on the meta device and of floating point; None: as the module says.
+        device: where tensors on the meta device go; None: the CPU.
+        dtype: the dtype for floating point tensors on the meta device; None: as the module says.
     """
     module = plain_module(model)
     give_own_memory(module)
@@ -268,14 +269,14 @@ def load_weights(
 def _in_own_names(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``saved`` under the module's own names.
 
-    Files may have what wrappers add: ``_orig_mod`` of torch.compile and the like anywhere, or the ``module.`` of a
-    parallel wrapper in front of all names.
+    Files may contain parts that wrappers add to names: ``_orig_mod`` of torch.compile and the like anywhere, or the
+    ``module.`` of a parallel wrapper in front of all names.
     """
     names = {name: name if name in own else plain_name(name) for name in saved}
     is_known = bool(own.keys() & set(names.values()))
     front = "module." if not is_known and all(name.startswith("module.") for name in names.values()) else ""
     names = {name: plain.removeprefix(front) for name, plain in names.items()}
-    count = Counter(names.values())  # of two names that would become one, both stay
+    count = Counter(names.values())  # if two names would become one, both stay
     renamed = {plain if count[plain] == 1 else name: saved[name] for name, plain in names.items()}
     paths = {
         path: plain_name(f"{path}.").removeprefix(front).removesuffix(".")
@@ -286,7 +287,7 @@ def _in_own_names(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
 
 
 def _describe_strangers(module: nn.Module, source: Path, saved: list[str], own: list[str]) -> str:
-    """Return the error for a file that has no name of the module."""
+    """Return the error for a file that shares no name with the module."""
     text = (
         f"{source} has no weights of the {type(module).__name__}: no name is the same. The file has "
         f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model {formatting.first(own, _MAX_NAMES_SHOWN)}"
@@ -311,11 +312,11 @@ def _add_twins(weights: dict[str, Any], own: Mapping[str, Any]) -> None:
 def _drop_quantised(
     module: torch.nn.Module, weights: dict[str, Any], own: Mapping[str, Any], source: Path
 ) -> set[str]:
-    """Take what is quantised in the module out of ``weights``, and return its names."""
+    """Remove from ``weights`` the tensors that are quantised in the module, and return their names."""
     entries = quantised_entries(module, own)
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
-        # What libraries keep beside quantised weights may differ in its last digits.
+        # The values that libraries keep with quantised weights may differ in their last digits.
         if not is_weight or not isinstance(saved, torch.Tensor):
             continue
         held = own[name]
@@ -331,7 +332,7 @@ def _drop_quantised(
 def _fill_bare(
     module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> set[str]:
-    """Put tensors of ``weights`` in the place of those on the meta device; take them out, and return their names."""
+    """Replace tensors on the meta device by those in ``weights``; remove these from it and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
     made: dict[int, torch.Tensor] = {}  # by the id of what was on the meta device, which tied names share
     addresses: set[int] = set()
@@ -372,5 +373,5 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, to
 
 
 def _loads_itself(owner: torch.nn.Module) -> bool:
-    """Return whether a module fills its tensors in a way of its own, for which they need memory."""
+    """Return whether a module fills its tensors in its own way, for which they need memory."""
     return type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict

@@ -1,8 +1,8 @@
 """Weights as files: one, or several with an index, in safetensors' format or torch's.
 
 safetensors files hold tensors and nothing else: reading one executes nothing, and other libraries read it. Tensors
-that share memory are written once, with the names of the others in the file's header. Where files lie is decided by
-the callers, except that a folder written by :func:`save_sharded` is one that :func:`files_of` knows.
+that share memory are written once, with the names of the others in the file's header. Callers decide where files lie,
+except that :func:`files_of` knows the folders that :func:`save_sharded` writes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)
 
 
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what identifies the memory that a tensor shows, and the storage that this lies in; None and 0 where it has
-    none. Of a sharded tensor: of this rank's shard.
+    """Return what identifies a tensor's memory, and the storage that contains it; None and 0 if it has no memory. For a
+    sharded tensor, this describes the rank's own shard.
     """
     tensor = dtensor.local(tensor)
     if hasattr(tensor, "__tensor_flatten__") or torch.nn.parameter.is_lazy(tensor):
         return None, 0
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that hide their memory return 0, as XLA's do
         return None, 0
-    # A lazily conjugated or negated view differs from its base by a bit alone.
+    # A lazily conjugated or negated view differs from its base only by a flag.
     is_lazy = (tensor.is_conj(), tensor.is_neg())
     view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), is_lazy)
     return view, tensor.untyped_storage().data_ptr()
@@ -55,7 +55,7 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Save with ``torch.save`` on the main process, without an Accelerator; the others do nothing.
 
-    A failure leaves the file that was at a path.
+    If saving to a path fails, the file that was there stays.
 
     Args:
         obj: what to save.
@@ -64,7 +64,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         safe_serialization: safetensors' format, for a dict of tensors.
 
     Raises:
-        CheckpointError: ``obj`` has weights of which this rank holds but a shard.
+        CheckpointError: ``obj`` has weights of which this rank holds only a shard.
     """
     topology = current_topology()
     is_writer = (topology.local_rank if save_on_each_node else topology.rank) == 0
@@ -72,7 +72,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> None:
-    """Save as :func:`save` does, where ``is_writer``; refuse shards on every rank."""
+    """Save as :func:`save` does, if ``is_writer``; reject shards on every rank."""
     count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
@@ -101,13 +101,13 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
         return
     tensors, aliases = _separate(weights, path.name)
     versions = {name: kept.get("version") for name, kept in (versions_of(weights) or {}).items()}
-    if any(version != 1 for version in versions.values()):  # that of a module which says nothing
+    if any(version != 1 for version in versions.values()):  # 1 is the version of a module that declares none
         aliases[_VERSIONS] = json.dumps(versions)
     save_file(tensors, path, metadata={**aliases, "format": "pt"})
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors with memory of their own, and for every name that shares one of them that one's name."""
+    """Return the tensors with separate memory, and a mapping from each other name to the tensor that it shares."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -148,7 +148,7 @@ def save_sharded(
 ) -> None:
     """Write a state dict to ``folder`` as one file, or as several of limited size and an index.
 
-    Weights that were there before go; other files stay. See ``Accelerator.save_model``.
+    Earlier weights in the folder are removed; other files stay. See ``Accelerator.save_model``.
     """
     limit = formatting.parse_size(max_shard_size)
     for name, tensor in weights.items():
@@ -176,9 +176,9 @@ def save_sharded(
 
 
 def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """Return ``weights`` in order, cut so that no part is larger than ``limit`` bytes if it can be helped.
+    """Return ``weights`` in order, cut so that no part is larger than ``limit`` bytes if possible.
 
-    Names that share memory stay together, so that it is written once.
+    Names that share memory stay together, so that the memory is written once.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, value in weights.items():
@@ -215,7 +215,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     Args:
         f: a path, or a binary file that is open.
-        map_location: the device to read tensors to; None: the one that they were saved from.
+        map_location: the device to read tensors to; None: the device that they were saved from.
         **kwargs: further arguments of :func:`torch.load`; ``weights_only=False`` for files that you trust.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
@@ -224,7 +224,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Return the state dict in a file, names of shared tensors included.
 
-    On the CPU, tensors lie on the pages of the file, which are read when they are used and copied when written to.
+    On the CPU, tensors lie on the pages of the file. The system reads a page when it is used, and copies it on a write.
     """
     try:
         if path.suffix == ".safetensors":
@@ -234,7 +234,7 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
         return with_versions(weights, versions_of(weights))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except Exception as error:  # torch's, pickle's, the system's; TypeError where it is no dict
+    except Exception as error:  # torch's, pickle's, the system's; TypeError if it is not a dict
         raise unreadable(path, error) from error
 
 
@@ -267,7 +267,7 @@ def files_of(checkpoint: Path) -> list[Path]:
 def _weights_in(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         return checkpoint
-    finish_commit(checkpoint)  # of a process that was killed while it wrote there
+    finish_commit(checkpoint)  # in case a process was killed while it wrote there
     names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     found = [checkpoint / name for name in names if (checkpoint / name).is_file()]
     if not found:

@@ -1,13 +1,13 @@
-"""States of registered objects in a checkpoint, as an average of weights or a buffer of samples.
+"""States of registered objects in a checkpoint, such as an average of weights or a buffer of samples.
 
-    custom_checkpoint_<i>.pkl            rank 0's state; a tensor of which ranks hold shards is written in full
+    custom_checkpoint_<i>.pkl            rank 0's state; a tensor that ranks hold in shards is written in full
     custom_checkpoint_<i>_rank<r>.pkl    the state of a rank that differs from rank 0's, without the shards
 
-Ranks compare their states when they save together. A state that is the same on all ranks, and one in shards, can be
-loaded on any number of ranks. States that differ belong to their ranks, and need the same number of ranks.
+Ranks compare their states when they save together. Any number of ranks can load a state that is the same on all ranks,
+or one in shards. States that differ belong to their ranks, and need the same number of ranks.
 
-The buffers of a module are not compared: replicas keep their own statistics of batch normalisation, and checkpoints
-hold those of rank 0, as for prepared models.
+Ranks do not compare the buffers of a module: replicas keep their own statistics of batch normalisation, and
+checkpoints hold rank 0's, as for prepared models.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Registered:
 
     Args:
         obj: has ``state_dict`` and ``load_state_dict``.
-        per_rank: whether each rank has a state of its own; None: where the states differ.
+        per_rank: whether each rank has a state of its own; None: it has one if the states differ.
     """
 
     obj: Any
@@ -55,8 +55,8 @@ class Captured:
     """The states that this rank writes.
 
     Args:
-        objects: bytes, by the name of the file.
-        places: of the leaves that ranks hold in shards, by the name of rank 0's file.
+        objects: bytes, by file name.
+        places: places of the leaves that ranks hold in shards, by the name of rank 0's file.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -78,11 +78,11 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
 
     Args:
         registered: the objects.
-        rank: of this process.
-        side: of the round in which ranks save together; None: this process saves alone.
+        rank: this process's rank.
+        side: this rank's side of the round in which ranks save together; None: this process saves alone.
 
     Raises:
-        CheckpointError: a state can't be written so that it can be read again; on all ranks.
+        CheckpointError: a state can't be written so that it can be read again. Raised on all ranks.
     """
     captured = Captured()
     if isinstance(side, Participant) and not side.compares:  # rank 0 has none
@@ -103,7 +103,7 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
             captured.places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
             state = _like(state, dtensor.gather(state, keep=rank == 0))
         if rank == 0:
-            # As bytes at once: what a user's object holds can't be known, nor copied safely.
+            # Converted to bytes at once: the contents of a user's object are unknown, and can't be copied safely.
             captured.objects[name] = as_bytes(state)
         elif _is_own(one, looks[index], main[index : index + 1]):
             captured.objects[files.custom(index, rank)] = as_bytes(state)
@@ -111,7 +111,7 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
 
 
 def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequence[str]:
-    """Return how rank 0's states look; raise on all ranks where shards don't fit together."""
+    """Return how rank 0's states look; raise on all ranks if shards don't fit together."""
     if isinstance(side, Participant):
         return side.compare_states(looks)
     own = [_shapes(look) for look in looks]
@@ -127,7 +127,7 @@ def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequen
 
 
 def _is_own(one: Registered, look: str, main: Sequence[str]) -> bool:
-    """Return whether this rank's state is written beside rank 0's, which looks like ``main``, if there is one."""
+    """Return whether this rank writes its own state beside rank 0's, if there is one, which looks like ``main``."""
     return one.per_rank is not False and (bool(one.per_rank) or [look] != list(main))
 
 
@@ -139,13 +139,13 @@ def _not_gathered(obj: Any) -> CheckpointError:
 
 
 def _like(state: Any, mapped: Any) -> Any:
-    """Return ``mapped`` with the versions of modules that ``state`` carries, of which it is a copy."""
+    """Return ``mapped``, a copy of ``state``, with the module versions that ``state`` carries."""
     versions = versions_of(state) if isinstance(state, Mapping) else None
     return mapped if versions is None else with_versions(mapped, versions)
 
 
 def _look(obj: Any, state: Any) -> str:
-    """Return what ranks compare of a state: a checksum of all but its shards, and the shapes of their full tensors.
+    """Return what ranks compare of a state: a checksum without its shards, and the shapes of their full tensors.
 
     Raises:
         CheckpointError: shards are hidden in objects, where they can't be gathered.
@@ -169,7 +169,7 @@ def _shapes(look: str) -> str:
 
 
 def _summed_up(state: Any) -> tuple[int, int]:
-    """Return a checksum of all of a state but its shards, and the number of these."""
+    """Return a checksum of a state without its shards, and the number of shards."""
     try:
         return _Sum(is_by_value=True).of(state)
     except (ValueError, RecursionError):  # it contains itself
@@ -177,14 +177,14 @@ def _summed_up(state: Any) -> tuple[int, int]:
 
 
 class _Sum(pickle.Pickler):
-    """Sums up a pickle without keeping it.
+    """Checksum a pickle without keeping it.
 
     Args:
         is_by_value: equal objects count as equal whether or not they are one object.
     """
 
     def __init__(self, is_by_value: bool) -> None:
-        super().__init__(self, protocol=4)  # of a file it needs the method write alone
+        super().__init__(self, protocol=4)  # the only file method it needs is write
         self.fast = is_by_value
         self._value = 0
         self._shards: set[int] = set()
@@ -198,7 +198,7 @@ class _Sum(pickle.Pickler):
         return len(data)
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, (set, frozenset)):  # in an order that differs between processes
+        if isinstance(obj, (set, frozenset)):  # their order differs between processes
             return "set", sorted(_summed_up(item) for item in obj)
         if not isinstance(obj, torch.Tensor):
             return None
@@ -222,10 +222,10 @@ class SavedStates:
     """States of registered objects in the folder of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
-        manifest: its own; None where it is another tool's.
-        rank: of this process.
-        world_size: of this job.
+        folder: the checkpoint's folder.
+        manifest: the checkpoint's manifest; None if it is another tool's.
+        rank: this process's rank.
+        world_size: this job's number of ranks.
         reading: arguments of ``torch.load``.
     """
 
@@ -245,7 +245,7 @@ class SavedStates:
             CheckpointError: the file is damaged, or has states of other ranks than there are.
         """
         name, places = files.custom(index), self.places(index)
-        # Of tensors that ranks share out, each rank reads its own part from the pages of the file.
+        # For tensors that ranks hold in shards, each rank reads only its own part from the pages of the file.
         mapped = {"mmap": True} if places and self._reading.get("map_location") == "cpu" else {}
         state = files.read_object(self._folder / name, owner=one.obj, **{**mapped, **self._reading})
         if any(is_sharded(leaf) for leaf in nested.leaves(state)):
@@ -264,7 +264,7 @@ class SavedStates:
         return self._manifest.places.get(files.custom(index), {}) if self._manifest is not None else {}
 
     def _own_file(self, one: Registered, index: int) -> str | None:
-        """Return the name of the file with this rank's own state; None where rank 0's is that of all."""
+        """Return the name of the file with this rank's own state; None if all ranks use rank 0's."""
         manifest = self._manifest
         if manifest is None or one.per_rank is False:
             return None
@@ -282,7 +282,7 @@ class SavedStates:
 
 
 def _with_shards(own: Any, main: Any, places: Places) -> Any:
-    """Return a rank's own state with the tensors of rank 0's in the places of shards."""
+    """Return a rank's own state with rank 0's tensors in the places of shards."""
     if not places:
         return own
     full = list(nested.leaves(main))
@@ -296,13 +296,13 @@ def _with_shards(own: Any, main: Any, places: Places) -> Any:
 
 
 def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> None:
-    """Load a state of full tensors into an object, which gets this rank's shards of what it holds in shards.
+    """Load a state of full tensors into an object; where it holds shards, it gets this rank's.
 
     Args:
-        obj: whose own state says which tensors these are.
-        state: as it was read.
-        places: of the leaves that ranks held in shards, for what the object does not have yet.
-        models: prepared; their shards lie on the mesh of such leaves.
+        obj: the object; its own state shows which tensors it holds in shards.
+        state: the state as it was read.
+        places: places of the leaves that ranks held in shards, for tensors that the object does not have yet.
+        models: the prepared models, whose shards lie on the mesh of such leaves.
     """
     shards = [one for model in models for one in model.parameters() if is_sharded(one)]
     if not shards and not places:

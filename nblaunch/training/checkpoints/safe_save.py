@@ -1,14 +1,15 @@
 """Atomic writes of files and folders: a crash at any moment leaves the old ones or the new ones, never a mixture.
 
-Everything is written aside, forced to disk, and takes its place by a rename, which the file system does as a whole:
+Everything is written to a separate place, forced to disk, and moved into place by a rename, which is atomic in the file
+system:
 
     a file             .name.partial ──────────── rename ──> name
     a new folder       .name.partial/ ─────────── rename ──> name/
     an existing one    name/.partial/ ─────────── rename ──> name/.committed/ ── each file moved up ──> name/
 
-The last row is a journal: once ``.committed`` exists, the new files count, and :func:`finish_commit` moves up what is
-left of them. Files of an existing folder that are not replaced stay as they are. One process writes; callers decide
-which, and what it writes.
+The last row is a journal: once ``.committed`` exists, the new files count, and :func:`finish_commit` moves the
+remaining ones up. Files of an existing folder that are not replaced stay as they are. One process writes; callers
+decide which one, and what it writes.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _COMMITTED = ".committed"
 _OBSOLETE = ".obsolete.json"
 _DOOMED = ".doomed"
 
-# What file systems without fsync for folders answer (FUSE mounts of cloud storage, some network file systems).
+# Errors of file systems without fsync for folders (FUSE mounts of cloud storage, some network file systems).
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES}
 
 
 class Staging:
-    """A folder in the making: files are written to ``folder``, and go to ``target`` at last.
+    """A folder in the making: files are written to ``folder``, and finally go to ``target``.
 
     ``folder`` exists from :meth:`create` to :meth:`commit`.
     """
@@ -44,13 +45,13 @@ class Staging:
         self.folder = target / _PARTIAL if target.is_dir() else target.with_name(f".{target.name}{_PARTIAL}")
 
     def create(self) -> None:
-        """Make the folder, empty; what a killed process has left there goes."""
+        """Make the folder, empty; remove anything that a killed process has left there."""
         finish_commit(self.target)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
     def commit(self, obsolete: Iterable[str] = ()) -> None:
-        """Put the files in their place, and remove those of an existing target that are ``obsolete``."""
+        """Put the files in their place, and remove the ``obsolete`` files of an existing target."""
         (self.folder / _OBSOLETE).write_text(json.dumps(sorted(obsolete)))
         for path in self.folder.rglob("*"):
             sync_folder(path) if path.is_dir() else sync_file(path)
@@ -70,11 +71,11 @@ class Staging:
 
 
 def finish_commit(target: Path) -> None:
-    """Do what is left to do of a commit to an existing folder; nothing where none was cut short."""
+    """Finish an interrupted commit to an existing folder; do nothing if there is none."""
     committed = target / _COMMITTED
     if not committed.is_dir():
         return
-    with suppress(FileNotFoundError):  # it goes last, so then all else is done
+    with suppress(FileNotFoundError):  # it is removed last, so without it all else is done
         for name in json.loads((committed / _OBSOLETE).read_text()):
             with suppress(FileNotFoundError):
                 (target / name).unlink()
@@ -90,7 +91,7 @@ def finish_commit(target: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder where there is none; raise ValueError where ``path`` is a file."""
+    """Make a folder if there is none; raise ValueError if ``path`` is a file."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -98,7 +99,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Make ``path`` what ``write(other_path)`` writes, or leave it as it was if that fails."""
+    """Replace ``path`` by what ``write(other_path)`` writes, or leave it as it was if that fails."""
     aside = path.with_name(f".{path.name}{_PARTIAL}")
     try:
         write(aside)
@@ -111,7 +112,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that must not be seen half removed: it loses its name first."""
+    """Remove a folder that must never be visible half removed: rename it first."""
     doomed = path.with_name(f".{path.name}{_DOOMED}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
@@ -121,7 +122,7 @@ def remove_folder(path: Path) -> None:
 def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
     """Remove folders from ``folder`` that killed processes have left half written or half removed.
 
-    Only those of a name that ``is_ours``.
+    Removes only folders whose name ``is_ours`` accepts.
     """
     for path in folder.glob(".*"):
         name, dot, suffix = path.name[1:].rpartition(".")
@@ -148,7 +149,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force a folder's entries to disk, where its file system knows how."""
+    """Force a folder's entries to disk, if its file system supports that."""
     try:
         sync_file(path)
     except OSError as error:

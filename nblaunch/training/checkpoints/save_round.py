@@ -3,18 +3,19 @@
     rank 0    opens a round ── who comes? ── decides: who is present, which folder ── writes ──> reports ── outcome
     others    where they are: in save_state, or in which collective      ──> write their own files, report ──> outcome
 
-Before they write, they compare the states of registered objects, if rank 0 has any.
+Before the ranks write, they compare the states of registered objects, if rank 0 has any.
 
 Rank 0 waits until every other rank has come or has *passed*. A rank has passed if it has begun a collective that rank 0
-has not: it waits there for rank 0, so it can't come to this round. That is how ``if accelerator.is_main_process:
-save_state()`` is recognised, without a clock. A rank that has left the process group has passed as well. The counts are
-those of torch's process groups (the sequence numbers of its flight recorder), so they cover the collectives of wrappers
-such as DistributedDataParallel and those that scripts call themselves. Point-to-point messages over gloo are counted,
-too (torch 2.13); where only some ranks exchange them, ``main_process_only=True`` is the way to save on rank 0 alone.
+has not: it waits there for rank 0, so it can't come to this round. This is how nblaunch recognises ``if
+accelerator.is_main_process: save_state()`` without a clock. A rank that has left the process group has passed as well.
+torch's process groups keep the counts (the sequence numbers of its flight recorder), so these cover collectives of
+wrappers such as DistributedDataParallel as well as collectives that scripts call themselves. They also count
+point-to-point messages over gloo (torch 2.13). If only some ranks exchange such messages, use
+``main_process_only=True`` to save on rank 0 alone.
 
 In every rank but the first, a thread answers rank 0 while the rank itself waits in a collective. Until rank 0 rings for
-its rank, the thread waits inside the store, and costs nothing. What travels is JSON of a fixed shape: any process that
-reaches the store may write there, so its values are never executed.
+its rank, the thread waits inside the store, and costs nothing. Messages are JSON of a fixed shape: any process that
+reaches the store may write there, so their values are never executed.
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ from nblaunch.training.joining import is_distributed, waiting
 from nblaunch.wire import schema
 
 _PREFIX = "nblaunch/saves"
-_BUSY_S = (0.001, 0.05)  # first and longest pause between two looks at the store while something is awaited
-_IDLE_S = 0.2  # pause while nothing is, where the store can't be waited in
-_RING_S = timedelta(days=7)  # of one wait for a ring; poll(2) counts milliseconds in an int
-_STOP_S = 5.0  # for the last message of a process that ends
+_BUSY_S = (
+    0.001,
+    0.05,
+)  # first and longest pause between two looks at the store while a rank waits for a message
+_IDLE_S = 0.2  # pause between looks otherwise, if a thread can't wait inside the store
+_RING_S = timedelta(days=7)  # limit of one wait for a ring; poll(2) counts milliseconds in an int
+_STOP_S = 5.0  # limit for the last message of a process that ends
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
 
 T = TypeVar("T")
@@ -59,8 +63,8 @@ class Round:
     number: int  # counts the saves of the process group, from 1
     is_decided: bool = False  # the ranks that take part are fixed
     present: tuple[int, ...] = ()  # the other ranks that take part
-    folder: str = ""  # where they write to; empty if the save has failed, see its SaveOutcome
-    target: str = ""  # the checkpoint's folder at last
+    folder: str = ""  # where they write; empty if the save has failed, see its SaveOutcome
+    target: str = ""  # the checkpoint's final folder
     iteration: int = 0  # the number in its automatic name
     compares: bool = False  # the ranks compare States
 
@@ -77,7 +81,7 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class States:
-    """What a rank's states of registered objects look like, a text for each; rank 0's once it has those of all."""
+    """How a rank's states of registered objects look, one text each; rank 0 posts its own once it has all others'."""
 
     number: int
     texts: tuple[str, ...] = ()
@@ -89,7 +93,7 @@ class Report:
 
     number: int
     problem: str = ""
-    is_through: bool = False  # it does not wait for the outcome any more
+    is_through: bool = False  # it no longer waits for the outcome
     checksums: dict[str, str] = field(default_factory=dict)  # of its files, by name
 
 
@@ -101,19 +105,19 @@ class SaveOutcome:
     error: str = ""
 
     def check(self) -> None:
-        """Raise what rank 0 has raised: a ValueError for what the caller did wrong, else a CheckpointError."""
+        """Raise the error that rank 0 raised: a ValueError for a mistake of the caller, else a CheckpointError."""
         if self.error_type:
             raise (ValueError if self.error_type == "ValueError" else CheckpointError)(self.error)
 
 
 class _Mail:
-    """Messages of this module in a store, through a connection of their own where the store can give one.
+    """This module's messages in a store, over a separate connection if the store can provide one.
 
     Args:
-        store: of the process group.
+        store: the process group's store.
         is_shared: use the connection of the process group instead.
 
-    ``can_wait``: a thread may wait for a ring, since no other one needs the connection meanwhile.
+    ``can_wait``: a thread may wait for a ring, since no other thread needs the connection meanwhile.
     """
 
     def __init__(self, store: Any, *, is_shared: bool = False) -> None:
@@ -131,7 +135,7 @@ class _Mail:
             raise _lost(error) from error
 
     def wait_for_ring(self, rank: int) -> None:
-        """Wait until a rank rings for ``rank``, or has done so since the last time."""
+        """Wait until a rank rings for ``rank``; return at once if one has rung since the last wait."""
         key = f"bell/{rank}"
         try:
             self._store.wait([key], _RING_S)
@@ -146,7 +150,7 @@ class _Mail:
             raise _lost(error) from error
 
     def read(self, key: str, kind: type[Message]) -> Message | None:
-        """Return the message under ``key``; None before there is one."""
+        """Return the message under ``key``; None if there is none yet."""
         try:
             text = self._store.get(key) if self._store.check([key]) else None
         except RuntimeError as error:
@@ -170,7 +174,7 @@ def _lost(error: RuntimeError) -> CheckpointError:
 
 
 def _wait_for(look: Callable[[], T | None]) -> T:
-    """Return what ``look`` finds, once it finds something. Between looks it pauses, so that an interrupt is raised."""
+    """Call ``look`` until it finds something, and return that. Pauses between calls, so that an interrupt is raised."""
     pause_s = _BUSY_S[0]
     while (found := look()) is None:
         time.sleep(pause_s)
@@ -179,7 +183,7 @@ def _wait_for(look: Callable[[], T | None]) -> T:
 
 
 class _Side:
-    """What both sides have: the process group that they belong to, and what counts its collectives."""
+    """What both sides have: the process group that they belong to, and the backend that counts its collectives."""
 
     def __init__(self, backend: Backend) -> None:
         self._group = weakref.ref(dist.group.WORLD)
@@ -191,7 +195,7 @@ class _Side:
 
 
 def _default_store() -> Any:
-    # It has no public name; torch's own modules take it so, since 1.13 at least.
+    # It has no public name; torch's own modules get it this way, since 1.13 at least.
     return dist.distributed_c10d._get_default_store()
 
 
@@ -212,7 +216,7 @@ def side_of(backend: Backend, rank: int) -> Any:
 
 
 class Coordinator(_Side):
-    """Rank 0's side, one round after the other. ``present`` has the other ranks that take part in this one."""
+    """Rank 0's side of all rounds, one after the other. ``present`` lists the other ranks in the current round."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -224,7 +228,7 @@ class Coordinator(_Side):
         self.present: list[int] = []
 
     def open(self) -> list[int]:
-        """Open a round and wait until each of the other ranks is present or has passed; returns the latter."""
+        """Open a round, wait until each of the other ranks is present or has passed, and return those that passed."""
         # It may live in this process, and would end with the group.
         self._held = _default_store()
         before = self._mail.read("round", Round)
@@ -240,7 +244,7 @@ class Coordinator(_Side):
         return [rank for rank in others if not has_come[rank]]
 
     def _has_come(self, rank: int, own: Mapping[str, int]) -> bool | None:
-        """Return whether a rank is present, False where it has passed; None while it may still come."""
+        """Return True if a rank is present, False if it has passed, None while it may still come."""
         found = self._mail.read(f"rank/{rank}", Whereabouts)
         if found is not None and found.has_left:
             return False
@@ -252,7 +256,7 @@ class Coordinator(_Side):
         return False if is_ahead else None
 
     def begin(self, folder: str, target: str, iteration: int, compares: bool = False) -> None:
-        """Let the present ranks write to ``folder``, once they have compared states if ``compares``."""
+        """Let the present ranks write to ``folder``; with ``compares``, after they have compared states."""
         self._is_decided, self._target = True, target
         round = Round(self._number, True, tuple(self.present), folder, target, iteration, compares)
         self._mail.post("round", round)
@@ -266,7 +270,7 @@ class Coordinator(_Side):
         """Wait for the States of the present ranks, and return them by rank.
 
         Raises:
-            CheckpointError: a rank has failed before.
+            CheckpointError: a rank has failed before it could post them.
         """
         with waiting():
             return {rank: _wait_for(partial(self._states_of, rank)) for rank in self.present}
@@ -281,14 +285,14 @@ class Coordinator(_Side):
         return None
 
     def publish_states(self, texts: Sequence[str]) -> None:
-        """Let the others know rank 0's states."""
+        """Publish rank 0's states to the other ranks."""
         self._mail.post("states/0", States(self._number, tuple(texts)))
 
     def wait_for_reports(self) -> dict[str, str]:
-        """Wait until the present ranks have written their files, and return the checksums that these know.
+        """Wait until the present ranks have written their files, and return the checksums that they report.
 
         Raises:
-            CheckpointError: one could not write its own.
+            CheckpointError: a rank could not write its files.
         """
         checksums: dict[str, str] = {}
         for report in [_wait_for(partial(self._report_of, rank)) for rank in self.present]:
@@ -330,7 +334,7 @@ class Coordinator(_Side):
 
 
 class Participant(_Side):
-    """Another rank's side, and the thread that answers rank 0 meanwhile; it ends with the process group."""
+    """Another rank's side, with the thread that answers rank 0; the thread ends with the process group."""
 
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
@@ -342,9 +346,9 @@ class Participant(_Side):
         self._is_present = False
         self._num_taken = 0
         self.is_complete = False  # all ranks are present in the round that was taken last
-        self.compares = False  # and they compare states
+        self.compares = False  # the ranks compare states
         self._is_stopping = False
-        self._problem: CheckpointError | None = None  # that has ended the thread
+        self._problem: CheckpointError | None = None  # the error that has ended the thread
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._answer_rank_0, name="nblaunch-saves", daemon=True)
         self._thread.start()
@@ -382,7 +386,7 @@ class Participant(_Side):
         return None
 
     def compare_states(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Let rank 0 know this rank's states, and return rank 0's.
+        """Send this rank's states to rank 0, and return rank 0's.
 
         Raises:
             CheckpointError: rank 0 has given up.
@@ -399,26 +403,26 @@ class Participant(_Side):
         return states.texts if states is not None and states.number == self._num_taken else None
 
     def report(self, number: int, problem: str = "", checksums: Mapping[str, str] | None = None) -> None:
-        """Let rank 0 know that this rank's files of round ``number`` are written, or what kept them from it."""
+        """Report to rank 0 that this rank's files of round ``number`` are written, or why they are not."""
         self._mail.post(f"report/{self._rank}", Report(number, problem, bool(problem), dict(checksums or {})))
 
     def outcome(self, number: int) -> SaveOutcome:
-        """Return how round ``number``, in which this rank was present, has ended; waits for it."""
+        """Wait for round ``number``, in which this rank was present, to end, and return its outcome."""
         try:
             return _wait_for(partial(self._mail.read, f"outcome/{number}", SaveOutcome))
         finally:
             self._mail.post(f"report/{self._rank}", Report(number, is_through=True))
 
     def failure_of(self, number: int) -> str | None:
-        """Return why rank 0 has given up round ``number``; None where it has not, so far."""
+        """Return why rank 0 has given up round ``number``; None if it has not, so far."""
         found = self._mail.read(f"outcome/{number}", SaveOutcome)
         return found.error if found is not None and found.error_type else None
 
     def leave(self) -> None:
-        """Let rank 0 know that this rank comes no more."""
+        """Report to rank 0 that this rank will come to no more rounds."""
         self._is_stopping = True
         self._wake.set()
-        # By another thread: where the connection is held, the process ends without it.
+        # In another thread, so that the process can end even if the connection is held.
         threading.Thread(target=self._ring_for_itself, name="nblaunch-saves-end", daemon=True).start()
         self._thread.join(_STOP_S)
 
@@ -444,8 +448,8 @@ class Participant(_Side):
                 self._thread_mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
 
     def _answer(self) -> bool:
-        """Say where this rank is, if rank 0 asks; return whether it does, or may do so at any moment."""
-        collectives = _collectives_begun(self._backend)  # before it is looked whether the rank is present
+        """Post where this rank is, if rank 0 asks; return whether it asks, or may do so at any moment."""
+        collectives = _collectives_begun(self._backend)  # before checking whether the rank is present
         with self._lock:
             asked = self._thread_mail.read("round", Round)
             if asked is None or asked.is_decided:
@@ -458,10 +462,10 @@ class Participant(_Side):
 def _collectives_begun(backend: Backend) -> dict[str, int]:
     """Return how many collectives this rank has begun in each process group that rank 0 is in.
 
-    Collectives that a device runs outside of torch's process groups are counted by its backend.
+    The backend counts collectives that a device runs outside of torch's process groups.
     """
     counts = {"device": backend.num_own_collectives}
-    # Neither the list of groups nor their counts have public names; torch's flight recorder reads them so.
+    # Neither the list of groups nor their counts have public names; torch's flight recorder reads them this way.
     groups: Collection[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
     for group, name in groups:
         try:

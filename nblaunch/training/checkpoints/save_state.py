@@ -1,11 +1,11 @@
-"""The work behind ``save_state``: ranks meet, the main process writes a folder aside, and gives it its name.
+"""The work behind ``save_state``: ranks meet, and the main process writes a temporary folder and then renames it.
 
     all ranks     meet; the main process makes the folder
     all ranks     call the save hooks, and collect what is their own: random states, positions of stateful loaders,
                   shards of weights and optimizers where the strategy has them ─┐ Snapshot ── written aside, committed
     main process  collects full weights and optimizers, and all other states ───┘             by a rename
 
-How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_round``.
+``safe_save`` makes files safe; ``save_round`` lets ranks meet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nblaunch.training.joining import is_distributed, waiting
 
 
 class Saver:
-    """Saves checkpoints, one after the other; from its start, a thread of each rank but the first answers rank 0."""
+    """Save checkpoints, one after the other. From the start, a thread on each rank but the first answers rank 0."""
 
     def __init__(self, live: CheckpointedObjects) -> None:
         self._live = live
@@ -78,7 +78,7 @@ class Saver:
             self._copies = CpuCopies()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raise what kept it from being written."""
+        """Wait until the last checkpoint is written; raise the error if it could not be written."""
         if self._thread is not None:
             self._thread.join()  # an interrupt here leaves it to the next call
             self._thread = None
@@ -121,7 +121,7 @@ class Saver:
             write()
 
     def _judge_absence(self, passed: Sequence[int]) -> None:
-        """Raise where ranks are missing that hold shards of the state; warn that their random states are not saved."""
+        """Raise if missing ranks hold shards of the state; else warn that their random states are not saved."""
         if not passed:
             return
         is_alone = len(passed) == self._live.world_size - 1
@@ -159,11 +159,11 @@ class Saver:
     def _write(
         self, staging: Staging, snapshot: Snapshot, coordinator: Coordinator | None, asynchronous: bool
     ) -> None:
-        """Write, commit, and only then remove what is too many."""
+        """Write and commit a checkpoint, and only then remove surplus ones."""
         target = staging.target
         try:
             before: Manifest | None = None
-            with suppress(CheckpointError):  # a damaged one is about to be replaced
+            with suppress(CheckpointError):  # a damaged checkpoint is about to be replaced
                 before = files.read_manifest(target)
             snapshot.write(staging.folder)
             known: dict[str, str] = {}
@@ -186,7 +186,7 @@ class Saver:
         limit = self._project.total_limit
         if not self._project.automatic_checkpoint_naming or limit is None:
             return
-        # Only what save_state made where it is: a link or a folder of that name may be anything.
+        # Only folders that save_state itself made here: a link or another folder of that name may be anything.
         others = [
             path
             for path in files.in_order(newest.parent)
@@ -201,7 +201,7 @@ class Saver:
     # --- the others ----------------------------------------------------------------------------------------------
 
     def _save_as_other(self, safe: bool, asynchronous: bool) -> Path:
-        """Write this rank's files to the folder of rank 0's choice; returns where the checkpoint will be."""
+        """Write this rank's files to the folder that rank 0 chose; return where the checkpoint will be."""
         participant: Participant | None = self._side_of_round()
         if participant is None:
             raise CheckpointError(
@@ -218,7 +218,7 @@ class Saver:
         except CheckpointError:
             if not asynchronous or participant.failure_of(round.number) is None:
                 raise
-            # Rank 0 has given up already, and raises it where it waits for the checkpoint: so does this rank.
+            # Rank 0 has given up already, and raises the error when it waits for the checkpoint. So does this rank.
             self._start_thread(target, participant.outcome(round.number).check)
             return target
         self._project.iteration = round.iteration
@@ -241,7 +241,7 @@ class Saver:
         return folder
 
     def _contribute(self, snapshot: Snapshot, participant: Participant, round: Round) -> None:
-        """Write this rank's files, and wait until all is written."""
+        """Write this rank's files, and wait until all ranks' files are written."""
         with self._reporting_errors(participant, round):
             try:
                 snapshot.write(Path(round.folder))
@@ -252,14 +252,14 @@ class Saver:
         participant.outcome(round.number).check()
 
     def _checksums_of_own(self, snapshot: Snapshot, folder: Path) -> dict[str, str]:
-        """Return those of all files that are known to be this rank's: where they were written, they are read fast."""
+        """Return checksums of the files known to be this rank's own: the rank that wrote a file can read it fast."""
         pattern = self._live.strategy.shard_files.format(rank=self._live.rank)
         shards = [path.relative_to(folder).as_posix() for path in folder.glob(pattern)] if pattern else []
         return files.checksums(folder, [*snapshot.objects, *shards])
 
     @contextmanager
     def _reporting_errors(self, participant: Participant, round: Round) -> Iterator[None]:
-        """Report an error of the block to rank 0; raise rank 0's own instead where that has given up before."""
+        """Report an error of the block to rank 0; if rank 0 has given up before, raise its error instead."""
         try:
             yield
         except BaseException as error:
@@ -276,12 +276,12 @@ class Saver:
         def run() -> None:
             try:
                 write()
-            except BaseException as error:  # raised by the next call that waits for it
+            except BaseException as error:  # the next call that waits for it raises it
                 self._thread_error = error
                 if self._live.rank == 0:  # which knows the problems of all
                     context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))
 
-        # No daemon: the end of the process waits for it.
+        # Not a daemon thread, so that the process waits for it at its end.
         self._thread = threading.Thread(target=run, name=f"nblaunch-save-{target.name}")
         self._thread.start()
 
@@ -299,14 +299,16 @@ class Saver:
 def _give_up(
     coordinator: Coordinator | None, staging: Staging | None, target: Path, error: BaseException
 ) -> None:
-    """Publish why the checkpoint is not saved, and remove what is written of it."""
+    """Publish why the checkpoint is not saved, and remove the files written so far."""
     outcome = SaveOutcome("CheckpointError", _not_saved(target, 0, error))
     # What the caller gave is no folder, as on all ranks.
     if isinstance(error, ValueError) and staging is None:
         outcome = SaveOutcome("ValueError", str(error))
     try:
         if coordinator is not None:
-            coordinator.announce(outcome)  # before the folder goes: others may be looking for it
+            coordinator.announce(
+                outcome
+            )  # before removing the folder, because other ranks may be looking for it
     finally:
         if staging is not None:
             staging.discard()

@@ -1,11 +1,11 @@
-"""What a checkpoint is made of, from the live objects of a process to the files in its folder.
+"""The contents of a checkpoint, from the live objects of a process to the files in its folder.
 
     CheckpointedObjects  the live objects of one process
     Snapshot             their states, live or copied, so that training can go on meanwhile
     folder               their files; each rank writes its own
 
-States are kept as plain numbers and tensors, so that reading a checkpoint executes nothing that it contains. Only the
-files that DeepSpeed itself reads are unpickled.
+States are stored as plain numbers and tensors, so that reading a checkpoint executes none of its contents. Only files
+that DeepSpeed itself reads are unpickled.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ Hooks = OrderedDict[int, Callable[..., Any]]
 
 
 class CheckpointedObjects:
-    """Where the states of a checkpoint come from and go to: the live objects of one process.
+    """The live objects of one process, whose states a checkpoint saves and restores.
 
     Args:
-        shared: what all Accelerators of this process share.
-        preparer: has the prepared objects.
+        shared: the state that all Accelerators of this process share.
+        preparer: holds the prepared objects.
         project: says where checkpoints go, and how many are kept.
 
     Attributes:
         registered: the registered objects.
         save_hooks: called before weights are written, by the numbers of their handles.
-        load_hooks: called before weights are read, likewise.
+        load_hooks: called before weights are read, by the numbers of their handles.
     """
 
     def __init__(self, shared: SharedState, preparer: Preparer, project: ProjectConfiguration) -> None:
@@ -63,28 +63,28 @@ class CheckpointedObjects:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """This process's rank."""
         return self.shared.process.topology.rank
 
     @property
     def world_size(self) -> int:
-        """Of the job."""
+        """The number of ranks in the job."""
         return self.shared.process.topology.world_size
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes what is saved once: the main process of the job, or of every machine."""
+        """Whether this process writes files that are saved once, as the main process of the job or of every machine."""
         topology = self.shared.process.topology
         return (topology.local_rank if self.project.save_on_each_node else topology.rank) == 0
 
     @property
     def strategy(self) -> Strategy:
-        """How models lie on the ranks."""
+        """The strategy, which decides how models lie on the ranks."""
         return self.preparer.strategy
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Of fp16; None otherwise."""
+        """The gradient scaler of fp16; None with other precisions."""
         return self.preparer.precision.scaler
 
     def models_for_hooks(self) -> list[Any]:
@@ -114,7 +114,7 @@ class CheckpointedObjects:
         self,
         registered: tuple[Sequence[Registered], Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]],
     ) -> None:
-        """Register what was registered in another process. Hooks get new handles: numbers are per process."""
+        """Register what another process had registered. Hooks get new handles, whose numbers are per process."""
         objects, save_hooks, load_hooks = registered
         self.registered.extend(objects)
         for hooks, carried in ((self.save_hooks, save_hooks), (self.load_hooks, load_hooks)):
@@ -134,10 +134,10 @@ class Snapshot:
     """What this rank writes of one checkpoint."""
 
     manifest: Manifest  # of the whole checkpoint, without its files; the main process completes and writes it
-    weights: list[Mapping[str, Any]]  # of every model that no hook took over; the main process has them
+    weights: list[Mapping[str, Any]]  # of every model that no hook took over; only on the main process
     objects: dict[str, Any]  # state dicts, or their bytes, by file name
     safe_serialization: bool
-    # Copies of this rank's that are not written yet; None: they are, or models are whole.
+    # Copies of this rank's shards that are not written yet; None: they are written, or models are whole.
     shards: ShardWriter | None
 
     def write(self, folder: Path) -> None:
@@ -158,17 +158,17 @@ def collect(
     copies: CpuCopies | None = None,
     side: Coordinator | Participant | None = None,
 ) -> Snapshot:
-    """Return what this rank saves; all that save call it. Hooks, and strategies with shards, may write to ``folder``.
+    """Return what this rank saves. All ranks that save call it; hooks and sharding strategies may write to ``folder``.
 
     Args:
         live: the objects of this process.
-        folder: of the checkpoint.
-        safe_serialization: weights in safetensors' format.
-        copies: what training can go on beside; None: the live states themselves.
-        side: this rank's of the round in which ranks save; None: it saves alone.
+        folder: the checkpoint's folder.
+        safe_serialization: write weights in safetensors' format.
+        copies: makes copies, so that training can go on meanwhile; None: use the live states themselves.
+        side: this rank's side of the round in which ranks save; None: it saves alone.
     """
     is_main = live.rank == 0
-    saves_models = is_main or live.strategy.holds_shards  # all that hold shards: then it is a collective
+    saves_models = is_main or live.strategy.holds_shards  # all ranks with shards; then this is a collective
     is_sharded, shards = _save_shards(live, folder, copies) if saves_models else (False, None)
     with _cancelled_by_errors(shards):
         weights = [] if is_sharded else _full_weights(live)
@@ -187,7 +187,7 @@ def collect(
 def _save_shards(
     live: CheckpointedObjects, folder: Path, copies: CpuCopies | None
 ) -> tuple[bool, ShardWriter | None]:
-    """Return whether models and optimizers are saved in shards, and what writes them; None: they are written."""
+    """Return whether models and optimizers are saved in shards, and the writer for these; None: they are written."""
     prepared, strategy = live.preparer, live.strategy
     if copies is not None:
         shards = strategy.shard_writer(
@@ -200,7 +200,7 @@ def _save_shards(
 
 @contextmanager
 def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
-    """Let the other ranks write no shards where the block raises."""
+    """Keep the other ranks from writing shards if the block raises."""
     try:
         yield
     except Exception as error:
@@ -210,7 +210,7 @@ def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
 
 
 def _full_weights(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
-    """Return full weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
+    """Return full weights, except quantised ones that tensor files can't hold, such as torchao's, which are frozen."""
     found: list[Mapping[str, Any]] = []
     for model in live.preparer.models:
         module = plain_module(model)
@@ -229,7 +229,7 @@ def _full_optimizers(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
 def _run_hooks(
     live: CheckpointedObjects, folder: Path, weights: list[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Call the hooks; return the weights that they have left."""
+    """Call the hooks; return the weights that they have not taken over."""
     models = live.models_for_hooks()
     for hook in list(live.save_hooks.values()):
         hook(models, weights, str(folder))
@@ -268,8 +268,8 @@ def _common_objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any
 
 
 def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
-    """Return the states of random generators and loaders that every rank has of its own."""
-    # Of loaders that know where they are: what they read differs from rank to rank.
+    """Return the states of random generators and loaders that each rank saves for itself."""
+    # Only loaders that know their position: the data that they read differs from rank to rank.
     objects = {
         files.loader_state(index, live.rank): as_bytes(loader.state_dict())
         for index, loader in enumerate(live.preparer.loaders)
@@ -284,19 +284,19 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
 
 
 class CpuCopies:
-    """Copies nested state dicts, into the same memory every time.
+    """Copy nested state dicts, into the same memory every time.
 
-    New memory is what costs most of a first copy: the system clears it page by page. So the copies are kept, and of
-    each part only one state can be held at a time.
+    Most of the cost of a first copy is new memory, which the system clears page by page. So this object keeps its
+    copies, and can hold only one state of each part at a time.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def take(self, state: Any, part: str = "") -> Any:
-        """Return ``state`` with a copy of every tensor; what was taken of this ``part`` before is overwritten.
+        """Return ``state`` with a copy of every tensor, overwriting the earlier copy of this ``part``.
 
-        Tensors that show the same memory share a copy, too. Leaves that are no tensors are kept as they are.
+        Tensors that share memory also share a copy. Leaves that are not tensors are kept as they are.
         """
         return self._copy(state, (part,), {})
 
@@ -311,7 +311,7 @@ class CpuCopies:
                 held = seen[view] = self._kept[path] = _copy_into(self._kept.get(path), state.detach())
             return held
         if isinstance(state, Mapping):
-            # A dict of a kind stays one, as the Counter of a MultiStepLR. Copies of other mappings may share items.
+            # A dict subclass keeps its class, as MultiStepLR's Counter does. Copies of other mappings may share items.
             made = copy.copy(state) if isinstance(state, dict) else {}
             for key, value in state.items():
                 made[key] = self._copy(value, (*path, key), seen)

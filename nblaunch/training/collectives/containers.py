@@ -1,8 +1,8 @@
-"""Containers of batches and outputs: what is in one, and the same container with other contents.
+"""Containers of batches and outputs: read their contents, and make the same container with other contents.
 
-Sequences, mappings, dataclasses and attrs classes are containers. A container keeps its class, its keys, its attributes
-(``default_factory``, ``maxlen``, what a subclass adds), whatever arguments its constructor takes: a copy gets the new
-contents. Only a container that can't be copied is made by its constructor, and what that makes is compared.
+Sequences, mappings, dataclasses and attrs classes are containers. A container keeps its class, its keys and its
+attributes (``default_factory``, ``maxlen``, what a subclass adds), regardless of its constructor's arguments: a copy
+gets the new contents. Only a container that can't be copied is made by its constructor, and the result is compared.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
 
 
 def rebuilt_sequence(data: Any, values: list[Any]) -> Any:
-    """Return a sequence like ``data`` with ``values`` in it, of which there may be another number."""
+    """Return a sequence like ``data`` that contains ``values``, possibly a different number of them."""
     if isinstance(data, tuple):
         return _rebuilt_tuple(data, values)
     if isinstance(data, (list, deque, UserList)):
@@ -105,7 +105,7 @@ def _rebuilt_fields(data: Any, values: list[Any]) -> Any:
         return data
     made = copy.copy(data)  # its constructor may take other arguments, or none
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # also where it is frozen
+        object.__setattr__(made, name, value)  # works for frozen classes, too
     return made
 
 
@@ -114,7 +114,7 @@ def _rebuilt_tuple(data: tuple[Any, ...], values: list[Any]) -> Any:
     try:
         made = tuple.__new__(kind, values)  # the class's own may take other arguments, or change them
     except TypeError:
-        made = kind(values)  # Python refuses the above for those of torch.return_types
+        made = kind(values)  # Python rejects the above for classes of torch.return_types
     if hasattr(data, "__dict__"):
         vars(made).update(vars(data))
     return made
@@ -147,7 +147,7 @@ def _filled(data: Any, contents: dict[Any, Any]) -> Any:
 
 
 def _copied(data: Any) -> Any:
-    """Return a copy that shares no contents: of containers with one inside, that one is copied, too."""
+    """Return a copy that shares no contents; if the container wraps another one, that is copied, too."""
     made = copy.copy(data)
     if not isinstance(data, (dict, list)) and not hasattr(type(data), "__copy__"):
         for name, value in vars(made).items() if hasattr(made, "__dict__") else ():
@@ -157,7 +157,7 @@ def _copied(data: Any) -> Any:
 
 
 def _constructed(data: Any, contents: Any, is_right: Any) -> Any:
-    """Return what the class of an immutable container makes of ``contents``, which is what it has to hold then."""
+    """Return what an immutable container's class makes of ``contents``, after checking that it holds just these."""
     try:
         made = type(data)(contents)
     except Exception as error:

@@ -1,7 +1,7 @@
 """Sharded tensors (:class:`torch.distributed.tensor.DTensor`): full tensors to shards, and shards to full tensors.
 
-Every function takes plain tensors, too, and returns them as they are, so that callers need no branch. What is sharded,
-and how, is decided by the strategy.
+Every function also takes plain tensors and returns them as they are, so that callers need no branch. The strategy
+decides what is sharded, and how.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ def slice_for(shard: Any, full: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: Any, like: Any) -> Any:
-    """Return this rank's shard of ``full``, placed as ``like``; ``full`` itself where ``like`` is no such shard."""
+    """Return this rank's shard of ``full``, placed as ``like``; ``full`` itself if ``like`` is not a shard of it."""
     if not is_sharded(like) or is_sharded(full) or full.shape != like.shape:
         return full
     return with_local(like, slice_for(like, full).to(device=like.to_local().device, copy=True))
 
 
 def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
-    """Return a shard of the full tensor's part that ``like`` is, with the elements ``held``, where these lie.
+    """Return a shard of the same part of the full tensor as ``like``, with the elements ``held``, on their device.
 
-    That may be in host memory though the mesh is one of GPUs: weights that are offloaded, and copies for files.
+    ``held`` may be in host memory although the mesh is one of GPUs, as for offloaded weights and copies for files.
 
     Args:
         like: a shard of that part.
         held: its new elements.
-        mesh: of the same ranks; None: that of ``like``.
+        mesh: a mesh of the same ranks; None: the mesh of ``like``.
     """
     from torch.distributed.tensor import DTensor
 
-    # from_local would move them to the devices of the mesh; FSDP2 makes its own shards like this.
+    # from_local would move the elements to the mesh's devices; FSDP2 makes its own shards this way.
     meta = like._spec.tensor_meta._replace(dtype=held.dtype)
     spec = dataclasses.replace(like._spec, mesh=mesh or like.device_mesh, tensor_meta=meta)
     return DTensor(held, spec, requires_grad=False)
@@ -78,8 +78,9 @@ def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence
 
     Args:
         full: the same on all ranks.
-        dims: for each dimension of a mesh.
-        others: shards, of which the first on a mesh of so many dimensions lends its mesh; else ``full`` is returned.
+        dims: one entry for each dimension of a mesh.
+        others: shards; the result uses the mesh of the first one whose mesh has that many dimensions. If there is none,
+            ``full`` is returned.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -109,7 +110,7 @@ def gather(state: Any, keep: bool) -> Any:
         if is_sharded(leaf):
             whole = _exchangeable(leaf.detach()).full_tensor()
             return whole.cpu() if keep else None
-        # Those that are full on every rank go where the gathered ones do: buffers, layers that are not sharded.
+        # Tensors that every rank has in full (buffers, unsharded layers) go to the same place as the gathered ones.
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().cpu() if keep and not leaf.is_meta else leaf.detach()
         return leaf
@@ -118,9 +119,9 @@ def gather(state: Any, keep: bool) -> Any:
 
 
 def _exchangeable(shard: Any) -> Any:
-    """Return a shard where ranks can exchange it; one that is offloaded lies in host memory, its mesh on GPUs.
+    """Return a shard on a device where ranks can exchange it; an offloaded one is in host memory, its mesh on GPUs.
 
-    Ranks that share a GPU talk by gloo, and torch 2.11 crashes where it gathers what lies on GPUs over that.
+    Ranks that share a GPU communicate over gloo, and torch 2.11 crashes when it gathers GPU tensors over gloo.
     """
     held, mesh = shard.to_local(), shard.device_mesh
     if mesh.device_type != "cpu" and dist.get_backend(mesh.get_group(0)) == "gloo":
@@ -140,7 +141,7 @@ def _on_cpu(mesh: Any) -> Any:
 
 
 def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
-    """Return a module's full weights, as :func:`gather` does. Tied ones are one tensor under all their names."""
+    """Return a module's full weights, as :func:`gather` does. Tied weights are one tensor under all their names."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     twins = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -150,7 +151,7 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of shards and full tensors as one vector. A collective over ranks with shards of the same.
+    """Return the norm of shards and full tensors as one vector. A collective over ranks that shard the same tensors.
 
     Args:
         norm_type: the p of the norm; infinity for the largest element.
@@ -170,7 +171,7 @@ def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -
 
 
 def _summed(gradient: Any) -> Any:
-    """Return a gradient of which every rank has a summand as their sum."""
+    """Return the sum of a gradient of which every rank holds one summand."""
     from torch.distributed.tensor import Replicate
 
     places = [Replicate() if place.is_partial() else place for place in gradient.placements]
@@ -184,7 +185,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 
 
 def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm over all shards, from that of this rank's."""
+    """Return the norm over all shards, from the norm of this rank's shards."""
     largest = norm_type == float("inf")
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate():

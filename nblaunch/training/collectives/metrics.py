@@ -1,16 +1,16 @@
-"""``gather_for_metrics``: what ranks computed for their batches, each sample of the dataset once.
+"""``gather_for_metrics``: gather what ranks computed for their batches, each sample of the dataset once.
 
     rank 0    {"scores": rows 0 1, "texts": ["a", "b"]}  ┐
     rank 1    {"scores": rows 2 0, "texts": ["c", "a"]}  ┴─> {"scores": rows 0 1 2, "texts": ["a", "b", "c"]}
 
-The last batch of an epoch is completed with samples from its start. Real samples come first in the gathered rows, so
-that those added are cut off at the end. Whether an item belongs to a sample is decided by its size alone:
+Loaders complete the last batch of an epoch with samples from the epoch's start. Real samples come first in the gathered
+rows, so the added ones are cut off at the end. The size of an item alone decides whether it belongs to a sample:
 
     as many rows as the completed batch has samples   one per sample: cut
     one row per rank                                  a value of the rank's batch, such as a loss: all are kept
     any other number                                  an error: it can't be known which rows belong to which sample
 
-Tensors are gathered as tensors. Beside them, and in place of them, there may be other objects, which are pickled:
+Tensors are gathered as tensors. Other objects, beside tensors or instead of them, are pickled:
 
     a sequence of objects, a list of dicts            one item per sample; becomes one list of all ranks
     another object, as a number or a text             a value of the rank; becomes a list with one item per rank
@@ -35,9 +35,9 @@ def gather_for_metrics(
     """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
 
     Args:
-        data: as there, with ``use_gather_object``.
+        data: as there, as is ``use_gather_object``.
         accumulation: has the loader that is being read.
-        num_data_ranks: ranks with different data, of which others may have the same; None: all.
+        num_data_ranks: number of ranks with different data; other ranks may share theirs. None: all ranks.
 
     Raises:
         ValueError: samples were added to the last batch, and ``data`` has something that can't be cut.
@@ -115,7 +115,7 @@ def _is_column(data: Any, use_gather_object: bool) -> bool:
         return True
     if not any(isinstance(part, torch.Tensor) or containers.children(part) is not None for part in parts):
         return True
-    # Dicts beside each other are those of samples; lists beside each other may be columns, in a tuple.
+    # Each dict in a sequence belongs to one sample; lists in a tuple may be columns.
     kinds = {tuple(part) if isinstance(part, Mapping) else type(part) for part in parts}
     is_uniform = len(kinds) == 1 and not isinstance(parts[0], torch.Tensor)
     return is_uniform and (isinstance(parts[0], Mapping) or not isinstance(data, tuple))
@@ -164,7 +164,7 @@ def _describe(structure: Any) -> str:
 
 
 def _merged(everyones: Sequence[Any], gathered: Sequence[torch.Tensor]) -> Any:
-    """Return one structure out of those of all ranks, which are alike."""
+    """Merge the structures of all ranks, which are alike, into one."""
     first = everyones[0]
     if isinstance(first, _Slot):
         return gathered[first.position]
@@ -190,8 +190,8 @@ class _Tail:
 
     Args:
         samples: how many it has.
-        completed: to how many it was completed; in a lone process, which completes none, rows of a full batch. 0: not
-            known.
+        completed: how many it has with the added ones; in a lone process, which adds none, the rows of a full batch.
+            0: not known.
         num_ranks: ranks with different data.
         is_lone: nothing was added.
     """
@@ -202,7 +202,7 @@ class _Tail:
     is_lone: bool
 
     def cut(self, gathered: Any) -> Any:
-        """Return what ranks gathered without the samples that were added."""
+        """Return what ranks gathered, without the added samples."""
         if isinstance(gathered, torch.Tensor):
             return self._cut_tensor(gathered)
         parts = containers.children(gathered)
@@ -235,7 +235,7 @@ class _Tail:
         return _Column(items[: self.samples]) if isinstance(items, _Column) else items[: self.samples]
 
     def _is_cut(self, length: int, what: str) -> bool:
-        """Return whether ``length`` rows are those of samples. ValueError where that is not clear."""
+        """Return whether ``length`` rows are one per sample; raise ValueError if that is not clear."""
         if length == self.completed or not self.completed:
             return True
         if self.is_lone or length == self.num_ranks:
@@ -258,7 +258,7 @@ def _are_alike(rows: torch.Tensor) -> bool:
 
 
 def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
-    """Return the last batch where it is in hand and has to be cut."""
+    """Return the last batch if the loop is at it and it has to be cut."""
     loader = accumulation.active_loader
     if loader is None or not loader.end_of_dataloader:
         return None

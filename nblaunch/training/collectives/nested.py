@@ -132,9 +132,9 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def count_rows(batch: Any) -> int:
-    """Return the samples in a batch: the first dimension of its first tensor; 0 where there is no tensor.
+    """Return the number of samples in a batch: the first dimension of its first tensor; 0 if it has no tensor.
 
-    Called at every step: of most batches, the first leaf is that tensor.
+    Called at every step, so it tries the first leaf first: in most batches, that is the tensor.
     """
     first = batch
     while not isinstance(first, torch.Tensor):
@@ -176,7 +176,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return ``tensor[tensor_slice]`` of every tensor. The rank is there for functions that cut in another way."""
+    """Return ``tensor[tensor_slice]`` of every tensor. Functions that cut in another way may need the rank."""
     check_independent("slice_tensors", data)
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
@@ -202,14 +202,14 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Return the first dimension of the first tensor; None where there is no tensor that has one."""
+    """Return the size of the first dimension of the first tensor that has dimensions; None if there is none."""
     return next(
         (leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, torch.Tensor) and leaf.ndim), None
     )
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor; None where there is no tensor."""
+    """Return the device of the first tensor; None if there is none."""
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
@@ -223,7 +223,7 @@ def listify(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class TensorInformation(containers.Leaf):
-    """What it takes to make a tensor that another process will fill."""
+    """The shape and type needed to make a tensor that another process will fill."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -1,20 +1,20 @@
 """Collectives over nested structures of tensors.
 
-All ranks must call the same function, with tensors of the same shape and type, but for ``pad_across_processes`` and
-those of objects. While a rank waits in one, the board says so. In a lone process they return their argument, ``reduce``
-a copy of it. A rank that has not joined its
-job yet joins it at the first one.
+All ranks must call the same function, with tensors of the same shape and type, except for ``pad_across_processes`` and
+the functions for objects. While a rank waits in a collective, the board says so. In a lone process, these functions
+return their argument, and ``reduce`` returns a copy of it. A rank that has not joined its job yet joins it at the first
+collective.
 
-Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
-bytes they all know, and the result is exact.
+If values are only copied, tensors travel as bytes: process groups differ in the types they support (gloo has no bool),
+but all support bytes, and the result is exact.
 
-Where tensors differ from rank to rank, gloo ends the process from its C++ side, with no exception. So digests of all
-shapes are compared first where that is cheap, which is over gloo; on a GPU every comparison would wait for the device.
-Whether they are depends on the process group alone, never on a rank's data: a rank that has no tensor, or has it on
+If tensors differ between ranks, gloo ends the process from its C++ side, with no exception. So ranks first compare
+digests of all shapes where that is cheap, which is over gloo; on a GPU every comparison would wait for the device.
+Whether they compare depends on the process group alone, never on a rank's data: a rank that has no tensor, or has it on
 another device, must take part in what the others do.
 
-Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ranks of several machines, or under
-``torchrun``, have no secret in common: there, as with torch's own collectives of objects, the network must be trusted.
+Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ranks on several machines, or under
+``torchrun``, share no secret: there, as with torch's own object collectives, the network must be trusted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nblaunch.wire import signing
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
 _DIGEST_BYTES = 8  # of a structure that is compared
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object: another one in every process
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differs between processes
 _OBJECTS = "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all"
 _HINT = "\nUse pad_across_processes before, or even_batches=True for loaders."
 _RELEASE_TIMEOUT_S = 1.0  # far more than it takes
@@ -66,10 +66,10 @@ def rank() -> int:
 
 
 def _joins() -> bool:
-    """Return whether this process is in a process group; join that of its job where nothing has done so yet."""
+    """Return whether this process is in a process group; join its job's group if nothing has done so yet."""
     if not is_distributed():
         here = context.current()
-        # A process with a state of training has joined before: where it is in no group it has left it, or had none.
+        # A process with a training state has joined before: if it is in no group now, it left its group or had none.
         if here.training is None and here.topology.world_size > 1:
             join()
     return is_distributed()
@@ -83,7 +83,7 @@ def gather(tensor: Any) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite every tensor of ``tensor`` with that of one rank, and return it; see ``Accelerator.broadcast``."""
+    """Overwrite every tensor of ``tensor`` with one rank's tensor, and return it; see ``Accelerator.broadcast``."""
     size = world_size()
     if not 0 <= from_process < size:
         raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
@@ -95,7 +95,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine every tensor of ``tensor`` over ranks, elementwise; see ``Accelerator.reduce``.
 
-    Here the default of ``reduction`` is ``"mean"``, there ``"sum"``, as with Accelerate.
+    The default of ``reduction`` is ``"mean"`` here and ``"sum"`` there, as with Accelerate.
     """
     check_choice("reduction", reduction, _REDUCTIONS)
     if world_size() == 1:
@@ -126,13 +126,13 @@ def gather_object(object: Any) -> Any:
 
 
 def check_that_all_have_objects() -> None:
-    """Raise on every rank where some have objects for metrics and others have none, if that is compared at all."""
+    """Raise on every rank if some have objects for metrics and others have none, if ranks compare that at all."""
     if _compares_first():
         _check_alike("gather", _OBJECTS)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Overwrite the elements of ``object_list`` with those of rank ``from_process``, in place; returns it."""
+    """Overwrite the elements of ``object_list`` in place with rank ``from_process``'s elements, and return the list."""
     if world_size() == 1:
         return object_list
     is_sender = rank() == from_process
@@ -169,9 +169,9 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
 
 
 def _compares_first() -> bool:
-    """Return whether ranks compare what they have before they exchange it: the same on all, whatever each of them has.
+    """Return whether ranks compare their data before they exchange it; the answer is the same on all ranks.
 
-    They do wherever gloo exchanges what lies on the CPU, even if there is another group for the tensors of devices.
+    They compare if gloo exchanges CPU tensors, even if there is another group for the tensors of devices.
     """
     if world_size() == 1:
         return False
@@ -179,7 +179,7 @@ def _compares_first() -> bool:
 
 
 def _check_alike(operation: str, described: str) -> None:
-    """Raise on every rank where what is ``described`` is not the same on all of them."""
+    """Raise on every rank if ``described`` is not the same on all of them."""
     mine = hashlib.blake2b(described.encode(), digest_size=_DIGEST_BYTES).digest()
     found = _all_gather_bytes(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     if bytes(found.cpu().numpy()) == mine * world_size():
@@ -192,7 +192,7 @@ def _check_alike(operation: str, described: str) -> None:
 
 
 def _describe(operation: str, data: Any) -> str:
-    """Return a structure as text in which ranks must agree. Lists and tuples are alike.
+    """Describe a structure in a text that must be the same on all ranks. Lists and tuples count as the same.
 
     For padding, sizes may differ, but neither types nor the number of dimensions.
     """
@@ -224,9 +224,9 @@ def _unpickled(row: torch.Tensor) -> Any:
 def _wait_until_released(*tensors: torch.Tensor) -> None:
     """Wait until the process group's threads have let go of temporary tensors.
 
-    They do so a moment after the collective has returned. The thread that lets go last needs the interpreter's lock
-    where Python has seen it; and taking a group down waits for its threads with that lock held. A script that ends
-    right after a collective would wait for ever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
+    They do so a moment after the collective has returned. The last thread to release a tensor that Python has seen
+    needs the interpreter's lock, and destroying a group waits for its threads while holding that lock. A script that
+    ends right after a collective would wait forever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
     """
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return  # groups of devices keep tensors until the device is through, and are taken down without the lock
@@ -238,7 +238,7 @@ def _wait_until_released(*tensors: torch.Tensor) -> None:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as flat bytes, copied only where the process group needs it moved."""
-    # Moved first: a device need not be able to look at its memory as bytes.
+    # Moved first, because a device may not be able to view its memory as bytes.
     return tensor.detach().to(_transport_device(tensor.device)).reshape(-1).view(torch.uint8)
 
 

@@ -18,7 +18,7 @@ from nblaunch.training.options import RNG_TYPES, check_choice
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
-    """Seed Python's, NumPy's and torch's generators, those of devices included.
+    """Seed Python's, NumPy's and torch's generators, including the generators of devices.
 
     Args:
         seed: at least 0.
@@ -52,7 +52,7 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
 
     Args:
         rng_type: ``"generator"``: the given one, nothing where it is None; ``"torch"``: torch's global CPU generator;
-            ``"cuda"``, ``"xpu"``: that of the current GPU; ``"xla"``: that of the backend's device.
+            ``"cuda"``, ``"xpu"``: the current GPU's generator; ``"xla"``: the generator of the backend's device.
 
     Raises:
         ValueError: the type is unknown.
@@ -89,7 +89,7 @@ def capture_states(backend: Backend) -> dict[str, Any]:
 
 
 def restore_states(state: Mapping[str, Any], backend: Backend) -> None:
-    """Put back what :func:`capture_states` returned. Parts that ``state`` has not are left as they are."""
+    """Put back what :func:`capture_states` returned. Generators that are missing in ``state`` stay as they are."""
     if "random_state" in state:
         version, words, gauss = state["random_state"]
         random.setstate((version, tuple(words), gauss))

@@ -1,8 +1,8 @@
-"""What prepared loaders are made of: the loader that reads, its options, its epochs and the state of that being read.
+"""The parts of prepared loaders: the loader that reads, its options, its epochs and the state of the current epoch.
 
     DataLoaderAdapter ── base_dataloader: torch's DataLoader, or torchdata's StatefulDataLoader
 
-An adapter passes for an instance of the class of its base, whose attributes it shows.
+An adapter passes for an instance of its base's class, and shows its base's attributes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from nblaunch.training.data.sharding import EpochPosition
 from nblaunch.training.shared_state import get_shared_state
 
 FINISHED = "_iterator_finished"  # torchdata's entry, in every state: the epoch was read to its end
-ORDER = "_order"  # ours, beside those of torchdata
+ORDER = "_order"  # nblaunch's entry, beside torchdata's
 
 
 class DataLoaderStateMixin:
     """The state of the epoch that a loader reads, which gradient accumulation and ``gather_for_metrics`` look at.
 
     ``end_of_dataloader`` is True while the last batch is in the user's hands; ``remainder`` is the number of real rows
-    in the last global batch (0 = all of them, -1 = not known). A loader of one's own calls :meth:`begin` where an epoch
+    in the last global batch (0 = all of them, -1 = not known). A user's own loader calls :meth:`begin` where an epoch
     begins and :meth:`end` where it ends.
     """
 
     end_of_dataloader = False
     remainder = -1
     shard: Any = None
-    """What knows how many rows of the last global batch are real; None where nothing is ever added."""
+    """The object that knows how many rows of the last global batch are real; None if no rows are ever added."""
     completed_rows = 0
-    """Rows of the last global batch with those that complete it; of a full one, where nothing does; 0: not known."""
+    """Rows of the last global batch, added ones included; if none are added, rows of a full batch; 0: not known."""
     adds_nothing = False
     """Whether the last batch stays as short as it is."""
     is_uneven = False
@@ -55,7 +55,7 @@ class DataLoaderStateMixin:
         get_shared_state().loaders.enter(self)
 
     def end(self) -> None:
-        """Give way to the loader around this one, if any: its epoch is over, or was left."""
+        """Make the loader around this one active again, if any: this one's epoch is over, or was left."""
         get_shared_state().loaders.leave(self)
 
     def _expected_remainder(self) -> int:
@@ -65,19 +65,19 @@ class DataLoaderStateMixin:
 
 @dataclass
 class Epochs:
-    """Where a loader is in its epochs. It shares this with loaders of the rest of one, see ``beginning_at``.
+    """Where a loader is in its epochs. Loaders for the rest of an epoch share it, see ``beginning_at``.
 
     Args:
         completed: epochs that were read to their end, by which samplers shuffle.
-        left: those that were left before, as with ``break``.
+        left: epochs that were left before their end, as with ``break``.
         start: states of the generators that decide the order, at the start of the epoch.
-        resumed_start: what these are to be at the start of the next one, as a loaded state has them.
-        global_start: the same of torch's global generator, where that decides the order.
-        saved_position: where in it the epoch was in the checkpoint that was loaded, until one is read.
-        state: of a loader that knows its position, as of the batch in hand; None: it was not read.
-        batches_behind: those of the loader that reads that were read before, by the state that was loaded last, until
-            an epoch begins.
-        batches_to_drop: as many of them as that loader reads once more, since its stream can't begin in the middle.
+        resumed_start: the states that a loaded state has for these generators, for the start of the next epoch.
+        global_start: the same for torch's global generator, if that decides the order.
+        saved_position: the position in the epoch at the loaded checkpoint, until an epoch is read.
+        state: the state of a loader that knows its position, as of the current batch; None: it was not read.
+        batches_behind: batches that the reading loader had read before, according to the state that was loaded last,
+            until an epoch begins.
+        batches_to_drop: how many of these that loader reads again, since its stream can't begin in the middle.
     """
 
     completed: int = 0
@@ -109,7 +109,7 @@ class DataLoaderAdapter(Base):
     """
 
     base_dataloader: DataLoader
-    """What reads."""
+    """The loader that reads."""
     skip_batches = 0
     """Batches that are left out of the first epoch that is read."""
 
@@ -131,13 +131,13 @@ class DataLoaderAdapter(Base):
     def __setattr__(self, name: str, value: Any) -> None:
         base = self.__dict__.get("base_dataloader")
         if base is not None and name in vars(base) and name not in vars(self):
-            setattr(base, name, value)  # it is the base that reads by it, or refuses the change
+            setattr(base, name, value)  # the base reads by it, or rejects the change
         else:
             object.__setattr__(self, name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """That of the loader which reads: ``isinstance`` finds both."""
+        """The class of the loader that reads: ``isinstance`` finds both."""
         base = self.__dict__.get("base_dataloader")
         return type(self) if base is None else type(base)
 
@@ -152,8 +152,8 @@ class DataLoaderAdapter(Base):
     def state_dict(self) -> dict[str, Any]:
         """Return where in its epoch the loader is. A batch that was read ahead does not count.
 
-        The state is torchdata's, and either's loader takes the other's; one entry more says of epoch and order what
-        torchdata does not know.
+        The state is torchdata's, and each loader accepts the other's state. One more entry holds what torchdata does
+        not know about epoch and order.
 
         Raises:
             AttributeError: the loader was made without ``use_stateful_dataloader=True``.
@@ -162,7 +162,7 @@ class DataLoaderAdapter(Base):
         return self._with_order({}, False) if self.epochs.state is None else self.epochs.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, in the next iteration, behind the batch at which :meth:`state_dict` was called.
+        """Continue, in the next iteration, after the batch at which :meth:`state_dict` was called.
 
         Raises:
             AttributeError: the loader was made without ``use_stateful_dataloader=True``.
@@ -170,7 +170,7 @@ class DataLoaderAdapter(Base):
         self._check_stateful("load_state_dict")
         base: Any = self.base_dataloader
         order = state_dict.get(ORDER, {})
-        # At the end of an epoch the next one starts afresh; torchdata would draw its order twice to find that out.
+        # After the end of an epoch the next one starts anew; torchdata would draw its order twice to find that out.
         is_fresh = state_dict.get(FINISHED, True) or "position" in order
         self._forget_base_state()
         progress = _Progress.of({} if is_fresh else state_dict)
@@ -182,15 +182,15 @@ class DataLoaderAdapter(Base):
                 {} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER}
             )
         else:
-            # torchdata (0.11) would read and drop them, too, but count them twice: in the next state, once more as many
-            # batches were read, and the loader that goes on there loses these.
+            # torchdata (0.11) would also read and drop them, but count them twice: the next state would have that many
+            # batches too many, and a loader that continues from it would lose them.
             base.load_state_dict({})
             self.epochs.batches_to_drop = progress.batches
         self._resume_order_state(order)
         self.epochs.state = state_dict
 
     def _take_batches_to_drop(self) -> int:
-        """Return how many batches the loader that reads has to drop; none from the next time on."""
+        """Return how many batches the reading loader has to drop; later calls return 0."""
         dropped, self.epochs.batches_to_drop = self.epochs.batches_to_drop, 0
         return dropped
 
@@ -199,7 +199,7 @@ class DataLoaderAdapter(Base):
             raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
 
     def _forget_base_state(self) -> None:
-        """Let the loader that reads begin its next epoch at the start, though a state was loaded."""
+        """Make the reading loader begin its next epoch at the start, although a state was loaded."""
         self.epochs.batches_behind = self.epochs.batches_to_drop = 0
         if self.use_stateful_dataloader:
             vars(self.base_dataloader)["next_iter_state"] = None  # torchdata's: load_state_dict({}) leaves it
@@ -219,15 +219,15 @@ class DataLoaderAdapter(Base):
         return {}
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`_order_state` has returned."""
+        """Restore what :meth:`_order_state` has returned."""
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """What a state of torchdata says of the epoch.
+    """What a state of torchdata says about the epoch.
 
     Args:
-        batches: that were handed out.
+        batches: how many were handed out.
         knows_stream: the dataset, or its iterator, has a state of its own.
     """
 
@@ -236,7 +236,7 @@ class _Progress:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> _Progress:
-        """Return that of a state, of one process that reads or of several."""
+        """Return the progress in a state, for one reading process or several."""
         snapshot = state.get("_snapshot")
         if snapshot is None:
             readers, batches = [state], state.get("_num_yielded", 0)
@@ -304,13 +304,15 @@ def inherited_options(loader: DataLoader) -> dict[str, Any]:
 
 def index_sampler_options(loader: DataLoader, index_sampler: Any) -> dict[str, Any]:
     """Return the options by which a loader made from ``loader`` reads what ``index_sampler`` yields."""
-    if loader.batch_sampler is None:  # the dataset gets whatever the sampler yields: an index, or a list
+    if (
+        loader.batch_sampler is None
+    ):  # the dataset gets each item of the sampler as it is: an index, or a list
         return {"sampler": index_sampler, "batch_size": None}
     return {"batch_sampler": index_sampler}
 
 
 def is_stateful(loader: DataLoader) -> bool:
     """Return whether ``loader`` is torchdata's ``StatefulDataLoader``."""
-    # Where it was not imported, nothing can be one.
+    # If torchdata was not imported, no loader can be one.
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     return torchdata is not None and isinstance(loader, torchdata.StatefulDataLoader)

@@ -1,10 +1,10 @@
-"""A prepared loader whose data one process reads for all.
+"""A prepared loader for which one process reads the data for all ranks.
 
     rank 0    reads a round of batches │ joins them │ broadcasts structure, rows and is_last │ broadcasts tensors
     all       take their part of the rows
 
-Rank 0 always knows the next round before it sends one, so that all ranks know which one is the last. What goes wrong
-while it reads is sent to the others, which would wait for ever.
+Rank 0 always knows the next round before it sends one, so that all ranks know which one is the last. If reading fails,
+rank 0 sends the error to the other ranks, which would otherwise wait forever.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class DataLoaderDispatcher(PreparedLoader):
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`.
-        split_batches: a batch is one of all ranks together.
+        split_batches: a batch is the global batch, which the ranks divide.
         skip_batches, use_stateful_dataloader, _drop_last, _non_blocking: as for :class:`PreparedLoader`.
         slice_fn: ``slice_fn(batch, rows, process_index=, num_processes=)`` cuts out a rank's part; None: the slice
-            ``rows`` of every tensor. With ``split_batches``, it may cut leaves that are no tensors as well.
+            ``rows`` of every tensor. With ``split_batches``, it may also cut leaves that are not tensors.
         iteration: the epoch that is read first.
         device: where batches go; None: to the device of this process.
-        num_processes: ranks that get a part; None: those of the job.
+        num_processes: ranks that get a part; None: all ranks of the job.
         **options: as for :class:`PreparedLoader`.
 
     Raises:
         RuntimeError: while it is read: batches of a round can't be joined or cut evenly. On all ranks.
-        TypeError: on rank 0, and RuntimeError on the others, while it is read: a leaf is no tensor, and ``slice_fn`` is
-            not given.
+        TypeError: on rank 0, and RuntimeError on the others, while it is read: a leaf is not a tensor, and ``slice_fn``
+            is not given.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 def _check_leaves(batch: Any) -> None:
-    """Raise TypeError where a leaf is no tensor: every rank would get all of it, with its own part of the rows."""
+    """Raise TypeError if a leaf is not a tensor: every rank would get all of it, with its own part of the rows."""
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

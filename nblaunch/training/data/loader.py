@@ -6,8 +6,8 @@
 
     read b0 │ read b1, return b0 │ read b2, return b1 │ end seen: return b2 with end_of_dataloader = True
 
-The loader whose rank 0 reads for all is in ``dispatcher.py``; which samples belong to which rank is decided in
-``sharding.py``; how the user's loader becomes a prepared one, in ``prepare.py``.
+``dispatcher.py`` has the loader for which rank 0 reads for all ranks. ``sharding.py`` decides which samples belong to
+which rank. ``prepare.py`` turns the user's loader into a prepared one.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
         device: where batches go; None: they stay where they are.
-        rng_types: generators that are made equal at the start of every epoch; None: none but those of an order that
-            ranks share.
-        synchronized_generator: one more of them, beside those of the samplers.
-        skip_batches: of this rank, left out of the first epoch that is read.
+        rng_types: generators that are made equal at the start of every epoch; None: only the generators of an order
+            that ranks share.
+        synchronized_generator: one more such generator, beside the samplers' own.
+        skip_batches: batches of this rank to leave out of the first epoch that is read.
         use_stateful_dataloader: read with torchdata.
-        _drop_last: what reads below leaves an incomplete last batch out.
+        _drop_last: the underlying loader leaves an incomplete last batch out.
         _non_blocking: copy batches to the device asynchronously.
         iteration: the epoch that is read first.
-        num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
+        num_processes: ranks that share the data; None: the number in the shard that is read, or this rank alone.
 
-    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``epochs`` has all that is kept of them;
-    ``shard`` is the rank's share of an order or a stream, where it reads one.
+    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``epochs`` has the full record of them;
+    ``shard`` is the rank's share of an order or a stream, if it reads one.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 shared.report_epoch(loop)
 
     def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
-        """Go on in the loop around this one as before, after a look or an evaluation; an epoch is in no other one."""
+        """Return to the enclosing loop after a look or an evaluation; an epoch has no enclosing loop."""
         if not is_epoch:
             self.epochs.start = start
         if is_epoch or outer is None:
@@ -186,7 +186,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board."""
 
     def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
-        """Yield batches as they are read here, behind those that are skipped."""
+        """Yield batches as this process reads them, after the skipped ones."""
         num_skipped += self._take_batches_to_drop()
         global_now, self._global_now = self._global_now, None
         # Making an iterator draws a number; it was drawn before.
@@ -220,11 +220,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
 
     def _synchronise_order(self) -> None:
-        """Make the generators that decide the order those of rank 0, or those that a loaded state contains."""
+        """Set the generators that decide the order to rank 0's states, or to the ones in a loaded state."""
         self._return_to_global_start()
         generators = self._generators()
         rng_types = self.rng_types
-        if "generator" not in rng_types and self._needs_common_order(generators):  # whatever was asked for
+        if "generator" not in rng_types and self._needs_common_order(generators):  # regardless of rng_types
             rng_types = (*rng_types, "generator")
         for rng_type in rng_types:
             for generator in generators if rng_type == "generator" else [None]:
@@ -261,12 +261,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         behind, length = self._rounds_behind, length_of(self)
         resumed, self.epochs.batches_behind = self.epochs.batches_behind // self.batches_per_round, 0
-        if length >= 0:  # the bar is that of the whole epoch, and begins in the middle
+        if length >= 0:  # the bar covers the whole epoch, and begins in the middle
             length += behind
         return shared.loops.begin(length, epoch, state, behind + self.skip_batches + resumed)
 
     def _take_skip(self) -> int:
-        """Return how many batches to leave out now; none from the next time on."""
+        """Return how many batches to leave out now; later calls return 0."""
         skipped, self.skip_batches = self.skip_batches, 0
         return skipped
 
@@ -278,7 +278,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _expected_remainder(self) -> int:
         if self._is_of_dividing_stream:
             return -1  # nothing is completed there either
-        # Of others that a lone process reads, none is completed, and the last batch may have any size.
+        # A lone process completes no batch of its other loaders, whose last batch may have any size.
         is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
         if self._drops_last or not is_known:
             return -1
@@ -289,7 +289,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def completed_rows(self) -> int:  # type: ignore[override]
-        """Rows of the last global batch with those that complete it; of a full one, where nothing does."""
+        """Rows of the last global batch, added ones included; if none are added, rows of a full batch."""
         if self.shard is not None and self._is_shard_read_here:
             return self.shard.completed_rows
         return self.total_batch_size
@@ -327,7 +327,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return None
 
     def _generators(self) -> list[torch.Generator]:
-        """Return those that decide the order: of the samplers, and of an iterable dataset that has one."""
+        """Return the generators that decide the order: the samplers', and an iterable dataset's if it has one."""
         owners = nested_samplers(index_sampler_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
@@ -366,9 +366,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._begins_at.samples // self.rounds(1).samples
 
     def beginning_at(self, position: EpochPosition) -> PreparedLoader:
-        """Return a loader of the rest of the epoch; later epochs may be read from either, whole.
+        """Return a loader for the rest of the epoch; either loader can read later epochs whole.
 
-        Where whole rounds of batches were read, the rest ends as the epoch does, with the same rows for completion.
+        If whole rounds of batches were read, the rest ends as the epoch does, completed with the same rows.
         """
         rest = copy.copy(self)  # with the same ``epochs``
         rest._loop = None
@@ -403,7 +403,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if not self._is_rest:
             super()._note_position(is_end)
         elif self.use_stateful_dataloader:
-            # The state of what reads would be one of another order.
+            # The reading loader's state would belong to another order.
             order = self._order_state(is_end)
             if self._loop is not None and not is_end:
                 order["position"] = vars(self._position_at(self._loop.step + 1))
@@ -414,7 +414,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
         Args:
             is_inside: the epoch is being read.
-            is_end: it was read to its end: return those of the next one.
+            is_end: the epoch was read to its end; return the states for the next one.
         """
         generators = self.epochs.start if is_inside else [one.get_state() for one in self._generators()]
         return {
@@ -454,7 +454,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of ``epoch``, counted from 0."""
+        """Make the next iteration read ``epoch``, counted from 0."""
         self.iteration = epoch
         self.epochs.left = 0
         self._hand_epoch(epoch)

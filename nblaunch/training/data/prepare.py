@@ -1,4 +1,4 @@
-"""Make a prepared loader out of the user's: of the rank's share, or read by rank 0 for all; with the user's options.
+"""Make a prepared loader out of the user's, with its options: for the rank's share, or read by rank 0 for all ranks.
 
 :func:`shard_loader` does it for ``Accelerator.prepare``, :func:`prepare_data_loader` for users who call it themselves.
 """
@@ -41,7 +41,7 @@ class LoaderTarget:
         rank: the rank, from 0.
         world_size: ranks that share the data.
         device: where batches go; None: they stay where they are.
-        rng_types: generators that are made equal at the start of every epoch, beside those of an order that is shared.
+        rng_types: generators made equal at the start of every epoch, beside the generators of a shared order.
         slice_fn: cuts a rank's part out of a dispatched batch; None: rows.
         is_static: complete the last batch of a lone process too: the device compiles for every new shape.
     """
@@ -75,16 +75,16 @@ def prepare_data_loader(
     """Return a rank's part of ``dataloader``, without an Accelerator.
 
     Args:
-        dataloader: it is not read any more.
+        dataloader: the user's loader, which is no longer read.
         device: where batches go with ``put_on_device``.
-        num_processes: ranks that share the data; None: those of the job.
-        process_index: this rank; None: that of the process.
+        num_processes: ranks that share the data; None: all ranks of the job.
+        process_index: this rank; None: the rank of the process.
         put_on_device: move batches to ``device``.
-        rng_types: generators made equal over ranks at the start of every epoch, a collective; None: those of the
-            samplers alone, where all ranks of the job share the data.
+        rng_types: generators made equal over ranks at the start of every epoch, a collective; None: only the
+            samplers' generators, if all ranks of the job share the data.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
         split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
-        use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader, data_is_sharded: likewise.
+        use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader, data_is_sharded: see there as well.
 
     Raises:
         ValueError: the data can't be shared like that, with the reason.
@@ -113,8 +113,8 @@ def prepare_data_loader(
 def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> PreparedLoader:
     """Return a rank's part of ``loader``, as a new loader; the given one is not read any more.
 
-    What shuffles by torch's global generator gets a generator of its own, in place: see
-    :func:`_make_samplers_shareable_in_place`. ValueError where the data can't be shared as ``config`` says.
+    Samplers that shuffle with torch's global generator get their own generator, in place: see
+    :func:`_make_samplers_shareable_in_place`. Raises ValueError if the data can't be shared as ``config`` says.
     """
     is_sharded = _is_sharded(loader, target, config)
     _check_plain(loader, is_sharded)
@@ -144,7 +144,7 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
     """Return whether each rank's loader reads a part of its own already.
 
     Raises:
-        ValueError: its dataset is divided among other ranks than those of the job.
+        ValueError: its dataset is divided among ranks other than the job's.
     """
     if config.data_is_sharded is not None or target.world_size == 1:
         return bool(config.data_is_sharded) and target.world_size > 1
@@ -218,7 +218,7 @@ def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_ite
 
 
 def _check_plain(loader: DataLoader, is_sharded: bool) -> None:
-    """Refuse what would be shared twice; warn about what a new loader can't take over."""
+    """Reject data that would be shared twice; warn about settings that a new loader can't take over."""
     for sampler in nested_samplers(index_sampler_of(loader)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and not is_sharded:
             raise ValueError(
@@ -280,10 +280,10 @@ def _num_shards(dataset: Any) -> int:
 
 
 def _warn_of_uneven_parts(dataset: Any, way_out: str) -> None:
-    """Name on rank 0 that nothing evens the parts of a dataset that ranks do not share by order, whatever their length.
+    """Warn on rank 0 that nothing evens out the parts of a dataset that ranks do not share by order.
 
     Args:
-        dataset: that is divided.
+        dataset: the divided dataset, whose parts may have any length.
         way_out: the beginning of "train in ..." with what else can be done.
     """
     if current_topology().rank > 0:
@@ -299,11 +299,10 @@ def _warn_of_uneven_parts(dataset: Any, way_out: str) -> None:
 def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConfiguration) -> None:
     """Give the user's samplers a seeded sampler or generators that ranks can synchronise; changes them in place.
 
-    With ``use_seedable_sampler``, the ``RandomSampler`` is replaced by a seeded one, for whose seed rank 0 may have to
-    be asked: a collective. Any other sampler goes on drawing from torch's global generator then, as it does with
-    Accelerate; it is made that of rank 0 at the start of an epoch, so that ranks with seeds of their own share the
-    samples, too. Without ``use_seedable_sampler``, a sampler that would draw from the global generator gets its own,
-    on whatever layer it is.
+    With ``use_seedable_sampler``, a seeded sampler replaces the ``RandomSampler``; ranks may have to get its seed from
+    rank 0, in a collective. Any other sampler then still draws from torch's global generator, as with Accelerate. That
+    generator gets rank 0's state at the start of an epoch, so that ranks with different seeds also share the samples.
+    Without ``use_seedable_sampler``, a sampler on any layer that would draw from the global generator gets its own.
     """
     batch_sampler = innermost(index_sampler)
     sampler: Any = getattr(batch_sampler, "sampler", None)

@@ -1,11 +1,11 @@
-"""Going on in the middle of an epoch: loaders without the first batches, and where loaders are, for checkpoints.
+"""Continue in the middle of an epoch: loaders without the first batches, and positions of loaders for checkpoints.
 
 A checkpoint taken in the middle of an epoch has the generators as they were at its *start*, because that is where the
-order is drawn: reading the epoch again and skipping what was seen gives exactly what is left. What was seen is kept as
-a :class:`EpochPosition`, from which any number of ranks can go on.
+order is drawn: reading the epoch again and skipping the seen samples gives exactly the rest. An :class:`EpochPosition`
+records what was seen; any number of ranks can continue from it.
 
-Not kept: what a dataset draws from the process's global generators while it is read; one batch is read ahead, so these
-are one batch ahead of the training loop.
+Checkpoints do not keep what a dataset draws from the process's global generators while it is read: one batch is read
+ahead, so these generators are one batch ahead of the training loop.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -> DataLoader:
-    """Return a loader that goes on behind the first batches of ``dataloader``, for an epoch that was interrupted.
+    """Return a loader that continues after the first batches of ``dataloader``, for an interrupted epoch.
 
     Args:
         dataloader: prepared or not; it keeps its place, and later epochs may be read from either.
@@ -105,7 +105,7 @@ def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
 
 def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     """Return where ``loader`` is; its position is None where no epoch is being read."""
-    # It is read itself, or in its place a loader of the rest of its epoch.
+    # Either this loader is read, or a loader for the rest of its epoch in its place.
     entered = shared.loaders.entered()
     epochs = loader.epochs
     reading = [one for one in entered if getattr(one, "epochs", None) is epochs and one._loop is not None]
@@ -124,14 +124,14 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
 
 
 def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
-    """Return whether ``loader`` can go on where another number of ranks was."""
+    """Return whether ``loader`` can continue from the position of another number of ranks."""
     return state["position"] is None or (state["is_portable"] and loader.has_portable_position)
 
 
 def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) -> None:
     """Bring ``loader`` to where :func:`capture` saw it: to its epoch, and to the generators at its start.
 
-    The first part of the epoch is left out by :func:`skip_first_batches`, or by a loader that resumes by itself.
+    :func:`skip_first_batches`, or a loader that resumes by itself, leaves out the first part of the epoch.
     """
     position = state["position"]
     loader.set_epoch(state["iteration"])

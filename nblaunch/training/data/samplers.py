@@ -1,7 +1,7 @@
-"""The samplers nested in a loader, from its index sampler down to that of single indices; two samplers of our own.
+"""The samplers nested in a loader, from its index sampler to the sampler of single indices; two samplers of our own.
 
-Ranks share an order, since ``prepare.py`` gives the user's sampler a generator that ``loader.py`` makes rank 0's at the
-start of each epoch. Only ``use_seedable_sampler`` puts a :class:`SeedableRandomSampler` in its place.
+Ranks share an order, because ``prepare.py`` gives the user's sampler a generator, and ``loader.py`` sets it to rank 0's
+state at the start of each epoch. Only ``use_seedable_sampler`` puts a :class:`SeedableRandomSampler` in its place.
 
 The index sampler is the outermost, as torch's ``DataLoader._index_sampler``: the batch sampler, where there is one.
 
@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random permutation that depends on seed and epoch alone: equal on all ranks, whatever the global random state.
+    """A random permutation that depends only on seed and epoch: equal on all ranks in any global random state.
 
     A complete iteration ends the epoch; the next one has another order. ``initial_seed`` is the seed of epoch 0; epoch
     ``e`` uses ``initial_seed + e``.
@@ -122,7 +122,7 @@ def pass_epoch(index_sampler: Any, epoch: int) -> None:
 
 
 def innermost(batch_sampler: Any) -> Any:
-    """Return the batch sampler of the user, below any number of ours; the inner one, if it is made of another."""
+    """Return the user's batch sampler, below any number of ours; if it wraps another one, the inner one."""
     while True:
         below = getattr(batch_sampler, "batch_sampler", None)
         if below is None:

@@ -39,11 +39,11 @@ class BatchSamplerShard(BatchSampler):
         split_batches: False: batch ``i`` goes to rank ``i % num_processes``. True: every batch is cut into
             ``num_processes`` equal parts, one per rank.
         even_batches: complete the last round with indices from the start of the epoch, repeatedly if there are few,
-            so that all ranks get equally many batches of equal size; of a batch sampler without a ``batch_size``, with
-            whole batches. Otherwise some ranks may get one batch less, or a shorter one.
+            so that all ranks get equally many batches of equal size. Without a ``batch_size`` in the sampler, add
+            whole batches. False: some ranks may get one batch less, or a shorter one.
 
-    ``tail_rows`` is known once an epoch was read to its end: how many rows of the last global batch are real; 0 where
-    nothing was added to it. ``completed_rows`` is the number of its rows with those that were added.
+    ``tail_rows`` is known once an epoch was read to its end: it is the number of real rows in the last global batch, or
+    0 if nothing was added to it. ``completed_rows`` is the number of its rows, added ones included.
 
     Raises:
         ValueError: ``split_batches`` with a batch size that ranks don't divide, or with a batch sampler that has no
@@ -160,8 +160,8 @@ class BatchSamplerShard(BatchSampler):
                 batches = self._complete(batches, self.num_processes, head or rows)
             yield batches[self.process_index : self.process_index + 1]
         if order is not None:
-            # torch's RandomSampler ends with a permutation that it takes nothing from; the next epoch shall have the
-            # order that it has without sharing.
+            # torch's RandomSampler ends with a permutation that it does not use. Draw it as well, so that the next
+            # epoch has the same order as without sharing.
             torch.randperm(len(order), generator=sampler.generator)
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.end_epoch()
@@ -250,7 +250,7 @@ class IterableDatasetShard(IterableDataset):
     Args:
         dataset: the stream; kept as ``.dataset``.
         batch_size: rows per block and rank; with ``split_batches`` rows of the global batch. None: the stream
-            has batches of its own, of which each rank gets one a round.
+            yields whole batches, and each rank gets one per round.
         drop_last: drop an incomplete round instead of completing it from the first one.
         num_processes: number of ranks.
         process_index: this rank.
@@ -328,9 +328,10 @@ def check_divisible(batch_size: int, num_processes: int) -> None:
 
 
 def _permutation(sampler: Any) -> torch.Tensor | None:
-    """Return the permutation of all indices that a sampler draws; None where it draws none.
+    """Return the permutation of all indices that a sampler draws; None if it draws none.
 
-    A rank then makes Python numbers of its own only, which on cheap samples is most of what sharing costs.
+    With it, a rank converts only its own indices to Python numbers; with cheap samples, that conversion is most of the
+    cost of sharing.
     """
     if isinstance(sampler, SeedableRandomSampler):
         sampler.begin_epoch()
@@ -339,7 +340,7 @@ def _permutation(sampler: Any) -> torch.Tensor | None:
     num_rows = len(sampler.data_source)
     if sampler.replacement or sampler.num_samples != num_rows:
         return None
-    # As torch's RandomSampler does, so that any number of processes has the order that one has.
+    # As torch's RandomSampler does, so that any number of processes has the same order as one process.
     return torch.randperm(num_rows, generator=sampler.generator)
 
 
@@ -357,8 +358,8 @@ class EpochPosition:
     """What all ranks together have read of an epoch.
 
     Args:
-        samples: rows of the order, where batches are cut from one: they may have another size when it goes on.
-        batches: of the loader as the user made it, for all other orders; items of a stream without batches.
+        samples: rows of the order, if batches are cut from one: they may have another size when the epoch continues.
+        batches: batches of the loader as the user made it, for all other orders; items of a stream without batches.
     """
 
     samples: int = 0
@@ -390,7 +391,7 @@ def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> 
 
 
 class _WithoutFirst(IterableDataset):
-    """What a sampler or a stream yields, without the first items, once; it has the attributes of these."""
+    """The items of a sampler or a stream, once without the first ones; it has the attributes of its source."""
 
     def __init__(self, source: Any, num_skipped: int) -> None:
         self.source = source
