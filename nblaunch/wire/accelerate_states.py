@@ -39,7 +39,7 @@ class _Settings:
 
 
 _settings: _Settings | None = None
-"""Of the notebook's states, in a process that has received one."""
+"""The settings of the notebook's states, in a process that has received one."""
 
 
 def reset_in_worker() -> None:

@@ -1,9 +1,9 @@
 """Torch modules, optimizers and learning rate schedulers in the arguments of a call, by argument paths that kernel and
 workers have in common.
 
-Found are arguments themselves, and what lists, tuples, dicts and objects of the user's classes among them hold. Each
-module is listed once, by the first path that leads to it; a module inside another found one is not, since its weights
-are among those of the whole.
+The search covers the arguments themselves, and what lists, tuples, dicts and objects of the user's classes among them
+hold. It lists each module once, by the first path that leads to it. It leaves out a module inside another one that it
+lists, since the outer module's weights include the inner one's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ArgPath = int | str
 
 _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
-"""What holds more than that is data, and is not looked through."""
+"""A container that holds more items is taken for data, and is not searched."""
 _MAX_OBJECTS = 20_000
 """Objects that are looked at in one call."""
 _WITHOUT_MODULES = frozenset(
@@ -53,7 +53,7 @@ def optimizers_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
 
 
 def is_scheduler(value: Any) -> bool:
-    """Return whether one of :func:`optimizers_in` is a scheduler, and no optimizer."""
+    """Return whether one of :func:`optimizers_in` is a scheduler rather than an optimizer."""
     torch: Any = sys.modules["torch"]
     return isinstance(value, torch.optim.lr_scheduler.LRScheduler)
 
@@ -70,7 +70,7 @@ def _objects_in(args: Sequence[Any], kind: type | tuple[type, ...]) -> dict[ArgP
 
 
 def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
-    """Return those that :func:`modules_in` found at ``paths``, there or in another process, as far as they are here.
+    """Return the modules that :func:`modules_in` found at ``paths``, in any process, as far as they are in ``args``.
 
     An object may leave a module behind when it is pickled.
     """
@@ -85,7 +85,7 @@ def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, A
 
 
 def optimizers_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
-    """Return those that :func:`optimizers_in` found at ``paths``, as :func:`modules_at` does."""
+    """Return the optimizers and schedulers that :func:`optimizers_in` found at ``paths``; see :func:`modules_at`."""
     if not paths:
         return {}
     found = optimizers_in(args)
@@ -145,7 +145,7 @@ def _key(key: Any, index: int) -> str:
 
 
 def _outermost(found: dict[ArgPath, Any]) -> dict[ArgPath, Any]:
-    """Return each module once, without those that are parts of others."""
+    """Return each module once, without modules that are parts of others."""
     parts = {id(part) for module in found.values() for part in module.modules() if part is not module}
     kept: dict[int, ArgPath] = {}
     for path, module in found.items():

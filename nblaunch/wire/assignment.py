@@ -1,6 +1,6 @@
 """What a worker receives when it starts: a call, and an assignment as one plain value, whatever the start method.
 
-A fresh interpreter is sent the sources of cells, too, which a forked worker has without that.
+The launcher also sends the sources of cells to a fresh interpreter; a forked worker has them already.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Assignment:
         returns_value: whether what the function returns here is wanted.
         wanted_modules: argument paths of the modules whose weights are wanted back, the same on every rank: which ones
             send them, ``worker/delivery.py`` decides when the function has returned.
-        wanted_optimizers: the same of optimizers and their schedulers, whose states are wanted.
+        wanted_optimizers: argument paths of the optimizers and schedulers whose states are wanted, in the same way.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
         registered_backend: the backend, pickled, for a fresh interpreter that could not find it by its name.
-        descendant_tag: by which its descendants are found (``host/descendants.py``).
+        descendant_tag: tag by which its descendants are found (``host/descendants.py``).
     """
 
     topology: Topology

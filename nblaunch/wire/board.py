@@ -5,13 +5,14 @@
     worker N ──writes──> slot N ┘
 
 Each field has a single writer (the worker; for two fields the launcher) and is one aligned 8-byte word, so that there
-is nothing to lock: a reading may mix two neighbouring steps, never half a number. The curve of losses has many words,
-and a version number that is odd while it is written. Writing a step costs well under a microsecond, and no system call.
+is nothing to lock: a reading may combine fields of two neighbouring steps, but each number in it is whole. The curve of
+losses has many words, and a version number that is odd while the worker writes it. Writing a step costs well under a
+microsecond, and no system call.
 
 A :class:`LossCurve` is the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
 
     steps 1 2 3 4 5 6 7 8 | 9 ...            a bin holds the mean loss of 1 optimizer step at first; when all are full,
-    bins  ─┬─ ─┬─ ─┬─ ─┬─                    neighbours are merged, and each holds that of 2 steps, then 4, 8 ...
+    bins  ─┬─ ─┬─ ─┬─ ─┬─                    neighbours are merged, and each holds the mean of 2 steps, then 4, 8 ...
 
 Bins end at fixed steps, whenever they are read: two runs with equal losses have equal curves.
 """
@@ -31,7 +32,7 @@ MAX_BINS = 64
 
 
 LARGEST_DRAWN = 1e300
-"""Values beyond it are no points of curves, like infinity and nan: the sum of some would be infinite."""
+"""Curves leave out larger values, as they do infinity and nan: the sum of some would be infinite."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LossCurve:
 
     Args:
         num_steps: optimizer steps so far, the end of the last bin.
-        steps_per_bin: of every bin but the last, which may have fewer.
+        steps_per_bin: steps in every bin but the last, which may have fewer.
         means: one per bin; may be not finite.
     """
 
@@ -150,7 +151,7 @@ class _Word:
 class StepBoundaries:
     """The checks of a rank before each step of an optimizer, at one of which an interrupt ends all ranks.
 
-    The words are those that a :class:`Slot` has for checks of ``accelerator.should_stop``.
+    It offers the same fields that a :class:`Slot` has for checks of ``accelerator.should_stop``.
     """
 
     num_checks = _Word(_BOUNDARY_CHECKS)
@@ -299,7 +300,7 @@ class Slot:
         self._ints[_BUSY_STEPS] += 1
 
     def note_progress(self) -> None:
-        """Count a sign of progress that is no step: a collective has ended, a bar has advanced."""
+        """Count a sign of progress other than a step: a collective has ended, a bar has advanced."""
         self._ints[_PROGRESS_SIGNS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
@@ -344,7 +345,7 @@ class Slot:
         )
 
     def _losses(self) -> LossCurve:
-        """Read the curve, unless it is the one that was read last; the same object stands for the same curve."""
+        """Read the curve; return the same object as before if the curve has not changed since."""
         ints = self._ints
         for _ in range(_MAX_READS):
             version = ints[_CURVE_VERSION]

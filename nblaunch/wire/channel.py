@@ -11,9 +11,9 @@ silent worker can't hold up the others; a sender waits while the pipe is full.
 The events of a detached job are kept in a file in the same form, each signed (``detached/``).
 
 Threads of a worker, its signal handlers and processes that it forks share its pipe and send without a lock: a packet
-names its event by a random number, and is small enough for the system to write it in one piece, whatever else writes
-at the same time (source: pipe(7), PIPE_BUF). A sender that is killed or interrupted in the middle of an event leaves
-one that is never complete, and cuts no other.
+names its event by a random number, and is small enough for the system to write it in one piece, even if others write
+at the same time (source: pipe(7), PIPE_BUF). If a sender is killed or interrupted in the middle of an event, that event
+stays incomplete, but every other event stays whole.
 
 A class of the user's script or notebook may not exist where the event arrives (a launcher that runs scripts, a fresh
 interpreter, a class inside a function). So an event's pickle names classes of nblaunch and of ``builtins`` alone; other
@@ -39,7 +39,7 @@ from nblaunch.events import Event, Note
 from nblaunch.wire import signing
 
 _HEADER = struct.Struct("<8sQ")
-"""Of a packet: its event, and how many bytes of that are still to come, those of this packet included."""
+"""Header of a packet: its event, and how many bytes of this event are still to come, this packet's included."""
 
 _BODY_BYTES = select.PIPE_BUF - _HEADER.size
 _READ_BYTES = 1 << 18
@@ -59,10 +59,10 @@ class EventSender:
         self._pipe = os.fstat(fd)
 
     def send(self, event: Event) -> None:
-        """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too.
+        """Write one event whole. Do not fail if the launcher has gone: its workers are about to end, too.
 
         Raises:
-            OSError: the descriptor was closed in this process; its number may be that of another file by now.
+            OSError: the descriptor was closed in this process; its number may belong to another file by now.
         """
         try:
             body = dump_plain(event)
@@ -86,14 +86,14 @@ def _packets(body: bytes) -> Iterator[bytes]:
 
 
 class EventReceiver:
-    """The launcher's end: turns whatever bytes have arrived into whole events.
+    """The launcher's end: turns the bytes that have arrived into whole events.
 
-    One that can't be read becomes a warning; those that follow are not lost with it.
+    An event that can't be read becomes a warning; the events that follow it are not lost.
 
     Args:
         fd: reading end of the pipe.
         source: who sends, for such a warning: ``"rank 3"``.
-        key: that events are signed with; b"" = they are not.
+        key: key that events are signed with; b"" = they are not signed.
     """
 
     def __init__(self, fd: int, source: str = "another process", key: bytes = b"") -> None:
@@ -159,15 +159,15 @@ class EventReceiver:
 
 _OURS = ("nblaunch.", "builtins")
 _MAX_TEXT = 10_000
-"""Characters of an object that is nothing but its text."""
+"""Largest number of characters of an object that travels as its text."""
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` in one of Python's own types, whatever its code does.
+    """Return ``value`` in one of Python's own types, even if the code of its class raises.
 
-    Numbers and texts of derived classes become what they are derived from, enum members their values, tensors and
-    arrays without dimensions their numbers, mappings, sequences and sets of derived classes dicts and lists; all else
-    becomes its ``repr``.
+    Numbers and texts of derived classes become values of the base class, and enum members become their values. Tensors
+    and arrays without dimensions become numbers. Mappings, sequences and sets of derived classes become dicts and
+    lists. All else becomes its ``repr``.
 
     Raises:
         RecursionError: it holds itself.
@@ -216,7 +216,7 @@ def dump_plain(message: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all that is not ours or Python's own as :func:`plain` has it."""
+    """Pickles objects as :func:`plain` returns them, unless they are nblaunch's or Python's own."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, BuiltinFunctionType)):

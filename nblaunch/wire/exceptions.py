@@ -1,6 +1,6 @@
 """Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes.
 
-Also what messages need of them: long texts without their middle.
+Messages use this module, too, to shorten long texts in the middle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from nblaunch.wire.pickling.payload import to_bytes
 
 MAX_CHARACTERS = 1 << 16
-"""Of an exception's text that travels and is shown. The exception itself keeps all of its own."""
+"""How many characters of an exception's text travel and are shown. The exception itself keeps its whole text."""
 
 
 def shortened(text: str, max_characters: int) -> str:
@@ -46,8 +46,8 @@ _MAX_CHAIN = 8
 def dump(error: BaseException) -> bytes | None:
     """Pickle the exception; None if it can't be pickled and rebuilt.
 
-    The way back is tried here, because an exception whose constructor takes something else than ``args`` can be
-    written but not read; such a one travels in parts.
+    This function also tries to rebuild the exception: if a constructor takes something else than ``args``, its
+    exception can be written but not read. Such an exception travels in parts.
     """
     try:
         body = _to_bytes(_Chain.of(error))
@@ -74,8 +74,8 @@ def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ())
 
     Args:
         type_name: as in :class:`nblaunch.events.ExceptionInfo`.
-        message: what its ``str`` is to be.
-        parts: of an exception group, those that it holds.
+        message: text that its ``str`` returns.
+        parts: the exceptions that an exception group holds.
     """
     cls = _class_named(type_name)
     if cls is None or not isinstance(cls.__new__, BuiltinFunctionType):
@@ -135,7 +135,7 @@ def with_text(error: BaseException, text: str) -> BaseException:
 
 
 def parts_of(error: BaseException) -> tuple[BaseException, ...]:
-    """Return the exceptions in an exception group; none of any other, and none before Python 3.11."""
+    """Return the exceptions in an exception group; nothing for other exceptions, and nothing before Python 3.11."""
     group = getattr(builtins, "BaseExceptionGroup", None)
     return tuple(error.exceptions) if group is not None and isinstance(error, group) else ()
 
@@ -171,9 +171,9 @@ class _Chain:
 
 @dataclass
 class _Parts:
-    """An exception taken apart, for constructors that ``args`` do not fit; what can't travel stays behind.
+    """An exception taken apart, for constructors that ``args`` do not fit.
 
-    That is what can't be pickled, and what is too large: a model, say, in an attribute.
+    It leaves out what can't be pickled and what is too large, such as a model in an attribute.
     """
 
     type: type[BaseException]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 MAX_HOLDERS = 2
-"""Workers that hold the semaphore at the same time. With one, the others' processors lie idle while it waits for
-memory."""
+"""Workers that hold the semaphore at the same time. With a single holder, the others' processors would lie idle while
+it waits for memory."""
 
 
 class WorkerLocks:
@@ -44,7 +44,7 @@ class WorkerLocks:
         return self._locked(MAX_HOLDERS + 1)
 
     def detach(self) -> None:
-        """Wait for no lock any more, in a process forked by the worker: that may hold it, and wait for this process."""
+        """Stop waiting for locks, in a process that the worker forked: the worker may hold one and wait for it."""
         self._fd = -1
 
     @contextmanager

@@ -1,13 +1,13 @@
 """Finds the tensors that a worker has changed, by comparing them with the launcher's, of which they are copies.
 
-Those that are as they were are not sent back.
+Workers do not send unchanged tensors back.
 
     forked worker  ── the memory of the process it was forked from, at the same addresses
     fresh worker   ── the memory file it loaded the call from, which its tensors lie on (copied when written to)
 
-Nothing is copied or computed beforehand: only where each tensor lay is noted. The comparison is of bytes, so that it
-sees whatever changed a tensor: an optimizer, ``.data``, NumPy, another tensor in its place. ``requires_grad`` says
-nothing (an average of weights is frozen and changes), and neither does a tensor's version (``.data`` leaves it alone).
+Nothing is copied or computed beforehand: the worker only notes where each tensor lay. It compares bytes, and so detects
+every change: by an optimizer, ``.data``, NumPy, or another tensor in its place. ``requires_grad`` does not show changes
+(an average of weights is frozen and changes), and neither does a tensor's version (``.data`` leaves it alone).
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return ``id`` of each tensor in ``state`` -> whether its values, given on the CPU, are those of the start.
+        """Return ``id`` of a tensor in ``state`` -> test of whether its values, given on the CPU, equal the first ones.
 
-        Those of which it isn't known have none.
+        Tensors for which this can't be known have no test.
         """
         noted = self._modules.get(path, {})
         found = {name: noted[name] for name in state.keys() & noted.keys()}

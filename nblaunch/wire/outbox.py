@@ -4,8 +4,8 @@
              ── put_state ──> memory file      ── StateSent, of one module or optimizer after the other
     launcher ── read ──> RankResult
 
-The value comes first and by itself, and each part is written and read by itself: one that can't travel, or a worker
-that dies at it, does not cost those before.
+The value comes first, and each part is written and read by itself. If a part can't travel, or the worker dies while it
+writes it, the parts before it are not lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.pickling import payload, pickle_errors
 
 _MIN_KEPT_BYTES = 64 << 20
-"""Of a value that stays in the file it came in."""
+"""Smallest size of a value that stays in the file it came in."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Outbox:
         self._writer = payload.PayloadWriter(fd)
 
     def put_value(self, value: Any) -> ValueLocation:
-        """Write the return value. What of it can't be pickled is left out and named.
+        """Write the return value. Leave out the parts that can't be pickled, and name them.
 
         Raises:
-            Exception: something went wrong that is not the fault of any part: memory is full, most likely.
+            Exception: writing failed for a reason that lies in no part: memory is full, most likely.
         """
         value_at, unpicklable = self._append(value, "result", {})
         return ValueLocation(value_at, os.fstat(self._fd).st_size, unpicklable)
@@ -93,9 +93,9 @@ class Outbox:
 
 
 def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:
-    """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt.
+    """Read what an :class:`Outbox` wrote. Do not raise if a part's own code raises while it is rebuilt.
 
-    What a worker that died has not finished goes first: memory may have run out, and the kernel must not be next.
+    Data that a dead worker left unfinished is freed first: memory may have run out, and the kernel must not be next.
     """
     end = max(value_location.end, 0, *(event.end for event in sent.values()))
     if end < os.fstat(fd).st_size:
@@ -118,8 +118,8 @@ def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSen
 def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
     """Return the value, and why it can't be rebuilt.
 
-    Callers keep it. One that is next to all of a large file stays there; any other is moved out, or a loss would keep
-    the weights beside it in memory, and a thousand losses a thousand descriptors.
+    Callers keep the value. A value that takes up almost all of a large file stays there. Any other value is moved out:
+    otherwise a loss would keep the weights beside it in memory, and a thousand losses a thousand descriptors.
     """
     num_bytes = value_location.end - value_location.at
     is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)

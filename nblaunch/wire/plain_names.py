@@ -28,7 +28,7 @@ def without_wrappers_inside(module: Any) -> Any:
     """Return a module with the same tensors, of which no part is compiled or wrapped for communication.
 
     Modules on the way to such a part are shallow copies: they share parameters, buffers, hooks and all other attributes
-    with the user's. Where there is no such part, it is ``module`` itself.
+    with the user's. If no part is compiled or wrapped, the result is ``module`` itself.
     """
     parts = {id(part) for part in module.modules() if part is not module and _inside(part) is not part}
     return _copied(module, parts, {}) if parts else module

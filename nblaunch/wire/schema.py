@@ -2,10 +2,10 @@
 
     Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal one
 
-Any process that reaches a store can write to it. So the reader names the class that it expects, and nothing else can
-come out: no class is looked up by a name in the text, no code of the sender's choice runs. Known are numbers of 64
-bits, text, truth values, None, enums, dataclasses, tuples, mappings and unions of these. Mappings are lists of pairs,
-so that keys keep their type.
+Any process that reaches a store can write to it. So the reader names the class that it expects, and gets nothing else:
+it looks up no class by a name in the text, and runs no code of the sender's choice. The types are numbers of 64 bits,
+text, truth values, None, enums, dataclasses, tuples, mappings and unions of these. Mappings are lists of pairs, so that
+keys keep their type.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def dump(value: Any) -> bytes:
     """Return ``value``, a dataclass, as text that :func:`load` reads.
 
     Raises:
-        TypeError: a part of it has no plain form, as bytes have none.
+        TypeError: a part of it has no plain form, for example bytes.
     """
     return json.dumps(_plain(value), separators=(",", ":")).encode()
 
@@ -37,7 +37,7 @@ def load(cls: type[_T], text: bytes) -> _T:
     """Load what :func:`dump` wrote of a ``cls``.
 
     Raises:
-        ValueError: ``text`` is anything else, with the difference.
+        ValueError: ``text`` is anything else; the message names the difference.
     """
     try:
         value: _T = _read(cls, json.loads(text), cls.__name__)

@@ -1,4 +1,4 @@
-"""Pickles that others could put in the place of ours carry a signature, by a key that only our own processes have.
+"""Signatures of pickles that other processes could replace, made with a key that only nblaunch's processes have.
 
 Between ranks:
 
@@ -6,9 +6,9 @@ Between ranks:
     rank 0   ── signature + pickle ──> process group ──> rank 1: the signature first, the pickle only if that is right
 
 Workers find each other through a store on a loopback port, which every user of the machine can reach. Without a
-signature, a process that put itself in a rank's place there could have any code run by the others.
+signature, a process that took a rank's place there could make the other ranks run any code.
 
-In the files of a detached job, where the key is the user's (``detached/folder.py``): :func:`seal` and :func:`unseal`.
+Files of a detached job are signed with the user's key (``detached/folder.py``), by :func:`seal` and :func:`unseal`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check(signature: bytes, key: bytes, *parts: bytes | memoryview) -> None:
     """Check the signature of ``parts``.
 
     Raises:
-        ValueError: it is another.
+        ValueError: the signature is another one.
     """
     if not hmac.compare_digest(signature, digest(key, *parts)):
         raise ValueError("the bytes do not carry the signature of this key")

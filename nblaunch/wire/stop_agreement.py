@@ -10,7 +10,7 @@ step a little ahead, and it holds only if every rank has received it in time:
     one refused, or waits too long at P:
                     decision -P             ──>  at P: go on; the launcher proposes a later step
 
-A look costs two reads of shared memory. Only at check P itself may a rank wait, for as long as the decision takes.
+A check costs two reads of shared memory. A rank may wait only at check P itself, until the decision is made.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Agreement(Protocol):
 
 
 def on_boundary(slots: Mapping[int, Slot], now_s: float) -> StopAgreement | None:
-    """Propose to all ranks the next step of an optimizer, before which they end; None where some have not trained."""
+    """Propose that all ranks end before the next optimizer step; return None if some have not trained."""
     boundaries = {rank: slot.boundaries for rank, slot in slots.items()}
     if not boundaries or not all(one.num_checks for one in boundaries.values()):
         return None
@@ -81,7 +81,7 @@ class StopAgreement:
         ahead_s: seconds that a proposal is ahead of the foremost rank: it must have reached all by then.
         patience_s: seconds that a rank may wait at the proposed check.
         margin: checks that a first proposal is ahead at least.
-        after: number of a check that was proposed before, by another launcher; 0 = none. Proposals are later.
+        after: number of a check that another launcher proposed before; 0 = none. New proposals are for later checks.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StopAgreement:
         return 0 < slot.stop_proposal == slot.stop_decision and slot.num_checks >= slot.stop_proposal
 
     def withdraw(self) -> None:
-        """Let ranks that wait at a proposed check go on, and propose none any more."""
+        """Let ranks that wait at a proposed check go on, and make no more proposals."""
         if not self.is_settled:
             self._decide(-self._proposal)
             self.is_settled = True

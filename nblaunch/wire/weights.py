@@ -12,8 +12,8 @@ Quantised weights are frozen numbers of few bits, which a library keeps in a for
                   a 4-bit module can't load, and an 8-bit module can't after its first forward
     torchao       a ``Parameter`` whose tensor is of a subclass
 
-No optimizer changes them, so they are not sent: where trained weights are loaded, the quantised model is already.
-GPTQ, AWQ and the like keep integers in ordinary buffers, and need nothing of this.
+No optimizer changes them, so workers do not send them: the model that loads the trained weights has them already.
+GPTQ, AWQ and the like keep integers in ordinary buffers, and need no special treatment.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TensorShard:
     """A rank's shard of a tensor: a rectangular block of it, or a stretch of its elements in order.
 
     Args:
-        shape: of the full tensor.
+        shape: shape of the full tensor.
         offset: where the shard begins, one number per dimension.
         data: the elements of the shard, on the CPU; may be empty.
-        is_flat: ``offset`` and ``data`` are of the tensor as one row of elements.
+        is_flat: whether ``offset`` and ``data`` refer to the tensor as one row of elements.
     """
 
     shape: tuple[int, ...]
@@ -127,11 +127,11 @@ def shape_mismatches(
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Yield the names of tensors that ``module`` can't load from ``saved``, with their shapes in the module and there.
 
-    What takes other shapes is left out: modules that load in a way of their own (observers of quantisation-aware
-    training, for one), parameters of lazy layers, and what ``get_extra_state()`` returns.
+    Parts that accept other shapes are left out: modules that load in a way of their own (such as observers of
+    quantisation-aware training), parameters of lazy layers, and what ``get_extra_state()`` returns.
 
     Args:
-        module: that is to load ``saved``.
+        module: the module that is to load ``saved``.
         own: its state dict.
         saved: another state dict, of tensors or what stands for them.
     """
@@ -152,9 +152,9 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def give_own_memory(module: Any) -> None:
-    """Give each parameter and buffer of which elements share memory, as ``expand`` returns them, memory of its own.
+    """Give memory of its own to each parameter and buffer whose elements share memory, as ``expand`` returns them.
 
-    Nothing can be copied into such a tensor: neither the weights of rank 0 nor those of a file. It stays the same
+    Nothing can be copied into such a tensor, neither the weights of rank 0 nor weights from a file. It stays the same
     object, under all of its names.
     """
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -179,7 +179,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_sharded_model(model: Any) -> bool:
-    """Return whether this rank holds shards of the parameters of ``model``; not those that FSDP has gathered."""
+    """Return whether this rank holds shards of the parameters of ``model``, other than parameters FSDP has gathered."""
     return any(map(is_sharded, model.parameters()))
 
 
@@ -190,7 +190,7 @@ def is_fsdp_module(module: Any) -> bool:
 
 
 def is_fsdp1_module(module: Any) -> bool:
-    """Return whether ``module`` is a wrapper of FSDP version 1 that shards; that of a single rank does not."""
+    """Return whether ``module`` is a wrapper of FSDP version 1 that shards; a single rank's wrapper does not shard."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (
         fsdp is not None
@@ -243,8 +243,8 @@ def _deepspeed_shard(parameter: Any) -> TensorShard:
 def _is_first_holder(shard: Any) -> bool:
     """Return whether no rank before this one holds the very same shard.
 
-    Either in the order of its mesh, or in another mesh of the same form: beside tensor parallelism, other
-    tensors are sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
+    An earlier holder is earlier in the shard's mesh, or belongs to another mesh of the same form: beside tensor
+    parallelism, other tensors are sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
     """
     coordinate = shard.device_mesh.get_coordinate()
     return bool((shard.device_mesh.mesh == 0).any()) and all(

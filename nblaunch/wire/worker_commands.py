@@ -1,11 +1,11 @@
-"""Commands from the kernel to a worker: those of a session, those to the debugger, replies, and their connection.
+"""Commands from the kernel to a worker, for a session or for the debugger; replies; and their connection.
 
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
 A session and a debugger have a connection each, which is made before the worker starts and has no address: only kernel
 and worker, and processes that a worker forks, have an end of it. So messages are pickled, as events are
-(``channel.py``); objects of the user's classes go by memory files. A :class:`Reply` follows each command of a session
-but :class:`Close`, and those to the debugger that have a number.
+(``channel.py``); objects of the user's classes go by memory files. A worker sends a :class:`Reply` to each command of a
+session but :class:`Close`, and to each command to the debugger that has a number.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ NO_DESCRIPTOR = (
 
 
 class CommandConnection:
-    """One end of the connection: messages, each with memory files. Of one thread at a time.
+    """One end of the connection: messages, each with memory files. One thread at a time may use it.
 
-    Processes that a worker has forked may hold its end open. So the end of a session is announced (:class:`Close`), and
-    that of a worker known from its process.
+    Processes that a worker has forked may hold its end open. So the kernel announces the end of a session
+    (:class:`Close`), and detects the end of a worker by its process.
 
-    The descriptor lives as long as anything refers to the object. In forked processes the object is of no use.
+    The descriptor lives as long as anything refers to the object. The object can't be used in forked processes.
 
     Args:
         fd: a socket, which this object owns from now on.
@@ -180,7 +180,7 @@ class RunFunction(SessionCommand):
     """A function to call as a job does; the call follows as a memory file.
 
     Args:
-        returns_all: the value of every rank is wanted, not that of rank 0 alone.
+        returns_all: whether every rank returns its value; False = only rank 0 does.
         wanted_modules: as in ``wire/assignment.py``.
     """
 
@@ -211,7 +211,7 @@ class Inspect(DebugCommand):
     """Evaluate an expression in the innermost frame of the user's code.
 
     Args:
-        expression: Python.
+        expression: a Python expression.
         number: of this command; the reply repeats it.
     """
 
@@ -254,10 +254,10 @@ class Release(DebugCommand):
 
 
 PDB_PROMPT = "(Pdb) "
-"""Not that of the rest of a statement, of pdb's ``interact``, or of its ``debug``: there, ``c`` lets nothing go on."""
+"""Pdb's main prompt. At the prompts for the rest of a statement, ``interact`` and ``debug``, ``c`` resumes nothing."""
 
 CONSOLE_PROMPT = ">>> "
-"""Of pdb's ``interact``."""
+"""The prompt of pdb's ``interact``."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +290,8 @@ class FrameVariables:
 
     Args:
         function: its name, and the line where it begins.
-        filename: of the code.
-        line: where it is.
+        filename: file of the code.
+        line: line where the frame stands.
         aspects: name of an aspect of a variable, as ``batch.shape`` -> its text.
         stack: name and first line of each function of the user's code that runs, innermost first.
     """
@@ -313,13 +313,13 @@ class Reply:
     Args:
         time_s: when it ended, by the wall clock.
         failed: the exception that the command raised.
-        value: of an expression, where its type is one of :data:`PLAIN_TYPES`.
+        value: value of an expression, if its type is one of :data:`PLAIN_TYPES`.
         interrupted: the user's interrupt has ended a call.
         returned: where any other value lies in the outbox (``wire/outbox.py``).
-        sent_states: of a call: where the states of modules lie there, by argument path.
+        sent_states: where the module states of a call lie in the outbox, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
-        number: of the command, where it has one.
-        has_torch: the rank, of a session, has imported torch.
+        number: number of the command, if it has one.
+        has_torch: whether the rank of a session has imported torch.
     """
 
     time_s: float = 0.0

@@ -1,8 +1,9 @@
 """Arrays that overlap in memory, and blocks of a file in which they overlap in the same way.
 
-Tensors and NumPy arrays of a value are collected first. Where the memory that two of them span overlaps, it is written
-once, as one block, on which the reader builds both: views stay views, whichever was met first, also of a tensor and an
-array. Of memory that no array spans, nothing is written: ten elements of a large tensor take the room of ten elements.
+The writer first collects the tensors and NumPy arrays of a value. If two of them span overlapping memory, it writes
+this memory once, as one block, on which the reader builds both. So views stay views, whichever was met first, also of a
+tensor and an array. Memory that no array spans is not written: ten elements of a large tensor take the room of ten
+elements.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Span(NamedTuple):
     """The memory of an array on the CPU that is not empty.
 
     Args:
-        address: of its first element.
+        address: address of its first element.
         low: lowest address of its elements.
-        high: end of the highest.
-        num_bytes: of its elements alone.
-        item_bytes: of one.
-        is_contiguous: it is in the order of its indices, without gaps.
+        high: end of its highest element.
+        num_bytes: bytes of its elements alone.
+        item_bytes: bytes of one element.
+        is_contiguous: whether its elements are in the order of its indices, without gaps.
     """
 
     address: int
@@ -82,8 +83,8 @@ class Arrays:
 
         Args:
             span: its memory.
-            key: equal for arrays with equal elements in equal memory; of one that is not contiguous.
-            copy: returns its elements without gaps, as a buffer; likewise.
+            key: equal for arrays with equal elements in equal memory; only for an array that is not contiguous.
+            copy: returns its elements without gaps, as a buffer; only for an array that is not contiguous.
         """
         number = len(self._places)
         self._places.append(_UNKNOWN)
@@ -134,7 +135,7 @@ class Arrays:
             self._places[number] = Place(offset, pad + high - low, pad + span.address - low, True)
 
     def _put_memory(self, low: int, high: int, pad: int = 0) -> int:
-        """Write what lies between two addresses, after ``pad`` bytes; return the offset of these."""
+        """Write what lies between two addresses, after ``pad`` bytes; return the offset of the padding."""
         key = (low, high, pad)
         if key not in self._written:
             raw: Any = (ctypes.c_char * (high - low)).from_address(low)

@@ -29,7 +29,7 @@ class MappedFile:
 
 
 class CopiedFile:
-    """Parts of a file, each in memory of its own; what shared memory before it was written does so again."""
+    """Parts of a file, each in memory of its own; arrays that shared memory when they were written share it again."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -155,8 +155,8 @@ def _set_state_in_main(obj: Any, state: tuple[Callable[[Any, Any], Any], Any]) -
 def send_cells_by_value() -> None:
     """Let the processes that ``multiprocessing`` starts afresh get what a cell defined: loaders' ``Dataset`` classes.
 
-    It names functions and classes, and a fresh interpreter (``spawn``; ``forkserver``, the default of Python 3.14) has
-    no cells in its ``__main__``; that of a script it runs again.
+    ``multiprocessing`` pickles functions and classes by name. A fresh interpreter (``spawn``; ``forkserver``, the
+    default of Python 3.14) has no cells in its ``__main__``. It runs a script again, and so has its definitions.
     """
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
@@ -166,7 +166,7 @@ def send_cells_by_value() -> None:
 
 @contextmanager
 def cells_sent_by_value() -> Iterator[None]:
-    """Do as :func:`send_cells_by_value`, but in the block alone: this process is the user's."""
+    """Act as :func:`send_cells_by_value` during the block only, since this process is the user's."""
     pickler: Any = ForkingPickler
     before = vars(pickler).get("reducer_override")
     send_cells_by_value()
@@ -237,11 +237,11 @@ class PayloadWriter:
             main_by_reference: as in :class:`NotebookPickler`.
             tests: ``id`` of a tensor -> a function that says of its values, on the CPU, whether the reader has them.
                 Then an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
-            key: to sign it with (``wire/signing.py``); b"" = unsigned.
+            key: key to sign it with (``wire/signing.py``); b"" = unsigned.
 
         Raises:
-            Exception: whatever pickling raises; :func:`nblaunch.wire.pickling.pickle_errors.unpicklable_parts` says
-                which part it was. Other values can still be appended.
+            Exception: pickling raised it; :func:`nblaunch.wire.pickling.pickle_errors.unpicklable_parts` finds the
+                part. Other values can still be appended.
             OSError, MemoryError: memory or disk is full. What was written of ``value`` is given back.
         """
         end, regions = self._writer.end, dict(self._regions)
@@ -321,7 +321,7 @@ def _check(fd: int, at: int, key: bytes) -> None:
     """Check the signature of what was written at ``at``, which follows the table of buffers.
 
     Raises:
-        Damaged: it is another, or the file was cut.
+        Damaged: the signature is another one, or the file was cut.
     """
     try:
         file = MappedFile(fd)
@@ -347,7 +347,7 @@ def num_bytes(value: Any) -> int:
     """Return how large a file with ``value`` is, about. Writes nothing.
 
     Raises:
-        Exception: whatever pickling it raises.
+        Exception: pickling raised it.
     """
     writer, stream = NullWriter(), io.BytesIO()
     pickler = _Pickler(stream, writer, {}, True, {})

@@ -1,7 +1,7 @@
 """Objects of the kernel that can't be pickled as they are, and that a fresh process makes anew with the same settings.
 
-compiled functions   torch pickles a compiled module, but no compiled function, whose closure holds the state of a
-                     thread; what was compiled is found again in inductor's cache on the disk
+compiled functions   torch pickles compiled modules, but not compiled functions, whose closures hold the state of a
+                     thread; the fresh process finds the compiled code again in inductor's cache on the disk
 executors            pools of threads and of processes, which start both when the first task comes
 data loaders         without the iterator and its processes that ``persistent_workers`` keeps
 """
