@@ -36,8 +36,8 @@ def register(backend: Backend) -> None:
     A backend that was registered under the same name before is replaced.
 
     Raises:
-        TypeError: it is no :class:`Backend`.
-        ValueError: its name is no word in lower case, or that of a built-in backend.
+        TypeError: it is not a :class:`Backend`.
+        ValueError: its name is not a word in lower case, or a built-in backend has this name.
     """
     if not isinstance(backend, Backend):
         raise TypeError(f"register() takes an instance of nblaunch.backends.base.Backend, not {backend!r}")
@@ -90,7 +90,7 @@ def find(name: str, pickled: bytes = b"") -> Backend:
 def choose(name: str) -> Backend:
     """Return the backend called ``name``, or for ``"auto"`` the one that suits this machine best.
 
-    Where it can't be used, one whose devices torch calls by this name will do.
+    If that backend can't be used, a backend whose devices torch calls by this name is returned instead.
 
     Raises:
         ValueError: no backend has this name; lists those that exist.

@@ -180,8 +180,8 @@ class Backend(ABC):
     def preload(self) -> None:
         """Import in a clean process, from which all workers are about to be forked, what each would import.
 
-        Before :meth:`fork_hazard`. Nothing but the call has been loaded there, and no other code runs, unlike in a
-        kernel.
+        The clean process calls this before :meth:`fork_hazard`. Unlike a kernel, it has loaded nothing but the call,
+        and runs no other code.
 
         Raises:
             RuntimeError: the device's library can't be imported, or the process has used the device already.
@@ -248,7 +248,7 @@ class Backend(ABC):
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
         """Shard ``tensor`` along ``dimension`` over the devices that this process drives as one.
 
-        In place: for the process it stays one tensor, that of the global shape.
+        The tensor is sharded in place: for the process it stays one tensor of the global shape.
         """
         raise NotImplementedError(f"{self.name} has one device per process")
 
@@ -307,7 +307,7 @@ class Backend(ABC):
         return False
 
     def seed(self, seed: int) -> None:
-        """Seed the device's generator, where ``torch.manual_seed`` doesn't. Take no device for it."""
+        """Seed the device's generator, where ``torch.manual_seed`` doesn't. Do not take a device to do so."""
 
     def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
         """Move ``module`` to the device, in place. Its parameters may be other objects afterwards."""

@@ -4,8 +4,8 @@ Such a device compiles a step's graph at its first steps and whenever the graph 
 branch, a value read in the middle. That takes from seconds to minutes each time and looks like a hang, so it is
 reported: once per cause, with the step, the shapes and the time.
 
-A loop may need several graphs by itself: for the steps in the middle of an accumulation window, those in which an
-optimizer has state, the last batch. So a few steps that compile later on are no cause, only many.
+A loop may need several graphs by itself: for the steps in the middle of an accumulation window, for steps in which an
+optimizer has state, and for the last batch. So a few steps that compile later do not count as a cause; only many do.
 """
 
 from __future__ import annotations

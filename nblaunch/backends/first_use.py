@@ -12,11 +12,12 @@ Backends answer ``fork_hazard()`` and ``first_use()`` from here. Other hazards, 
     xla_backward_hazard       why forked workers could not run a backward on an XLA device
     fork_failure              tries a backward in a throw-away fork
 
-There are four ways to have used CUDA. torch has initialised it; torch has only asked the driver (``is_available()``
-without NVML), which makes forks useless all the same; a ``backward()`` on the CPU has, as it starts a thread for each
-GPU; something else has, as another library, or a data loader with ``pin_memory``. That a library is *imported* is no
-evidence, nor is an open device file: NVML opens ``/dev/nvidia-uvm`` as CUDA does (driver 580), and torch, DeepSpeed and
-torchao ask NVML when they count GPUs. Whether CUDA is initialised is asked of the driver.
+A process can have used CUDA in four ways. torch has initialised it. Or torch has only asked the driver
+(``is_available()`` without NVML), which makes forks useless all the same. Or a ``backward()`` on the CPU has
+initialised it, as it starts a thread for each GPU. Or something else has, such as another library, or a data loader
+with ``pin_memory``. An *imported* library proves nothing, and neither does an open device file: NVML opens
+``/dev/nvidia-uvm`` as CUDA does (driver 580), and torch, DeepSpeed and torchao ask NVML when they count GPUs. So
+nblaunch asks the driver whether CUDA is initialised.
 
 The first ``backward`` of a process on a machine with accelerators starts one engine thread per device. A fork copies
 the engine's tables but not its threads, and torch then refuses every ``backward`` in the child. No flag of torch
@@ -66,7 +67,7 @@ class GpuRuntime(NamedTuple):
 
     Args:
         name: "CUDA".
-        module: that of torch which uses it, as ``torch.cuda``.
+        module: torch's module that uses it, as ``torch.cuda``.
         is_in_use: returns whether this process has initialised it, and starts nothing.
         hiding: the environment in which it shows no GPU.
     """
@@ -78,9 +79,9 @@ class GpuRuntime(NamedTuple):
 
 
 def is_cuda_initialised() -> bool:
-    """Return whether this process has initialised the CUDA driver, by whatever library.
+    """Return whether any library in this process has initialised the CUDA driver.
 
-    The driver's functions do nothing before ``cuInit`` but say that it was not called. Source: CUDA Driver API,
+    Before ``cuInit``, the driver's functions only report that it was not called. Source: CUDA Driver API,
     "Initialization".
     """
     try:
@@ -195,7 +196,7 @@ def _try_torch(runtime: GpuRuntime) -> None:
     if getattr(torch, runtime.module)._is_in_bad_fork():
         raise RuntimeError(_POISONED)
     # Where no backward has run yet, this child's would start the driver with all its GPUs: a second or more on
-    # large machines, at each launch. That of an earlier backward fails without any GPU, too.
+    # large machines, at each launch. If a backward has run before, the child's fails without any GPU, too.
     env.apply(runtime.hiding)
     small_backward()
 
@@ -232,8 +233,8 @@ def _was_set_at_start(name: str) -> bool:
 def wanted_xla_device() -> str:
     """Return PJRT_DEVICE as the user set it; empty where it is unset, or what the import of torch_xla made of it.
 
-    The import sets it to CPU where it sees no TPU, which is neither a wish nor, in a container that hides the PCI bus,
-    the truth.
+    The import sets it to CPU where it sees no TPU. The user did not ask for that, and in a container that hides the PCI
+    bus it is wrong.
     """
     value: str = env.read("PJRT_DEVICE") or ""
     return "" if value == _default_of_torch_xla else value.upper()
@@ -274,7 +275,7 @@ def xla_backward_hazard() -> str | None:
 
 
 def _xla_backward() -> None:
-    """Run in a probing child the first backward on an XLA device, which is the CPU whatever this host has."""
+    """Run the first backward on an XLA device in a probing child; the device is the CPU on every host."""
     env.apply({"PJRT_DEVICE": "CPU"})
     import torch
 
@@ -293,8 +294,9 @@ def keep_torch_tpu_away() -> None:
 
     With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU take the chips of a TPU host; on
     others, the import takes 300 MB and some seconds for nothing.
-    The variable is as before when torch is imported: programs that cells start are not concerned. That it is 1 is no
-    wish: torch_tpu leaves it so in a process that has imported it, and thereby in those that this one starts.
+    Once torch is imported, the variable has its old value again, so that programs that cells start are not affected. A
+    value of 1 is not the user's choice: torch_tpu sets it in a process that imports it, and processes that this one
+    starts inherit it.
     """
     before = env.read(AUTOLOAD)
     if "torch" not in sys.modules and before in (None, "1") and packages.is_installed("torch_tpu"):

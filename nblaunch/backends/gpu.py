@@ -3,8 +3,8 @@
     kernel      counts GPUs without the driver's runtime; never makes a context
     worker      device by local rank -> context -> process group (gloo where ranks share a GPU)
 
-How the GPUs of a host are found, and which variables choose among them, is each family's own. Beside it is
-``first_use.py`` (whether a fork is possible). At the end of the file is what errors mean, of CUDA and NCCL above all.
+Each family finds the GPUs of a host in its own way, and has its own variables to choose among them. ``first_use.py``
+finds out whether a fork is possible. The end of this file explains errors, above all of CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ADVICE_ON_DEVICE = (
     r"barrier\(\): using the device under current context|No device id is provided via `init_process"
 )
-"""Of torch's ``barrier()``; in the words of torch 2.11 and newer, and of earlier ones."""
+"""Advice of torch's ``barrier()``, in the words of torch 2.11 and newer, and of earlier releases."""
 _CHOSEN_BY_LOCAL_RANK = "NBLAUNCH_GPUS_BY_LOCAL_RANK"
 
 
@@ -187,7 +187,7 @@ _LATER = (
 def explain(error: BaseException) -> tuple[str, ...]:
     """Explain an error of a GPU or of NCCL, and what to try, a line each; return nothing for any other error.
 
-    By the message alone: after most of these errors CUDA answers every question with the same one. Errors that only
+    The message alone decides: after most of these errors, CUDA answers every call with the same error. Errors that only
     report the loss of another rank are not explained here, but by the end of that rank.
 
     Args:

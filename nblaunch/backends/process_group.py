@@ -1,6 +1,6 @@
 """torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
 
-The latter is for devices whose runtime has no collectives across processes. A process joins at its first Accelerator or
+Averaging is for devices whose runtime has no collectives across processes. A process joins at its first Accelerator or
 PartialState (``training/shared_state.py``) or collective (``training/collectives/operations.py``), by
 ``training/joining.py``. For the ranks of a session, ``session/client.py`` decides with each command whether it needs a
 group, and ``session/server.py`` joins it.
@@ -58,7 +58,7 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     store = None
     if _name:
-        # On the store of all groups, the keys of an earlier one would be taken for those of the next.
+        # On the store of all groups, torch would take an earlier group's keys for keys of the next.
         common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
         store = dist.PrefixStore(_name, common)
     may_break_off = bool(_name) and dist_backend == "gloo"
@@ -72,7 +72,7 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
 def extend_collective_timeout() -> None:
     """Let collectives of groups that are formed without a time limit wait for a day: a rank may be in a debugger.
 
-    That of a collective which waits already can't change.
+    The limit of a collective that already waits can't change.
     """
     global _is_timeout_extended
     _is_timeout_extended = True
@@ -190,7 +190,7 @@ def _open_sockets() -> dict[int, tuple[int, int]]:
 def _identity_of_socket(fd: int) -> tuple[int, int] | None:
     try:
         status = os.fstat(fd)
-    except OSError:  # that of the folder which is being read
+    except OSError:  # the descriptor of the folder that is being read
         return None
     return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
@@ -198,8 +198,8 @@ def _identity_of_socket(fd: int) -> tuple[int, int] | None:
 def leave_at_exit() -> None:
     """Destroy the groups of a process that is about to end, where its end alone would not do.
 
-    NCCL and the like want their groups destroyed before the process ends. Gloo's own nothing that outlives the
-    process, and taking one down waits 10 to 20 ms for threads that the end stops anyway.
+    NCCL and the like need their groups destroyed before the process ends. Gloo's groups own nothing that outlives the
+    process, and destroying one waits 10 to 20 ms for threads that the end stops anyway.
     """
     if not is_joined():
         return
@@ -228,7 +228,7 @@ def forget_inherited() -> None:
 
 
 def average(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients over ranks by gloo. Those that only some ranks have count as zero on the others."""
+    """Average gradients over ranks by gloo. A gradient that only some ranks have counts as zero on the others."""
     import torch
     import torch.distributed as dist
 

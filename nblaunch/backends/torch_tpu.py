@@ -8,8 +8,8 @@ Operations run as they are called (there is no ``mark_step``), DDP averages grad
 does bf16; what else ranks exchange travels through host memory by gloo, and compiles nothing. All else is torch's
 interface for any accelerator: of ``torch.tpu`` nearly every function refuses callers outside of torch.
 
-Verified with torch_tpu 0.2.0 and libtpu 0.0.52 on a machine without chips: all that is above up to libtpu's search for
-its chip, in eight workers. What comes after it has not run yet.
+Everything above up to libtpu's search for its chip was verified with torch_tpu 0.2.0 and libtpu 0.0.52 on a machine
+without chips, in eight workers. The steps after that have not run yet.
 
 Source of variables and meshes: ``torch_tpu/_internal/distributed/distributed.py`` (``set_tpu_launch_env``, which never
 replaces what is set) and ``torch_tpu/_internal/utils/hardware.py``, with which ``tests/torch_tpu`` compares them.

@@ -9,9 +9,9 @@ Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks ex
 objects, barriers) travels through host memory by gloo, whose ranks are the runtime's: no graph is compiled for it. PJRT
 on the CPU has no collectives across processes, so there gradients go by gloo too; all above this file is the same.
 
-Two modes change this scheme. One process drives all devices of a host (SPMD), with batches, and weights where that is
-asked for, cut over them by the compiler. And wider numbers are represented as bfloat16 by the device itself, instead
-of autocast.
+Two modes change this scheme. In SPMD, one process drives all devices of a host, and the compiler cuts batches, and on
+request weights, over them. In the other mode, the device itself represents wider numbers as bfloat16, instead of
+autocast.
 
 Beside it are ``xla_runtime.py`` (torch_xla), ``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether
 a fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
@@ -360,7 +360,7 @@ class XlaBackend(Backend):
 
 
 def _computed_thirds() -> tuple[float, float]:
-    """Return 1/3 as float and as double, as the device computes it: what was only sent, SPMD gives back unchanged."""
+    """Return 1/3 as float and as double, as the device computes it: SPMD does not change values that were only sent."""
     import torch
 
     sent = [torch.tensor([1 / 3], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]

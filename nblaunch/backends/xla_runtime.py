@@ -6,7 +6,8 @@
     use_spmd, shard, cut_batch                one process drives all devices of its host
     join_at_first_use, separate_stores ...    the world that torch_xla itself sees in a worker
 
-Apart from SPMD, nothing here initialises the runtime or waits for the device: of the compiler, only counters are read.
+Apart from SPMD, nothing here initialises the runtime or waits for the device: this module only reads the compiler's
+counters.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def shard(tensor: torch.Tensor, dimension: int) -> None:
 def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
     """Have every device hold its rows of all tensors in ``batch``, where one process drives several.
 
-    What they don't divide is held by all of them, and noted.
+    If the devices don't divide a tensor evenly, each of them holds all of it, and a note says so.
     """
     count = num_spmd_devices()
     for tensor in tensors(batch) if count else ():
@@ -272,8 +273,8 @@ def refuse_spawn(topology: Topology) -> None:
 def separate_stores(topology: Topology) -> None:
     """Give this worker keys of its own in the store that ``init_method="xla://"`` connects to.
 
-    For worlds of one process: torch waits in the store until as many ranks are there as the world has, and with the
-    keys of several worlds it may count one too many, and then waits until its time is over.
+    This is for worlds of one process. torch waits in the store until as many ranks have come as the world has. With the
+    keys of several worlds, it may count one too many, and then waits until its time is over.
     """
 
     def separate(module: object) -> None:
@@ -297,6 +298,6 @@ def separate_stores(topology: Topology) -> None:
 def has_exchanged_copies() -> bool:
     """Return whether a collective of torch.distributed ran on copies of XLA tensors, which it then leaves as they are.
 
-    Torch has no kernel of it for them, and copies the arguments to the host, but not back.
+    torch has no kernel of such a collective for XLA tensors, and copies the arguments to the host, but not back.
     """
     return any(name.startswith("c10d::") for name in part("debug.metrics").counter_names())

@@ -1,4 +1,4 @@
-"""The host that a job runs on: readings, and what is asked of its operating system. Nothing creates a device context.
+"""The host that a job runs on: readings, and requests to its operating system. Nothing creates a device context.
 
 proc.py          /proc and /sys: states, memory and processor time of processes; folders of control groups
 waits.py         waits of processes that nothing outside of them can end

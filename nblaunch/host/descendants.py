@@ -4,9 +4,9 @@
     worker     sets it ── fork, exec, setsid, an environment of its own, its parent's death: every descendant keeps it
     launcher   at the end: SIGKILL to each process with the tag
 
-The system has no name for "all that a process has started". What descendants keep whatever they do are their resource
-limits, which ``/proc`` shows. The tag is such a limit, and too high to limit anything: RLIMIT_RTTIME is processor time
-under real-time scheduling, in microseconds (source: getrlimit(2)), and the lowest tag is 146,000 years.
+The system has no name for "all that a process has started". But descendants always keep their resource limits, which
+``/proc`` shows. The tag is such a limit, and too high to limit anything: RLIMIT_RTTIME is processor time under
+real-time scheduling, in microseconds (source: getrlimit(2)), and the lowest tag is 146,000 years.
 
 Where a system has no such limit (macOS) or refuses it (gVisor), nothing has a tag, and nothing is ended by it.
 """
@@ -56,7 +56,7 @@ class Descendants:
         """Kill them all; returns what was found running, as ``tensorboard (pid 123)``.
 
         Args:
-            groups: process groups that were killed before, of which nothing is returned: they may be about to end.
+            groups: process groups that were killed before. Their processes are not returned: they may be about to end.
         """
         found: list[str] = []
         killed: set[int] = set()
@@ -70,7 +70,7 @@ class Descendants:
         return found
 
     def _candidates(self) -> list[int]:
-        """Return process ids to look at: for a short job those given since its start alone, as they go in order."""
+        """Return process ids to look at; for a short job, only ids given since its start, as the system counts up."""
         given = self._given()
         # A list of all processes takes much longer. (It has no threads, whose ids may have a tag here.)
         if given is not None and len(given) <= _FEW and not any(map(self._is_tagged, given)):

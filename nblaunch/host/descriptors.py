@@ -2,8 +2,8 @@
 
 Every process forked from the kernel, by us or by other code, inherits its descriptors. A child that kept the writing
 end of a guardian's pipe would hide the kernel's death from that guardian, one that kept a listening socket would keep
-its port open. What is registered here is closed in every child, the moment it is forked. What exists for a moment only
-is kept from children by :func:`forks_held_back`.
+its port open. Every child closes the registered descriptors the moment it is forked. For descriptors that exist only
+for a moment, :func:`forks_held_back` makes forks wait.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _INTEGRATED = "0000:00:02.0"  # where Intel's processors have their own GPU on t
 def amd_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that ROCm can compute on, in its order, whatever variables hide; ``name`` is the render node.
 
-    A container is shown all of the host's; those that it may not use it can't read.
+    A container sees all GPUs of the host, but can't read the files of GPUs that it may not use.
     """
     nodes = _CLASSES.glob("kfd/kfd/topology/nodes/[0-9]*/properties")
     found = []
@@ -39,7 +39,7 @@ def amd_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_amd_gpus() -> list[Gpu]:
-    """Return those that HIP shows in this process, in its order.
+    """Return the AMD GPUs that HIP shows in this process, in its order.
 
     ROCR_VISIBLE_DEVICES chooses first, HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES where it is unset) among these.
     """

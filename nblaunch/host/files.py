@@ -1,8 +1,8 @@
 """Files that are replaced whole, and folders that are private to a user.
 
-A private folder is opened once (:func:`open_private`): its owner and mode are those of the open descriptor, and its
-files are opened relative to that. A user who may rename the folder, or one above it, can't put another in its place
-between the look and the use.
+A private folder is opened once (:func:`open_private`): nblaunch reads its owner and mode from the open descriptor, and
+opens its files relative to it. A user who may rename the folder, or one above it, can't put another in its place
+between the check and the use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, er
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder and those above it that are missing, each for this user alone whatever the umask is.
+    """Make a folder and its missing parents, each for this user alone, regardless of the umask.
 
     Raises:
         OSError: it can't be made.
@@ -43,7 +43,7 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
         dir_fd: descriptor of the folder that a relative path begins in.
 
     Raises:
-        PermissionError: it is no folder, is another user's, or other users may enter it; the message says which.
+        PermissionError: it is not a folder, is another user's, or other users may enter it; the message says which.
         FileNotFoundError: it does not exist.
         OSError: it can't be opened.
     """
@@ -100,7 +100,7 @@ def read(folder_fd: int, name: str) -> bytes | None:
 def replace(
     folder_fd: int, name: str, write: Callable[[IO[bytes]], object], *, is_lasting: bool = True
 ) -> None:
-    """Replace a file in one step: whatever happens, it is as it was or as it is to be.
+    """Replace a file in one step: it always holds either its old or its new contents.
 
     Args:
         folder_fd: descriptor of its folder, in which no other process writes a file of this name.
@@ -132,7 +132,7 @@ def reserve(folder_fd: int, name: str, num_bytes: int) -> None:
     """Make a file that keeps room on the disk, for :func:`replace_within`.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk has too little room.
     """
     zeros = bytes(num_bytes)
     replace(folder_fd, name, lambda file: file.write(zeros), is_lasting=False)
@@ -142,7 +142,7 @@ def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) ->
     """Replace a file in one step, in the room that :func:`reserve` has kept: also on a disk that is full.
 
     Raises:
-        OSError: there is no such room any more, and no other.
+        OSError: the reserved room is gone, and the disk has too little other room.
     """
     try:
         fd = os.open(reserve_name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
@@ -169,7 +169,7 @@ def sync_folder(folder_fd: int) -> None:
 def make_once(folder_fd: int, name: str, contents: bytes) -> bytes:
     """Return what a file of a folder holds, which is made with these contents if it is not there.
 
-    Of processes that do so at the same time, all return the same.
+    If several processes call this at the same time, all of them return the same contents.
 
     Raises:
         OSError: it can't be made or read.

@@ -31,7 +31,7 @@ _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P 
 
 
 class DeviceMeter:
-    """Reads how busy the devices of a backend are, from outside of the workers, until it is closed. This one: of none.
+    """Reads how busy a backend's devices are, from outside of the workers, until it is closed. This class reads none.
 
     The launcher does so while workers run, so it must not create a device context. Memory is reported by the workers
     themselves (``Backend.device_memory``).
@@ -56,8 +56,8 @@ class Gpu:
     """One GPU of this host.
 
     Args:
-        uuid: its own.
-        mig_uuids: those of the MIG instances that it is partitioned into.
+        uuid: UUID of the GPU.
+        mig_uuids: UUIDs of the MIG instances that it is partitioned into.
         name: its model, as ``"Tesla T4"``.
         is_partitioned: MIG is enabled on it, so that CUDA shows instances or nothing.
     """
@@ -74,7 +74,7 @@ class Gpu:
 
 
 def physical_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs of this host in the driver's order, whatever CUDA_VISIBLE_DEVICES says.
+    """Return the GPUs of this host in the driver's order, regardless of CUDA_VISIBLE_DEVICES.
 
     NVML is asked until it answers, which it may do once nvidia-ml-py has been installed from a cell.
     """
@@ -110,12 +110,12 @@ def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
     """Return the UUIDs of the devices that CUDA would show, in its order.
 
     Args:
-        gpus: those of the host.
+        gpus: GPUs of the host.
         setting: ``CUDA_VISIBLE_DEVICES``: indices, or UUIDs that may be abbreviated, separated by commas. The list ends
             at the first entry that names no device, and a device that is named twice makes it empty. None: all.
 
-    To one process CUDA shows a single MIG instance, and no other device then. All of them are returned here, since
-    each worker is shown its own. An index, or a GPU's own UUID, stands for all instances of that GPU.
+    CUDA shows a process a single MIG instance, and then no other device. This function returns all instances, since
+    each worker sees its own. An index, or a GPU's own UUID, stands for all instances of that GPU.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
     """
     if setting is None:
@@ -146,7 +146,7 @@ def _named_devices(gpus: Sequence[Gpu], entry: str) -> tuple[str, ...]:
 
 
 def _may_be_visible() -> list[Gpu]:
-    """Return the GPUs that CUDA may show in workers; all of them where its numbers are not those of NVML."""
+    """Return the GPUs that CUDA may show in workers; all of them if CUDA numbers GPUs differently from NVML."""
     shown = visible()
     is_numbered_alike = _is_numbered_alike()
     return [gpu for gpu in physical_gpus() if not is_numbered_alike or {*gpu.devices} & {*shown}]
@@ -155,7 +155,7 @@ def _may_be_visible() -> list[Gpu]:
 def _is_numbered_alike() -> bool:
     """Return whether CUDA numbers GPUs as NVML does, by PCI bus, or they are chosen by name.
 
-    Of different models CUDA puts the fastest first. Source: CUDA C++ Programming Guide, "CUDA Environment Variables",
+    If models differ, CUDA puts the fastest first. Source: CUDA C++ Programming Guide, "CUDA Environment Variables",
     CUDA_DEVICE_ORDER.
     """
     if env.read("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
@@ -197,7 +197,7 @@ def descriptions() -> list[str]:
 
 
 def open_meter() -> DeviceMeter:
-    """Open what reads the visible devices; of none where it is not known which number CUDA gives to which."""
+    """Open a meter of the visible devices; it reads none if it is not known which number CUDA gives to which."""
     uuids = visible() if _is_numbered_alike() else []
     try:
         return NvmlMeter(uuids, _initialised()) if uuids else DeviceMeter()
@@ -209,7 +209,7 @@ class NvmlMeter(DeviceMeter):
     """Reads GPUs through NVML, which stays open meanwhile.
 
     Args:
-        uuids: of what is read, in the order of local ranks.
+        uuids: UUIDs of the devices that it reads, in the order of local ranks.
         pynvml: the module, with NVML initialised.
     """
 
@@ -243,7 +243,7 @@ def _initialised() -> Any:
     """Return the module with NVML initialised.
 
     Raises:
-        LookupError: there is no driver, or one that does not fit its library; with the reason.
+        LookupError: the driver is missing, or does not fit its library; with the reason.
     """
     if not is_installed("pynvml"):
         raise LookupError("nvidia-ml-py is not installed: pip install nvidia-ml-py")

@@ -4,8 +4,8 @@
     later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
 
 The name of a machine changes (a laptop in another network), and containers have names of their own on the same kernel.
-So a machine is known by ``/etc/machine-id``, its present kernel by the boot id, and the processes that can be seen from
-here by their namespace. The name is for display, and stands for the machine where there is no such file.
+So nblaunch identifies a machine by ``/etc/machine-id``, its present kernel by the boot id, and the processes that can
+be seen from here by their namespace. The name is for display, and identifies a machine that lacks this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 _CLOCK_SLACK_S = 60.0
-"""By which the clocks of two machines that share a disk may differ."""
+"""How much the clocks of two machines that share a disk may differ."""
 
 
 class ProcessState(enum.Enum):
@@ -40,10 +40,10 @@ class Machine:
     """A machine since its last start, as one of its processes sees it.
 
     Args:
-        id: of its installation; its name where it has none.
-        boot_id: of the present run of its kernel, which containers share; empty where it has none.
-        pid_namespace: of the processes that can be seen; empty where that is not known.
-        name: for display.
+        id: id of its installation; its name where it has none.
+        boot_id: id of the present run of its kernel, which containers share; empty where it has none.
+        pid_namespace: namespace of the processes that can be seen; empty where that is not known.
+        name: name for display.
     """
 
     id: str
@@ -57,9 +57,9 @@ class ProcessMark:
     """One process of one machine, never taken for another that has its number later.
 
     Args:
-        pid: its number.
-        started: clock ticks from the start of the machine to its own; 0 where that is not known.
-        machine: on which it runs.
+        pid: its process id.
+        started: clock ticks from the start of the machine to the start of the process; 0 where that is not known.
+        machine: machine on which it runs.
     """
 
     pid: int

@@ -4,7 +4,7 @@ Python calls a handler between any two lines of the main thread. One that raises
 limits the time of a cell, would leave the launcher there: with unwatched workers, a lock that is never
 released, a model of which a half is loaded.
 
-    with held_back():        handlers are noted, whatever signal they are for
+    with held_back():        handlers of all signals are noted
         run_arrived()        they are called here, where an exception does no harm
                              and at the end of the block
 
@@ -26,7 +26,7 @@ from typing import Any
 _NUMBERS = tuple(sorted(signal.valid_signals()))
 
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-"""Those that :func:`_note` stands in for, by signal."""
+"""The handlers that :func:`_note` stands in for, by signal."""
 
 _arrived: deque[int] = deque()
 _outermost: held_back | None = None
@@ -39,7 +39,7 @@ class held_back:
     They are called in the order of their signals when the outermost block ends, each once. Nothing happens outside of
     the main thread, where Python calls no handler.
 
-    No ``contextmanager``: that would run lines of its own when handlers are no longer held back.
+    This class does not use ``contextmanager``, which would run lines of its own once handlers are no longer held back.
     """
 
     def __enter__(self) -> None:
@@ -76,7 +76,7 @@ def run_arrived() -> None:
     """Call the handlers of signals that have arrived since handlers are held back, in the main thread.
 
     Raises:
-        BaseException: what a handler raises. Those behind it are called the next time.
+        BaseException: a handler raised it. The handlers behind that one are called the next time.
     """
     if _arrived and threading.current_thread() is threading.main_thread():
         while _arrived:

@@ -1,12 +1,12 @@
 """A TPU host, read without touching its chips, and the environment of its worker processes.
 
-Nothing here opens a device: chips are counted on the PCI bus, and a lock file is asked for its owner. Values are those
-of torch_xla 2.9 (``torch_xla/_internal/tpu.py``), which ``tests/xla`` compares with it.
+Nothing here opens a device: this module counts chips on the PCI bus, and looks up the owner of a lock file. Its values
+are taken from torch_xla 2.9 (``torch_xla/_internal/tpu.py``); ``tests/xla`` compares them.
 
-The slice that it belongs to, with the type of its chips and the number of its hosts, stands in the environment
-(containers, Kaggle), or a metadata server has it (Cloud VMs), or neither; then the chips on the PCI bus have to do.
-torch_xla asks the server wherever ``TPU_SKIP_MDS_QUERY`` is unset, and reads the environment otherwise, and fails in
-both cases on what is missing: :meth:`TpuSlice.completed` gives it the rest.
+The slice of the host, with the type of its chips and the number of its hosts, is known from the environment
+(containers, Kaggle) or from a metadata server (Cloud VMs). If neither has it, nblaunch uses the chips on the PCI bus.
+torch_xla asks the server if ``TPU_SKIP_MDS_QUERY`` is unset, and reads the environment otherwise. In both cases it
+fails on missing values: :meth:`TpuSlice.completed` supplies them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def chips() -> Counter[str]:
 
 @cache
 def vfio_chips() -> Counter[str]:
-    """Return those of :func:`chips` that are passed through by VFIO. Read once per process."""
+    """Return the :func:`chips` that are passed through by VFIO. Read once per process."""
     return chips_on(PCI_DEVICES, DEV / "vfio")
 
 
@@ -125,16 +125,16 @@ def can_drive(num_workers: int, num_chips: int, is_v7x: bool = False) -> bool:
 def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -> dict[str, str | None]:
     """Return the variables of one worker per chip, or of a single worker; None removes a variable.
 
-    All that torch_xla's ``configure_topology`` would set, so that it finds nothing to complete, whatever the metadata
-    server or the environment has. One worker alone sees one chip.
+    They are all variables that torch_xla's ``configure_topology`` would set. So it finds nothing to complete,
+    regardless of the metadata server and the environment. A single worker sees one chip.
 
     Args:
-        local_rank: the worker.
-        local_world_size: how many there are: 1, or the number of chips.
-        is_v7x: chips of this kind have a fourth dimension.
+        local_rank: local rank of the worker.
+        local_world_size: number of workers: 1, or the number of chips.
+        is_v7x: whether the chips are of this kind, which has a fourth dimension.
 
     Raises:
-        KeyError: there is no mesh of so many chips.
+        KeyError: no mesh has so many chips.
     """
     changes: dict[str, str | None] = dict.fromkeys(TOPOLOGY_VARIABLES)
     changes["PJRT_LOCAL_PROCESS_RANK"] = str(local_rank)
@@ -153,7 +153,7 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     """Return a process that uses the chips through libtpu, by its open lock file or device: this one first; or None.
 
-    The file alone is no evidence: it stays when a process is killed (jax-ml/jax#10192), and is never deleted here.
+    The file alone proves nothing: it stays when a process is killed (jax-ml/jax#10192), and nblaunch never deletes it.
     Processes of other users can't be looked into and are not found.
     """
     wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")
@@ -203,10 +203,10 @@ class TpuSlice:
     """The slice of this host.
 
     Args:
-        accelerator_type: as ``"v5litepod-8"``, whose number is that of the whole slice; empty where it is not known.
-        hosts: of the slice; empty where they are not known.
-        has_server: torch_xla will ask a metadata server, and there is one.
-        num_chips: of this host.
+        accelerator_type: as ``"v5litepod-8"``, whose number counts the whole slice; empty where it is not known.
+        hosts: hosts of the slice; empty where they are not known.
+        has_server: whether torch_xla will ask a metadata server, and one exists.
+        num_chips: number of chips of this host.
     """
 
     accelerator_type: str

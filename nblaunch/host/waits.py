@@ -25,7 +25,7 @@ _WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
 _PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and what is left without flags
 
 _SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
-"""Threads of torch that carry the messages of others: none of them ends a wait while the threads it serves are idle."""
+"""Threads of torch that carry messages of other threads. They end no wait while the threads they serve are idle."""
 
 Wait = tuple[int, str, str]
 """Thread, address of what it waits on, how often it has been put to sleep."""
@@ -33,7 +33,7 @@ Wait = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class Waits:
-    """What a process waits for, whose main thread can be woken by another thread of it alone.
+    """The waits of a process whose main thread can be woken only by another of its threads.
 
     Args:
         main: the wait of the main thread. An equal one later means that the thread has not run in between.
@@ -100,7 +100,7 @@ _ENDS_NO_WAIT = sum(
         signal.SIGABRT,
     )
 )
-"""Signals that a worker has handlers for by itself: of an interrupt, and of crashes."""
+"""Signals that a worker has handlers for by itself: for an interrupt, and for crashes."""
 
 _CLASSIC = (1 << 31) - 1
 """Signals 1 to 31. Those above are real-time signals, by which the launcher asks for stacks."""
