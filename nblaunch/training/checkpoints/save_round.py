@@ -40,10 +40,7 @@ from nblaunch.training.joining import is_distributed, waiting
 from nblaunch.wire import schema
 
 _PREFIX = "nblaunch/saves"
-_BUSY_S = (
-    0.001,
-    0.05,
-)  # first and longest pause between two looks at the store while a rank waits for a message
+_BUSY_S = (0.001, 0.05)  # first and longest pause between looks at the store during a wait
 _IDLE_S = 0.2  # pause between looks otherwise, if a thread can't wait inside the store
 _RING_S = timedelta(days=7)  # limit of one wait for a ring; poll(2) counts milliseconds in an int
 _STOP_S = 5.0  # limit for the last message of a process that ends

@@ -306,9 +306,7 @@ def _give_up(
         outcome = SaveOutcome("ValueError", str(error))
     try:
         if coordinator is not None:
-            coordinator.announce(
-                outcome
-            )  # before removing the folder, because other ranks may be looking for it
+            coordinator.announce(outcome)  # before removing the folder: others may be looking for it
     finally:
         if staging is not None:
             staging.discard()

@@ -304,9 +304,7 @@ def inherited_options(loader: DataLoader) -> dict[str, Any]:
 
 def index_sampler_options(loader: DataLoader, index_sampler: Any) -> dict[str, Any]:
     """Return the options by which a loader made from ``loader`` reads what ``index_sampler`` yields."""
-    if (
-        loader.batch_sampler is None
-    ):  # the dataset gets each item of the sampler as it is: an index, or a list
+    if loader.batch_sampler is None:  # the dataset gets the sampler's items as they are: an index, or a list
         return {"sampler": index_sampler, "batch_size": None}
     return {"batch_sampler": index_sampler}
 

@@ -60,9 +60,7 @@ class ReduceAtStepStrategy(Strategy):
                 f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
             )
         for tensor, *values in zip(_tensors(model), *everyones, strict=True):
-            if (
-                len(set(values)) > 1 or None in values
-            ):  # weights that were on a device before can't be compared
+            if len(set(values)) > 1 or None in values:  # weights from a device can't be compared
                 operations.broadcast(tensor)
         return model
 

@@ -130,9 +130,7 @@ def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]
                 f"checkpoint {folder} can't be brought to {process.topology.world_size} processes. {problem}"
             )
         yield universal
-        barrier(
-            process.device
-        )  # no rank reads it any more; if a rank failed, it does not wait for the others
+        barrier(process.device)  # no rank reads it any more; a rank that failed does not wait
     finally:
         if process.topology.rank == 0:
             shutil.rmtree(universal, ignore_errors=True)

@@ -101,9 +101,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
         return False
     num_bytes = tensor.element_size()
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool(
-            (tensor.float() if num_bytes == 1 else tensor).isnan().any()
-        )  # torch can't compare float8
+        return bool((tensor.float() if num_bytes == 1 else tensor).isnan().any())  # torch compares no float8
     is_blank = tensor.contiguous().reshape(-1).view(torch.uint8) == _UNWRITTEN_BYTE
     if num_bytes == 1 and tensor.dtype != torch.bool:  # an element may well be of that value
         return bool(is_blank.all())
