@@ -14,8 +14,8 @@ from nblaunch.diagnosis.root_cause import how_ended
 from nblaunch.events import WorkerState
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.weights import listed
+from nblaunch.weights.sharded import TensorShard
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.weights import TensorShard
 
 _REMEDY = (
     "A function that catches the KeyboardInterrupt and returns keeps them, and so do checkpoints, as of "

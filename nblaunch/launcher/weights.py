@@ -12,19 +12,12 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.events import Note
 from nblaunch.user_code import used_by
+from nblaunch.weights.loading import has_changes, load_if_it_fits, whole
+from nblaunch.weights.plain_names import without_wrappers_inside
+from nblaunch.weights.sharded import ShardedTensor, TensorShard
+from nblaunch.weights.state_dicts import versions_of, with_versions
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
-from nblaunch.wire.plain_names import without_wrappers_inside
-from nblaunch.wire.weights import (
-    ShardedTensor,
-    TensorShard,
-    give_own_memory,
-    is_quantised_weight,
-    shape_mismatches,
-    special_prefixes,
-    versions_of,
-    with_versions,
-)
 
 _MAX_NAMED = 3  # modules in one line
 
@@ -46,14 +39,10 @@ def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     """Return ``state`` with full tensors; those that were not sent are copied from the kernel's ``module``."""
     own = without_wrappers_inside(module).state_dict()
     full = {
-        name: own[name].detach().clone() if isinstance(value, Unchanged) else _whole(value)
+        name: own[name].detach().clone() if isinstance(value, Unchanged) else whole(value)
         for name, value in state.items()
     }
     return with_versions(full, versions_of(own))
-
-
-def _whole(value: Any) -> Any:
-    return value.assembled() if isinstance(value, ShardedTensor) else value
 
 
 def load_back(
@@ -81,14 +70,14 @@ def load_back(
         state = weights.get(path)
         if state is None:
             continue
-        misfit = _load_if_it_fits(module, state, is_complete=path not in lost)
+        misfit = load_if_it_fits(module, state, is_complete=path not in lost)
         if misfit:
             warnings.append(
                 f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not "
                 f"loaded ({misfit}); weights()[{path!r}] of the job or session has them"
             )
         else:
-            (back if _is_sent(state) else unchanged).append(path)
+            (back if has_changes(state) else unchanged).append(path)
     known_unchanged = [path for path in unchanged if path not in lost]
     lines = []
     if back:
@@ -137,7 +126,7 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
 
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"{type(module).__name__} is no torch.nn.Module, into which weights could be loaded")
-    misfit = _load_if_it_fits(module, state, is_complete=True)
+    misfit = load_if_it_fits(module, state, is_complete=True)
     if misfit:
         raise ValueError(
             f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit}"
@@ -153,106 +142,10 @@ def _name(module: Any, path: ArgPath) -> str:
     return f"{path_name(path)} ({type(module).__name__})"
 
 
-def _is_sent(state: Mapping[str, Any]) -> bool:
-    """Return whether there is anything in ``state`` that the kernel does not have."""
-    return not all(isinstance(value, Unchanged) for value in state.values())
-
-
 def _num_bytes(state: Mapping[str, Any]) -> int:
     return sum(
         tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
     )
-
-
-def _load_if_it_fits(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
-    """Load a state dict into ``module``, or return why that is not possible; empty if it was done."""
-    is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))  # they do not travel
-    try:
-        misfit = _misfit(module, state, is_complete)
-        if not misfit:
-            _load(module, state, is_complete)
-    except Exception as error:  # the module's own code refuses
-        misfit = " ".join(f"{type(error).__name__}: {error}".split())
-    return misfit[:300]
-
-
-def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
-    """Put ``state`` into ``module``; shards of tensors are copied one by one, without a full copy of them.
-
-    What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
-    Modules that load in a way of their own get all of their tensors, whole.
-    """
-    if not _is_sent(state):
-        return
-    torch: Any = sys.modules["torch"]
-    module = without_wrappers_inside(module)
-    give_own_memory(module)
-    own = module.state_dict()
-    bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
-    special = tuple(special_prefixes(module))
-    handled = {
-        name
-        for name, value in state.items()
-        if isinstance(value, (ShardedTensor, Unchanged)) and not name.startswith(special)
-    } | bare
-    with torch.no_grad():
-        for name in handled - bare:
-            if isinstance(state[name], ShardedTensor):
-                state[name].put_into(own[name])
-    plain = {
-        name: own[name] if isinstance(value, Unchanged) else _whole(value)
-        for name, value in state.items()
-        if name not in handled
-    }
-    module.load_state_dict(with_versions(plain, versions_of(own)), strict=is_complete and not handled)
-    if bare:
-        made = with_versions(_made(module, state, bare), versions_of(own))
-        module.load_state_dict(made, strict=False, assign=True)
-
-
-def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:
-    """Return tensors in place of those of ``module`` that have a shape only; shared parameters stay shared."""
-    torch: Any = sys.modules["torch"]
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    made: dict[int, Any] = {}
-    tensors = {}
-    for name in bare & state.keys():
-        value = state[name]
-        if isinstance(value, Unchanged):
-            continue
-        parameter = parameters.get(name)
-        tensor = made.get(id(parameter)) if parameter is not None else None
-        if tensor is None:
-            tensor = _whole(value)
-            if parameter is not None:
-                tensor = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-                made[id(parameter)] = tensor
-        tensors[name] = tensor
-    return tensors
-
-
-def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
-    """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
-
-    Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest. Modules that load in
-    a way of their own are left to it: observers of quantisation-aware training take over other shapes, for one.
-    """
-    module = without_wrappers_inside(module)
-    special, own = tuple(special_prefixes(module)), module.state_dict()
-    only_there = [name for name in state if name not in own and not name.startswith(special)]
-    only_here = [name for name in own if name not in state and not name.startswith(special)]
-    reasons = [f"{name} is in the worker only" for name in only_there]
-    reasons += [f"{name} is in the kernel only" for name in only_here if is_complete]
-    reasons += [
-        f"{value.num_missing:,} elements of {name} are on other machines"
-        for name, value in state.items()
-        if isinstance(value, ShardedTensor) and value.num_missing
-    ]
-    reasons += [
-        f"{name} is {there} in the worker and {here} in the kernel"
-        for name, here, there in shape_mismatches(module, own, state)
-    ]
-    return "; ".join(reasons)
 
 
 def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str:

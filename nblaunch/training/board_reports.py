@@ -25,8 +25,8 @@ import torch
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training.planned_epochs import epochs_left
+from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
-from nblaunch.wire.weights import is_sharded
 
 
 @dataclass(slots=True, eq=False)

@@ -40,8 +40,9 @@ from nblaunch import context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import TorchDynamoPlugin
-from nblaunch.wire.plain_names import without_wrappers_inside
-from nblaunch.wire.weights import is_quantised_weight, is_sharded
+from nblaunch.weights.plain_names import without_wrappers_inside
+from nblaunch.weights.quantised import is_quantised_weight
+from nblaunch.weights.sharded import is_sharded
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -111,7 +112,7 @@ def bare_module(model: Any) -> Any:
 
 
 def plain_module(model: Any) -> Any:
-    """Return the user's own module without wrappers inside it: its names are on disk. See ``wire/plain_names.py``."""
+    """Return the user's module without wrappers inside it: files have its names. See ``weights/plain_names.py``."""
     return without_wrappers_inside(bare_module(model))
 
 

@@ -31,7 +31,7 @@ from nblaunch.training.precision import Precision
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.state import AcceleratorState, GradientState
 from nblaunch.training.strategies import Strategy
-from nblaunch.wire.weights import give_own_memory
+from nblaunch.weights.state_dicts import give_own_memory
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
 SCHEDULERS = (LRScheduler, SchedulerPlaceholder)

@@ -10,8 +10,6 @@ From a worker:
     channel.py          events on a pipe, values in them as Python's own types
     board.py            progress in shared memory, the losses as a bounded number of means
     outbox.py           return value, weights, states of optimizers
-    weights.py          weights that ranks hold in shards; quantised ones, which are not sent
-    plain_names.py      names of weights without what wrappers inside a module add
     originals.py        which weights have not changed
     exceptions.py       an exception with its causes, as text and as object
 

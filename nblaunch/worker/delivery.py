@@ -17,17 +17,12 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.events import Interrupted, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
+from nblaunch.weights.plain_names import without_wrappers_inside
+from nblaunch.weights.quantised import quantised_entries
+from nblaunch.weights.sharded import is_fsdp1_module, is_fsdp_module, is_sharded, shards_to_send
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
-from nblaunch.wire.plain_names import without_wrappers_inside
-from nblaunch.wire.weights import (
-    is_fsdp1_module,
-    is_fsdp_module,
-    is_sharded,
-    quantised_entries,
-    shards_to_send,
-)
 from nblaunch.worker.optimizer_steps import steps
 
 _MAX_NAMED = 3  # tensors in one line

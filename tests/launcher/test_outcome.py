@@ -17,8 +17,8 @@ from nblaunch.launcher.outcome import conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
+from nblaunch.weights.sharded import TensorShard
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.weights import TensorShard
 
 
 @pytest.mark.parametrize("lost", [0, 1])

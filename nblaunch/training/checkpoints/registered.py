@@ -31,7 +31,8 @@ from nblaunch.training.checkpoints.save_round import Coordinator, Participant
 from nblaunch.training.collectives import dtensor, nested
 from nblaunch.training.strategies.dtensor_strategy import load_by_places
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.wire.weights import is_sharded, versions_of, with_versions
+from nblaunch.weights.sharded import is_sharded
+from nblaunch.weights.state_dicts import versions_of, with_versions
 
 Places = dict[str, list[int | None]]
 """Position of a leaf in a nested state -> the dimension that each dimension of the mesh shards; None: none."""

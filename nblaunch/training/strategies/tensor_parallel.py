@@ -15,7 +15,7 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.dtensor_strategy import DTensorStrategy, share_weights
-from nblaunch.wire.weights import is_sharded_model
+from nblaunch.weights.sharded import is_sharded_model
 
 
 class TensorParallelPlugin(StrategyPlugin):

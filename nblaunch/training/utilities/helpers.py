@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from nblaunch.training.models import is_compiled_module, repeated_blocks
-from nblaunch.wire.weights import is_sharded_model
+from nblaunch.weights.sharded import is_sharded_model
 
 _UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 

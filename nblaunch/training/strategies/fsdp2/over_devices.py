@@ -99,7 +99,7 @@ class DeviceShardsStrategy(Strategy):
                 self._backend.shard(sent, dimension)
                 state[prefix + name] = sent
 
-    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as wire/weights.py asks
+    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as weights/state_dicts.py asks
 
     def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Shard activations by rows, so that the compiler gathers weights rather than activations."""

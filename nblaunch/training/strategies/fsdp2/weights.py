@@ -23,7 +23,8 @@ from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.fsdp2.initialisation import StandIns, constructor, is_unwritten, unwritten
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.wire.weights import extent, is_quantised_weight, is_sharded
+from nblaunch.weights.quantised import is_quantised_weight
+from nblaunch.weights.sharded import extent, is_sharded
 
 _META = "meta"
 _UNKNOWN = "unknown"

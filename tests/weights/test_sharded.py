@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nblaunch.wire.weights import ShardedTensor, TensorShard
+from nblaunch.weights.sharded import ShardedTensor, TensorShard
 
 
 def test_stretches_of_elements_go_to_their_places_in_any_tensor() -> None:

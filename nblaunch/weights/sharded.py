@@ -1,0 +1,160 @@
+"""Sharded weights, which each rank sends shard by shard.
+
+    rank 0   ── TensorShard ──┐
+    rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's full tensor
+    rank 2   ── TensorShard ──┘
+
+The shards are those of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed. The functions that recognise sharded
+tensors and models live here, too.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A rank's shard of a tensor: a rectangular block of it, or a stretch of its elements in order.
+
+    Args:
+        shape: shape of the full tensor.
+        offset: where the shard begins, one number per dimension.
+        data: the elements of the shard, on the CPU; may be empty.
+        is_flat: whether ``offset`` and ``data`` refer to the tensor as one row of elements.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: Any
+    is_flat: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """The shards of one tensor, which don't overlap. Has the shape and size of the full tensor, but not its values.
+
+    Args:
+        shards: at least one.
+    """
+
+    shards: Sequence[TensorShard]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the full tensor."""
+        return self.shards[0].shape
+
+    def numel(self) -> int:
+        """Return the number of elements of the full tensor."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return int(self.shards[0].data.element_size())
+
+    @property
+    def num_missing(self) -> int:
+        """How many elements are in none of the shards."""
+        return self.numel() - sum(int(shard.data.numel()) for shard in self.shards)
+
+    def put_into(self, full: Any) -> None:
+        """Copy every shard into ``full``, a tensor of this shape."""
+        if any(shard.is_flat for shard in self.shards) and not full.is_contiguous():
+            full.copy_(self.assembled())
+            return
+        for shard in self.shards:
+            target = full.view(-1) if shard.is_flat else full
+            for dim, (start, length) in enumerate(zip(shard.offset, shard.data.shape, strict=True)):
+                target = target.narrow(dim, start, length)
+            target.copy_(shard.data)
+
+    def assembled(self) -> Any:
+        """Return the full tensor, in memory of its own."""
+        full = self.shards[0].data.new_empty(self.shape)
+        self.put_into(full)
+        return full
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether ``value`` is a tensor of which this rank holds a shard."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_sharded_model(model: Any) -> bool:
+    """Return whether this rank holds shards of the parameters of ``model``, other than parameters FSDP has gathered."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def is_fsdp_module(module: Any) -> bool:
+    """Return whether ``fully_shard`` was applied to ``module``."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without it, it was applied to none
+    return isinstance(module, getattr(fsdp, "FSDPModule", ()))  # from torch 2.6 on
+
+
+def is_fsdp1_module(module: Any) -> bool:
+    """Return whether ``module`` is a wrapper of FSDP version 1 that shards; a single rank's wrapper does not shard."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (
+        fsdp is not None
+        and isinstance(module, fsdp.FullyShardedDataParallel)
+        and module.sharding_strategy is not fsdp.ShardingStrategy.NO_SHARD
+    )
+
+
+def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. By
+    torch's own arithmetic, which also knows shards of shards: of FSDP2 over tensor parallelism.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
+
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    return tuple(offset), tuple(shape)
+
+
+def shards_to_send(state: Mapping[str, Any], is_local_main: bool) -> dict[str, Any]:
+    """Return what this rank sends of a module's weights: its shards; the main rank also what is not sharded.
+
+    No rank waits for another. A shard that several ranks hold is sent by one of them.
+
+    Args:
+        state: a state dict of the parameters themselves (``keep_vars=True``), on which DeepSpeed's shards hang.
+        is_local_main: whether this is the first rank of its machine.
+    """
+    sent: dict[str, Any] = {}
+    for name, value in state.items():
+        if is_sharded(value):
+            offset, _ = extent(value)
+            if _is_first_holder(value):
+                sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
+        elif hasattr(value, "ds_id"):
+            sent[name] = _deepspeed_shard(value)
+        elif is_local_main:
+            sent[name] = value.detach() if hasattr(value, "detach") else value
+    return sent
+
+
+def _deepspeed_shard(parameter: Any) -> TensorShard:
+    """Return this rank's shard of a parameter that DeepSpeed has sharded, without the padding that makes all alike."""
+    shard = parameter.ds_tensor.detach().reshape(-1)
+    # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
+    start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
+    length = min(shard.numel(), parameter.ds_numel - start)
+    return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
+
+
+def _is_first_holder(shard: Any) -> bool:
+    """Return whether no rank before this one holds the very same shard.
+
+    An earlier holder is earlier in the shard's mesh, or belongs to another mesh of the same form: beside tensor
+    parallelism, other tensors are sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
+    """
+    coordinate = shard.device_mesh.get_coordinate()
+    return bool((shard.device_mesh.mesh == 0).any()) and all(
+        coordinate[dim] == 0 for dim, placement in enumerate(shard.placements) if placement.is_replicate()
+    )
