@@ -392,8 +392,9 @@ class LaunchSpec:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the launch uses torch's rendezvous of several machines."""
-        return self.engine == "elastic" or self.max_nodes > 1 or self.rdzv_backend != "static"
+        """Whether the launch uses torch's rendezvous of several machines; one alone may ask for it by an address."""
+        has_address = self.rdzv_backend != "static" and bool(self.rdzv_endpoint)
+        return self.engine == "elastic" or self.max_nodes > 1 or has_address
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
@@ -493,7 +494,7 @@ def _check_nodes(spec: LaunchSpec) -> None:
         raise ValueError(
             f"node_rank={spec.node_rank} must be below num_nodes={spec.num_nodes}: nodes count from 0"
         )
-    if spec.rdzv_backend == "c10d" and not host:
+    if spec.rdzv_backend == "c10d" and not host and spec.is_elastic:
         raise ValueError(
             "rdzv_backend='c10d' needs rdzv_endpoint='host:port', the same on every machine: the address of one of them"
         )

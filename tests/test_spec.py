@@ -131,7 +131,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"num_nodes": 2, "rdzv_endpoint": "a b:1"}, ValueError, ("rdzv_endpoint='a b:1'", "host:29400")),
     ({"num_nodes": 2, "rdzv_endpoint": "host:99999"}, ValueError, ("rdzv_endpoint='host:99999'", "host:29400")),
     ({"node_rank": 1}, ValueError, ("node_rank=1", "num_nodes=1")),
-    ({"rdzv_backend": "c10d"}, ValueError, ("rdzv_backend='c10d'", "rdzv_endpoint='host:port'")),
+    ({"rdzv_backend": "c10d", "num_nodes": 2}, ValueError, ("rdzv_backend='c10d'", "rdzv_endpoint='host:port'")),
+    ({"rdzv_backend": "c10d", "num_nodes": "1:2"}, ValueError, ("rdzv_backend='c10d'", "rdzv_endpoint='host:port'")),
     ({"rdzv_backend": "etcd"}, ValueError, ("rdzv_backend='etcd'", "'static'", "'c10d'")),
     ({"rdzv_endpoint": "host:1"}, ValueError, ("rdzv_endpoint", "num_nodes=1 is one")),
     ({"rdzv_conf": {"timeout": 3}}, ValueError, ("rdzv_conf", "num_nodes=1 is one")),
@@ -287,4 +288,6 @@ def test_the_time_to_meet_has_two_names(settings: dict[str, Any], timeout_s: flo
 
 def test_one_machine_has_no_rendezvous_with_others() -> None:
     assert not LaunchSpec(print).is_elastic
+    assert not LaunchSpec(print, rdzv_backend="c10d").is_elastic
     assert LaunchSpec(print, engine="elastic").is_elastic
+    assert LaunchSpec(print, rdzv_backend="c10d", rdzv_endpoint="host:1").is_elastic

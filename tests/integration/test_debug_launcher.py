@@ -23,3 +23,15 @@ debug_launcher(function, (10,)), debug_launcher(function, (0,), 3)
     )
     assert cell.raised.value == "its own"
     assert "in fails()" in cell.raised.text
+
+
+def test_a_rendezvous_of_torchs_on_one_machine_needs_no_address(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+from nblaunch import PartialState, notebook_launcher
+def function():
+    return PartialState().num_processes
+notebook_launcher(function, num_processes=2, rdzv_backend="c10d")
+"""
+    )
+    assert cell.value == 2
