@@ -153,7 +153,7 @@ class DataLoaderAdapter(Base):
         """Return where in its epoch the loader is. A batch that was read ahead does not count.
 
         The state is torchdata's, and each loader accepts the other's state. One more entry holds what torchdata does
-        not know about epoch and order.
+        not know about epoch and order, where there is anything to know.
 
         Raises:
             AttributeError: the loader was made without ``use_stateful_dataloader=True``.
@@ -212,10 +212,11 @@ class DataLoaderAdapter(Base):
 
     def _with_order(self, state: dict[str, Any], is_end: bool) -> dict[str, Any]:
         order = self._order_state(is_end)
-        return {**state, ORDER: order} if order else state
+        # Without the entry, a loader is in its first epoch, in an order that no generator draws.
+        return {**state, ORDER: order} if any(order.values()) else state
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
-        """Return what torchdata's state lacks; empty where it lacks nothing."""
+        """Return what torchdata's state lacks; all zero or empty where it lacks nothing."""
         return {}
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:
