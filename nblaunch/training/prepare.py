@@ -58,6 +58,10 @@ class Preparer:
     def __post_init__(self) -> None:
         self._replacements = Replacements()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.shared.models.update(self.models)  # the copies that were unpickled are prepared here, too
+
     @property
     def has_prepared(self) -> bool:
         """Whether there are prepared objects that :meth:`clear` has not dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def _change(kind: str, model: nn.Sequential, optimizer: Any, rank: int) -> None:
         optimizer.param_groups[0]["params"][:] = [p for p in model.parameters() if p.requires_grad]
 
 
-def _train(kind: str, num_steps: int, options: dict[str, Any]) -> list[float]:
+def _train(kind: str, num_steps: int, options: dict[str, Any], is_pickled: bool = False) -> list[float]:
     handlers = [DistributedDataParallelKwargs(**options)]
     accelerator = Accelerator(
         split_batches=True, gradient_accumulation_steps=num_steps, kwargs_handlers=handlers
@@ -45,6 +46,10 @@ def _train(kind: str, num_steps: int, options: dict[str, Any]) -> list[float]:
         model[0].requires_grad_(False)
     wrapped = accelerator.prepare(model)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    if is_pickled:
+        accelerator, model, wrapped, optimizer = pickle.loads(
+            pickle.dumps((accelerator, model, wrapped, optimizer))
+        )
     for number, rows in enumerate(accelerator.prepare(DataLoader(_rows(), batch_size=2))):
         if number == 4:
             _change(kind, model, optimizer, accelerator.process_index)
@@ -63,6 +68,12 @@ def test_gradients_of_parameters_that_change_after_prepare_are_averaged(kind: st
     options = {"find_unused_parameters": True} if kind == "replaced" else {}
     (expected,) = ranks.run(_train, 1, kind, num_steps, {})
     for weights in ranks.run(_train, 2, kind, num_steps, options):
+        assert weights == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_is_pickled_still_averages_gradients_of_parameters_that_change_later() -> None:
+    (expected,) = ranks.run(_train, 1, "unfrozen", 2, {})
+    for weights in ranks.run(_train, 2, "unfrozen", 2, {}, True):
         assert weights == pytest.approx(expected, rel=1e-9)
 
 

@@ -62,6 +62,15 @@ class LateParameters:
         self.parameters: list[torch.nn.Parameter] = []
         model.register_forward_pre_hook(self._look)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_not_late": [one for one in self._kept if id(one) in self._not_late]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _Registrations.watch()
+        self._not_late = set(map(id, state["_not_late"]))  # parameters have other ids now
+        self._num_registrations = -1  # it may be another process, with a count of its own
+
     def _look(self, model: torch.nn.Module, inputs: Any) -> None:
         """Find late parameters before a differentiated forward. A collective if there are new ones."""
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):

@@ -110,6 +110,13 @@ class DdpStrategy(Strategy):
             weakref.WeakKeyDictionary()
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_late": dict(self._late)}  # weak references can't be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._late = weakref.WeakKeyDictionary(state["_late"])
+
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
