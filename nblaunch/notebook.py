@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nblaunch import attached_debugger, debugging, env
 from nblaunch import dashboard as dashboards
@@ -19,22 +19,37 @@ from nblaunch.launcher.debug_client import release_kept_failures
 from nblaunch.launcher.job import Job, Listener, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
+from nblaunch.spec import (
+    BackendName,
+    DashboardKind,
+    EngineName,
+    HangPolicy,
+    LaunchSpec,
+    LaunchStrategy,
+    MixedPrecision,
+    RendezvousBackend,
+    StartMethod,
+    check_flag,
+    parse_port,
+    wants_spmd,
+)
 
 if TYPE_CHECKING:
     from nblaunch.session.session import Session
+
+T = TypeVar("T")
 
 
 def notebook_launcher(
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
     num_processes: int | None = None,
-    mixed_precision: str = "no",
+    mixed_precision: MixedPrecision = "no",
     use_port: str | int | None = None,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int | str = 1,
-    rdzv_backend: str = "static",
+    rdzv_backend: RendezvousBackend = "static",
     rdzv_endpoint: str = "",
     rdzv_conf: Mapping[str, Any] | None = None,
     rdzv_id: str = "none",
@@ -42,20 +57,20 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     *,
-    backend: str = "auto",
-    engine: str = "auto",
-    start_method: str = "auto",
-    strategy: str = "auto",
+    backend: BackendName | str = "auto",
+    engine: EngineName = "auto",
+    start_method: StartMethod = "auto",
+    strategy: LaunchStrategy = "auto",
     return_all: bool = False,
     sync_weights: bool = True,
     sync_optimizers: bool = False,
     background: bool = False,
     detach: bool = False,
-    dashboard: str = "auto",
+    dashboard: DashboardKind = "auto",
     threads_per_process: int | None = None,
     interrupt_grace_s: float = 5.0,
     hang_timeout_s: float | None = 300.0,
-    on_hang: str = "report",
+    on_hang: HangPolicy = "report",
     post_mortem: bool = False,
     log_dir: str | None = None,
     rdzv_timeout_s: float | None = None,
@@ -206,7 +221,7 @@ def _checked_detach(detach: bool, background: bool, session: object) -> bool:
     return bool(detach)
 
 
-def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+def debug_launcher(function: Callable[..., T], args: tuple[Any, ...] = (), num_processes: int = 2) -> T:
     """Run ``function(*args)`` in a few CPU processes without mixed precision, to try out distributed code.
 
     Args:
@@ -221,7 +236,8 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     with HiddenLauncherFrames():
         specs = [LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")]
         del function, args
-        return run_spec(specs.pop())
+        value: T = run_spec(specs.pop())
+        return value
 
 
 def launch(

@@ -35,6 +35,10 @@ EngineName = Literal["auto", "local", "inline", "elastic"]
 StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 RendezvousBackend = Literal["static", "c10d"]
 HangPolicy = Literal["report", "stop"]
+BackendName = Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps", "xla", "torch_tpu"]
+"""Built-in device families; ``nblaunch.backends.register`` adds names of others."""
+LaunchStrategy = Literal["auto", "spmd"]
+DashboardKind = Literal["auto", "widgets", "html", "text", "none"]
 
 MIXED_PRECISIONS: tuple[str, ...] = get_args(MixedPrecision)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
@@ -156,9 +160,6 @@ def _check_runs_when_called(function: Any) -> None:
             f"{name} is a generator function (it has a yield), and calling it runs none of its lines; "
             f"pass a plain function that iterates over it, such as lambda *args: list({name}(*args))"
         )
-
-
-_STRATEGIES_IN_CALLS = ("auto", "spmd")
 
 
 _OF_FIELD = object()
@@ -443,9 +444,9 @@ def wants_spmd(strategy: Any) -> bool:
     Raises:
         ValueError: it is neither ``"auto"`` nor ``"spmd"``.
     """
-    if strategy not in _STRATEGIES_IN_CALLS:
+    if strategy not in get_args(LaunchStrategy):
         raise ValueError(
-            f"strategy={strategy!r} is unknown; valid are {_listed(_STRATEGIES_IN_CALLS)}. Strategies for "
+            f"strategy={strategy!r} is unknown; valid are {_listed(get_args(LaunchStrategy))}. Strategies for "
             "models are arguments of the Accelerator: fsdp_plugin=..., deepspeed_plugin=..., strategy=plugin"
         )
     return bool(strategy == "spmd")

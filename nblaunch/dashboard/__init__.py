@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard, ShownJob
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
@@ -35,9 +35,10 @@ from nblaunch.dashboard.notebook import NotebookDashboard, is_on_colab, running_
 from nblaunch.dashboard.terminal import LiveTable, TextDashboard, moves_cursor
 from nblaunch.events import JobEnded
 from nblaunch.packages import is_installed
+from nblaunch.spec import DashboardKind
 from nblaunch.user_code import ipython_shell
 
-KINDS = ("auto", "widgets", "html", "text", "none")
+KINDS: tuple[str, ...] = get_args(DashboardKind)
 
 __all__ = [
     "KINDS",

@@ -23,16 +23,19 @@ workers end with it, and the job is listed as lost.
 
 from __future__ import annotations
 
+from typing import Any
+
 from nblaunch import dashboard as dashboards
 from nblaunch.detached.follower import follow
 from nblaunch.detached.listing import JobSummary, find, jobs
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.job import Job
+from nblaunch.spec import DashboardKind
 
 __all__ = ["JobSummary", "attach", "jobs"]
 
 
-def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
+def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> Job[Any]:
     """Return a :class:`Job` for one that was launched with ``detach=True``, and show it in this cell.
 
     Several processes may be attached to a job; that one of them ends changes nothing. In one process, all calls for a

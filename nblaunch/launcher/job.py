@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Event, Metric, Started
@@ -28,11 +28,41 @@ from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.board import SlotReading
 
+T = TypeVar("T")
+
 _AWAIT_POLL_S = 0.05
 """Between two looks of ``await job``."""
 
 _LOOK_S = 0.5
 """Between two looks of a thread that waits for the end of a job without a limit."""
+
+_FOR_USERS = [
+    "attempt",
+    "cancel",
+    "compare",
+    "detach",
+    "exception",
+    "id",
+    "inspect",
+    "interrupt",
+    "is_running",
+    "load_weights",
+    "log_dir",
+    "logs",
+    "metrics",
+    "num_processes",
+    "pids",
+    "ranks",
+    "release",
+    "result",
+    "results",
+    "stacks",
+    "status",
+    "stop",
+    "wait",
+    "weights",
+]
+"""What ``job.<Tab>`` offers. The launcher, dashboards and the debugger use the other public names."""
 
 
 class Listener(Protocol):
@@ -68,7 +98,7 @@ class Requests(Protocol):
         """Ask where every rank is."""
 
 
-class Job:
+class Job(Generic[T]):
     """One launch, running or ended.
 
     ``notebook_launcher(..., background=True)`` returns it; :func:`last_job` gives the last one that this process
@@ -131,7 +161,7 @@ class Job:
         self._ended = threading.Event()
         self._show_again: Callable[[], bool] | None = None
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> T:
         """Wait for the end and return rank 0's value (every rank's, in a list, if launched with ``return_all``).
 
         With several machines, those of this machine: its first rank's, or its ranks'.
@@ -147,7 +177,9 @@ class Job:
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             self._wait_for_success(timeout)
-        return self.results() if self.spec.return_all else self._outcome.values.get(self.ranks[0])
+        values = self._outcome.values
+        result: Any = self.results() if self.spec.return_all else values.get(self.ranks[0])
+        return cast("T", result)
 
     def results(self, timeout: float | None = None) -> list[Any]:
         """Return the values of this machine's ranks; None of others than the first without ``return_all``."""
@@ -170,7 +202,7 @@ class Job:
         if not self.ends_within(timeout):
             raise TimeoutError(f"{self!r} still runs after {timeout} s")
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T]:
         """Wait by ``await job`` in a cell for :meth:`result`, with the kernel's event loop free meanwhile."""
         return self._awaited().__await__()
 
@@ -350,6 +382,9 @@ class Job:
             "on alone"
         )
 
+    def __dir__(self) -> list[str]:
+        return [*(name for name in super().__dir__() if name.startswith("__")), *_FOR_USERS]
+
     def __repr__(self) -> str:
         where = f"{self.num_processes} {self.plan.backend.name} workers"
         return f"<Job {self.spec.function_name} on {where}, {self.status}>"
@@ -461,7 +496,7 @@ class Job:
         if self._outcome.is_released:
             raise RuntimeError(f"{self!r} has given up its result and weights: release() was called")
 
-    async def _awaited(self) -> Any:
+    async def _awaited(self) -> T:
         __tracebackhide__ = True
         while not self.ends_within(0):
             await asyncio.sleep(_AWAIT_POLL_S)
@@ -474,7 +509,7 @@ _jobs: weakref.WeakSet[Job] = weakref.WeakSet()
 """Those of this process, while anything refers to them."""
 
 
-def last_job() -> Job | None:
+def last_job() -> Job[Any] | None:
     """Return the last job that this process started, whatever its outcome; None before the first."""
     return _last_job
 

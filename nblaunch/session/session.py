@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from nblaunch import attached_debugger, formatting
 from nblaunch import dashboard as dashboards
@@ -29,11 +29,13 @@ from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks, saved_values
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.server import serve
-from nblaunch.spec import LaunchSpec, uses
+from nblaunch.spec import BackendName, DashboardKind, LaunchSpec, MixedPrecision, StartMethod, uses
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import ArgPath, modules_in
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand, SetVariables
+
+T = TypeVar("T")
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3
@@ -148,9 +150,9 @@ class Session(RankCommands):
         self,
         num_processes: int | None = None,
         *,
-        mixed_precision: str = "no",
-        backend: str = "auto",
-        start_method: str = "auto",
+        mixed_precision: MixedPrecision = "no",
+        backend: BackendName | str = "auto",
+        start_method: StartMethod = "auto",
         threads_per_process: int | None = None,
         hang_timeout_s: float | None = 300.0,
         log_dir: str | None = None,
@@ -214,6 +216,39 @@ class Session(RankCommands):
         outcome.with_traceback().raise_error()
         return replies
 
+    @overload
+    def run(
+        self,
+        function: Callable[..., T],
+        args: tuple[Any, ...] = (),
+        *,
+        return_all: Literal[False] = False,
+        sync_weights: bool = True,
+        dashboard: DashboardKind = "auto",
+    ) -> T: ...
+
+    @overload
+    def run(
+        self,
+        function: Callable[..., T],
+        args: tuple[Any, ...] = (),
+        *,
+        return_all: Literal[True],
+        sync_weights: bool = True,
+        dashboard: DashboardKind = "auto",
+    ) -> list[T]: ...
+
+    @overload
+    def run(
+        self,
+        function: Callable[..., T],
+        args: tuple[Any, ...] = (),
+        *,
+        return_all: bool,
+        sync_weights: bool = True,
+        dashboard: DashboardKind = "auto",
+    ) -> T | list[T]: ...
+
     def run(
         self,
         function: Callable[..., Any],
@@ -221,7 +256,7 @@ class Session(RankCommands):
         *,
         return_all: bool = False,
         sync_weights: bool = True,
-        dashboard: str = "auto",
+        dashboard: DashboardKind = "auto",
     ) -> Any:
         """Run ``function(*args)`` on every rank, as ``notebook_launcher`` does, on workers that run already.
 

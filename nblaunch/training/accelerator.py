@@ -459,7 +459,7 @@ class Accelerator(AcceleratorProperties):
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Concatenate tensors over ranks on dim 0, in rank order, on every rank.
 
         Args:
@@ -500,7 +500,7 @@ class Accelerator(AcceleratorProperties):
         """
         return self._operations.gather_object(items)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors over ranks, elementwise. The argument is not changed.
 
         Args:

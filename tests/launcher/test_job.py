@@ -38,3 +38,22 @@ def test_metrics_do_not_grow_while_they_are_read(job: Job) -> None:
     rows = job.metrics
     job.emit(Metric(0, 104.0, step=2, values={"loss": 0.4}))
     assert (len(rows), len(job.metrics)) == (1, 2)
+
+
+def test_completion_offers_what_users_call(job: Job) -> None:
+    offered = [name for name in dir(job) if not name.startswith("_")]
+    assert all(hasattr(Job, name) or hasattr(job, name) for name in offered)
+    assert {"result", "stop", "logs", "metrics", "status", "wait"} <= set(offered)
+    assert set(offered).isdisjoint(
+        {"spec", "plan", "requests", "emit", "show_with", "find_debugger", "outcome"}
+    )
+
+
+def test_ipython_completes_a_job_in_this_way(job: Job) -> None:
+    from IPython.core.completer import IPCompleter, provisionalcompleter
+
+    completer = IPCompleter(shell=None, namespace={"job": job}, global_namespace={}, use_jedi=True)
+    with provisionalcompleter():
+        offered = {completion.text.lstrip(".") for completion in completer.completions("job.", 4)}
+    assert "result" in offered
+    assert offered.isdisjoint({"spec", "requests", "emit", "show_with"})

@@ -1,0 +1,31 @@
+"""Type checkers know what launches return, and which settings there are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_readme import PYTHON
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_mypy_knows_the_types_of_launches_and_accepts_the_example_of_the_readme(tmp_path: Path) -> None:
+    example = tmp_path / "readme.py"
+    example.write_text(PYTHON[0], encoding="utf-8")
+    settings = ["--config-file", ROOT / "pyproject.toml", "--allow-untyped-defs", "--allow-incomplete-defs"]
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", *settings, ROOT / "tests" / "types_of_launches.py", example],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
