@@ -4,6 +4,7 @@
        └── JobRunner: starts the workers, watches them, follows their logs, as for any job, of the function ``serve``
 
 session.py       Session: what the caller holds
+rank_commands.py commands to all ranks or to some: code, variables
 client.py        in the kernel: sends commands and variables to the ranks, waits for replies, keeps what failed
 server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from nblaunch import attached_debugger, formatting
+from nblaunch import attached_debugger
 from nblaunch import dashboard as dashboards
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
@@ -26,95 +24,20 @@ from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, 
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks, saved_values
+from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks
 from nblaunch.session.output import SessionOutput, emit, end_events
+from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
 from nblaunch.spec import BackendName, DashboardKind, LaunchSpec, MixedPrecision, StartMethod, uses
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.wire.argument_paths import ArgPath, modules_in
-from nblaunch.wire.assignment import restore_sources
-from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand, SetVariables
+from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand
 
 T = TypeVar("T")
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3
 """What ranks of a short command print is shown at its end, equal lines of all ranks once, whenever each arrives."""
-
-
-class RankCommands(ABC):
-    """Commands to ranks of a session: of a :class:`Session` itself to all, of :meth:`Session.ranks` to some."""
-
-    @abstractmethod
-    def _target(self) -> tuple[Session, Sequence[int]]:
-        """Return the session and its ranks that commands are for."""
-
-    def execute(self, code: str) -> RankValues:
-        """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
-
-        What they print is shown in the running cell, with the rank. ``torch.distributed`` is up from the first code on
-        that names torch, or a command after it has been imported.
-
-        Args:
-            code: Python.
-
-        Returns:
-            rank -> the value of a last expression; None on ranks without one. Tensors arrive on the CPU, and an
-            :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` stands for what can't be pickled.
-
-        Raises:
-            KeyboardInterrupt: the command was interrupted. Names that ranks have set stay.
-            WorkerDied: a rank has ended; the session has then ended, too.
-            BaseException: what the code raised on the first rank that failed, with its original type.
-        """
-        __tracebackhide__ = True
-        session, ranks = self._target()
-        with HiddenLauncherFrames(), session._client.command():
-            filename = f"<session command {next(_numbers)}>"
-            restore_sources({filename: code})
-            replies = session._execute(Execute(code=code, filename=filename), ranks)
-            return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
-
-    def put(self, **values: Any) -> None:
-        """Set variables on the ranks: ``session.put(lr=0.1)``.
-
-        Args:
-            **values: name -> value, pickled; tensors are shared by the ranks until one writes to them.
-
-        Raises:
-            PayloadError: a value can't be pickled.
-        """
-        __tracebackhide__ = True
-        session, ranks = self._target()
-        with HiddenLauncherFrames(), session._client.command():
-            with saved_values(values) as fd:
-                replies = session._request(ranks, SetVariables(), [fd])
-            session._outcome(replies).with_traceback().raise_error()
-
-    def __getitem__(self, name: str) -> RankValues:
-        """Return rank -> the value of a variable.
-
-        Raises:
-            NameError: a rank has no such variable.
-        """
-        __tracebackhide__ = True
-        if not name.isidentifier():
-            raise ValueError(f"{name!r} is no name of a variable; execute() takes expressions")
-        return self.execute(name)
-
-
-class _SomeRanks(RankCommands):
-    """Some ranks of a session."""
-
-    def __init__(self, session: Session, ranks: Sequence[int]) -> None:
-        self._session = session
-        self._ranks = ranks
-
-    def _target(self) -> tuple[Session, Sequence[int]]:
-        return self._session, self._ranks
-
-    def __repr__(self) -> str:
-        return f"<{formatting.ranks(self._ranks)} of {self._session!r}>"
 
 
 class Session(RankCommands):
@@ -183,7 +106,7 @@ class Session(RankCommands):
             ValueError: there are no such ranks.
         """
         with HiddenLauncherFrames():
-            return _SomeRanks(self, self._checked_ranks(ranks or None))
+            return SomeRanks(self, self._checked_ranks(ranks or None))
 
     def _target(self) -> tuple[Session, Sequence[int]]:
         return self, self._ranks
@@ -597,9 +520,6 @@ def execute_and_display(
 
 _START_SETTINGS = [field.name for field, use in uses() if use.is_of_start]
 """Settings that hold from the start of the workers to their end."""
-
-_numbers = itertools.count(1)
-"""Of the commands of all sessions: tracebacks find their lines by them."""
 
 _LATE_INTERRUPT = "every rank has returned: weights are loaded, and session.result() returns the value"
 

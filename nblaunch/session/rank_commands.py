@@ -1,0 +1,108 @@
+"""Commands to ranks of a session: to all of them, or to some."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from nblaunch import formatting
+from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
+from nblaunch.launcher.debug_client import RankValues
+from nblaunch.launcher.outcome import JobOutcome
+from nblaunch.session.client import Replies, SessionClient, saved_values
+from nblaunch.wire.assignment import restore_sources
+from nblaunch.wire.worker_commands import Execute, SessionCommand, SetVariables
+
+_numbers = itertools.count(1)
+"""Numbers of the commands of all sessions. Tracebacks find the lines of a command by its number."""
+
+
+class CommandedSession(Protocol):
+    """The parts of a :class:`Session` that commands use."""
+
+    _client: SessionClient
+
+    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies: ...
+
+    def _request(
+        self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()
+    ) -> Replies: ...
+
+    def _outcome(self, replies: Replies) -> JobOutcome: ...
+
+
+class RankCommands(ABC):
+    """Commands to ranks of a session: of a :class:`Session` itself to all, of :meth:`Session.ranks` to some."""
+
+    @abstractmethod
+    def _target(self) -> tuple[CommandedSession, Sequence[int]]:
+        """Return the session and its ranks that commands are for."""
+
+    def execute(self, code: str) -> RankValues:
+        """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
+
+        What they print is shown in the running cell, with the rank. ``torch.distributed`` is up from the first code on
+        that names torch, or a command after it has been imported.
+
+        Args:
+            code: Python.
+
+        Returns:
+            rank -> the value of a last expression; None on ranks without one. Tensors arrive on the CPU, and an
+            :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` stands for what can't be pickled.
+
+        Raises:
+            KeyboardInterrupt: the command was interrupted. Names that ranks have set stay.
+            WorkerDied: a rank has ended; the session has then ended, too.
+            BaseException: what the code raised on the first rank that failed, with its original type.
+        """
+        __tracebackhide__ = True
+        session, ranks = self._target()
+        with HiddenLauncherFrames(), session._client.command():
+            filename = f"<session command {next(_numbers)}>"
+            restore_sources({filename: code})
+            replies = session._execute(Execute(code=code, filename=filename), ranks)
+            return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
+
+    def put(self, **values: Any) -> None:
+        """Set variables on the ranks: ``session.put(lr=0.1)``.
+
+        Args:
+            **values: name -> value, pickled; tensors are shared by the ranks until one writes to them.
+
+        Raises:
+            PayloadError: a value can't be pickled.
+        """
+        __tracebackhide__ = True
+        session, ranks = self._target()
+        with HiddenLauncherFrames(), session._client.command():
+            with saved_values(values) as fd:
+                replies = session._request(ranks, SetVariables(), [fd])
+            session._outcome(replies).with_traceback().raise_error()
+
+    def __getitem__(self, name: str) -> RankValues:
+        """Return rank -> the value of a variable.
+
+        Raises:
+            NameError: a rank has no such variable.
+        """
+        __tracebackhide__ = True
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is no name of a variable; execute() takes expressions")
+        return self.execute(name)
+
+
+class SomeRanks(RankCommands):
+    """Some ranks of a session."""
+
+    def __init__(self, session: CommandedSession, ranks: Sequence[int]) -> None:
+        self._session = session
+        self._ranks = ranks
+
+    def _target(self) -> tuple[CommandedSession, Sequence[int]]:
+        return self._session, self._ranks
+
+    def __repr__(self) -> str:
+        return f"<{formatting.ranks(self._ranks)} of {self._session!r}>"
