@@ -44,7 +44,7 @@ The way of objects through ``prepare``:
       models                 models.py (without_parallel_wrappers, stays_in_place)
                              ──> precision.py (layers; forward, unless FSDP2's MixedPrecisionPolicy does that:
                                  casts_models)
-                             ──> models.py (to the device; FSDP2, DeepSpeed and XLA's move it themselves: moves_models)
+                             ──> strategies/ (place: to the device; FSDP2 and DeepSpeed move it as they set it up)
                              ──> strategies/ (setup_module: rank 0's weights; wrap or shard)
                              ──> strategies/ (compile: DeepSpeed's own), else models.py (compile_model)
       optimizers             strategies/ ──> models.py (Replacements.hand_to: the parameters that prepare has put in

@@ -112,14 +112,12 @@ class Preparer:
             precision.restore_forward(inner)
         else:
             self.precision.prepare_forward(inner)
-        if moves and (evaluation_mode or not self.strategy.moves_models):
-            with self._replacing(inner):
-                to_device(inner, self.shared.process)
         prepared: Any = model
-        if not evaluation_mode:
-            if self.strategy.moves_models:
-                self.strategy.may_move = moves
-            with self._replacing(inner):
+        with self._replacing(inner):
+            if moves:
+                place = to_device if evaluation_mode else self.strategy.place
+                place(inner, self.shared.process)
+            if not evaluation_mode:
                 prepared = self.strategy.setup_module(model, self.shared.process)
         compiled = self.strategy.compile(prepared, self.dynamo)
         prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled

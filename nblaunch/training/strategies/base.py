@@ -6,7 +6,7 @@ and what the user prepares in one call. ``prepare`` calls in this order:
     on_prepare         with all arguments of the call
     for each model:
                        (its layers and its forward get the precision; not the forward where ``casts_models``)
-                       (it goes to its device, unless the strategy ``moves_models``)
+      place            moves it to its device, unless it stays where it is
       setup_module     wraps or shards it
       compile
     optimizer          for each, after all models
@@ -31,6 +31,7 @@ from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.errors import warn
 from nblaunch.events import Note
+from nblaunch.training import models
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess
@@ -153,15 +154,6 @@ class Strategy(ABC):
     label = ""
     """Member of ``DistributedType`` for a job whose ranks hold shards; empty: the devices determine the label."""
 
-    moves_models = False
-    """Whether :meth:`setup_module` itself moves a model to its device."""
-
-    may_move = True
-    """Whether a :meth:`setup_module` that moves models may move the next one. ``prepare`` sets this before each call.
-
-    False with ``device_placement=False``, and for a model that a device map or quantisation keeps in its place.
-    """
-
     casts_models = False
     """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast.
 
@@ -189,13 +181,22 @@ class Strategy(ABC):
         ``prepare_model`` and similar methods, which prepare one object, do not call this.
         """
 
+    def place(self, model: torch.nn.Module, process: JoinedProcess) -> None:
+        """Move the user's module to the device of this rank, before :meth:`setup_module`.
+
+        A strategy whose :meth:`setup_module` moves the weights piece by piece overrides this to do nothing. It must not
+        communicate: that would stall launches whose workers move their models one after the other.
+
+        ``prepare`` does not call this with ``device_placement=False``, for a model that a device map or quantisation
+        keeps in its place, or for a model that is only evaluated, which it moves itself.
+        """
+        models.to_device(model, process)
+
     @abstractmethod
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         """Return ``model`` ready for training on this rank, wrapped or not; with rank 0's weights, if any is trained.
 
-        The model is already on its device, unless the strategy ``moves_models``. In that case the model is as the user
-        built it, and this method moves it. Communicating before that would stall launches whose workers move their
-        models one after the other. ``prepare`` does not call this for models that are only evaluated.
+        ``prepare`` calls :meth:`place` before, and neither for models that are only evaluated.
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:

@@ -42,17 +42,24 @@ class ReduceAtStepStrategy(Strategy):
 
     name = "reduce_at_step"
     unjoined = "on this device"
-    moves_models = True
+
+    def __init__(self) -> None:
+        self._checksums: weakref.WeakKeyDictionary[torch.nn.Module, list[int | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def place(self, model: torch.nn.Module, process: JoinedProcess) -> None:
+        """Take the checksums of the weights while they are on the host, then move the model."""
+        self._checksums[model] = _checksums(model)
+        super().place(model, process)
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         """Send rank 0's weights if other ranks' differ; workers that share the kernel's model have nothing to send.
 
-        Ranks compare checksums, taken while the weights are on the host. The comparison must wait for the move: if
-        workers build their models one after the other, the next worker waits until this one's model has moved.
+        Ranks compare checksums. The comparison must wait for the move: if workers build their models one after the
+        other, the next worker waits until this one's model has moved.
         """
-        checksums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
-        if self.may_move:
-            models.to_device(models.bare_module(model), process)
+        checksums = self._checksums.pop(models.bare_module(model), None) or _checksums(model)
         everyones = operations.gather_object([checksums])
         if len({len(one) for one in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
@@ -69,6 +76,11 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return parameters and buffers under each of their names, because XLA's move separates tied ones until it ends."""
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return [tensor.detach() for tensors in named for _, tensor in tensors]
+
+
+def _checksums(model: torch.nn.Module) -> list[int | None]:
+    """Return the checksum of each tensor of a model; None for tensors on a device, which can't be compared."""
+    return [checksum(tensor) if tensor.device.type == "cpu" else None for tensor in _tensors(model)]
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ from nblaunch import context, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.events import Note
 from nblaunch.training.joining import JoinedProcess, is_distributed, waiting
-from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
+from nblaunch.training.models import compile_model, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
@@ -55,7 +55,6 @@ class DeepSpeedStrategy(Strategy):
     name = "deepspeed"
     label = "DEEPSPEED"
     unjoined = "with DeepSpeed"
-    moves_models = True
     holds_shards = True
     shard_files = checkpoint.OWN_FILES
 
@@ -98,14 +97,16 @@ class DeepSpeedStrategy(Strategy):
             batch_sizes=[_batch_size(loader) for loader in loaders],
         )
 
+    def place(self, model: torch.nn.Module, process: JoinedProcess) -> None:
+        """Move a model that no engine will hold; an engine moves its model itself."""
+        if not self._needs_engine():
+            super().place(model, process)
+
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        if deepspeed_library.is_engine(model):
+        if deepspeed_library.is_engine(model) or not self._needs_engine():
             return model
         settings = self._plugins.active
         optimizer = self._given.optimizer
-        if optimizer is None and settings.zero_stage != 3:
-            to_device(model, process)
-            return model
         if optimizer is not None and self.engine is not None:
             trained = type(without_parallel_wrappers(self.engine)).__name__
             raise ValueError(
@@ -135,6 +136,10 @@ class DeepSpeedStrategy(Strategy):
         else:
             module.compile(**options.to_compile_kwargs())
         return model
+
+    def _needs_engine(self) -> bool:
+        """Return whether a model is set up in an engine: if it is trained, and in stage 3 also to evaluate it."""
+        return self._given.optimizer is not None or self._plugins.active.zero_stage == 3
 
     def _inputs(self, model: torch.nn.Module, process: JoinedProcess) -> EngineInputs:
         return dataclasses.replace(

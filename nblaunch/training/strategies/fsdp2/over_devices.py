@@ -38,7 +38,6 @@ class DeviceShardsStrategy(Strategy):
     """Shard weights, gradients and optimizer state over the devices of this process."""
 
     name = "fsdp2 over devices"
-    moves_models = True
 
     def __init__(self, process: JoinedProcess, settings: ShardingSettings) -> None:
         for field, instead in _REFUSED.items():
@@ -56,6 +55,9 @@ class DeviceShardsStrategy(Strategy):
         self._dimensions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> int
 
     # --- preparing -----------------------------------------------------------------------------------------------
+
+    def place(self, model: nn.Module, process: JoinedProcess) -> None:
+        """Leave the model on the host: :meth:`setup_module` moves it part by part."""
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)

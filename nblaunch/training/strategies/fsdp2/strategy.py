@@ -67,9 +67,14 @@ class Fsdp2Strategy(DTensorStrategy):
         settings.precision_policy(dtype)  # refuses what it does not know before any model is built
         # Units gather their weights and cast their inputs. autocast would also compute losses and layer norms in fp32,
         # which takes more memory and differs from Accelerate.
-        self.moves_models = self.holds_shards = self.casts_models = process.topology.world_size > 1
+        self.holds_shards = self.casts_models = process.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
+
+    def place(self, model: nn.Module, process: JoinedProcess) -> None:
+        """Leave a model that will be sharded on the host: its shards move."""
+        if not self.holds_shards:
+            super().place(model, process)
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
