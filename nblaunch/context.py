@@ -50,12 +50,14 @@ class ProcessContext:
         is_launched: the process runs the function of a launch, as a worker or inline; False if the context was made
             from the environment.
         num_commands: commands of a session that this process has begun.
+        reports: what this process shows on the board (``nblaunch.progress.reports``), None before its first use; opaque
+            here.
         training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
         was_reset: ``PartialState._reset_state()`` was called: what the user has of ``training`` does not make it anew.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
         flush_losses: writes the last losses and the memory of the device to the board, which are held back because
-            reading them waits for the device; set by training, called when the function has returned.
-        forget_losses: begins the losses of the board anew, for another command of a session; set by training.
+            reading them waits for the device; set with ``reports``, called when the function has returned.
+        forget_losses: begins the losses of the board anew, for another command of a session; set with ``reports``.
     """
 
     topology: Topology
@@ -71,6 +73,7 @@ class ProcessContext:
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     num_commands: int = 0
+    reports: Any = field(default=None, compare=False, repr=False)
     training: Any = None
     was_reset: bool = False
     compares_shapes: bool | None = None

@@ -117,7 +117,12 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     # Another training has a loop of its own; after a look at a batch the board goes back to an earlier one.
     is_another = reading.epoch < rank.epoch and reading.loop > rank.reading.loop
     if not rank.first_epoch or is_another:
-        return {"first_epoch": reading.epoch, "first_epoch_s": now_s, "epoch_length_s": None}
+        return {
+            "first_epoch": reading.epoch,
+            "first_epoch_s": now_s,
+            "first_job_steps": reading.job_steps[0],
+            "epoch_length_s": None,
+        }
     num_done = reading.epoch - rank.first_epoch
     if reading.epoch != rank.epoch and num_done > 0:
         return {"epoch_length_s": (now_s - rank.first_epoch_s) / num_done}

@@ -76,7 +76,9 @@ class LastLines:
 
 def _display_line(event: Displayed) -> str:
     """Return a display in one line: its text, or else the types of its data."""
-    text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
+    text = single_line(str(event.data.get("text/plain", "")))
+    if not text or text.startswith("<IPython."):  # the name of a class says nothing of what is shown
+        text = single_line(", ".join(kind for kind in event.data if kind != "text/plain")) or text
     return f"displayed: {text}"
 
 

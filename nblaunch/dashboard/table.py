@@ -412,19 +412,27 @@ def progress(view: JobView) -> str:
     if not last.has_progress:
         return ""
     is_known = 0 < last.epoch <= last.num_epochs
+    trains = last.epoch > 0 or last.state is WorkerState.TRAINING
     losses = [rank.loss for rank in view.ranks if rank.loss is not None]
     rates = [rank.samples_per_s for rank in view.ranks if rank.samples_per_s]
     fraction = last.job_fraction
     parts = [
-        f"epoch {last.epoch} of {last.num_epochs}" if is_known else f"epoch {last.epoch}" * bool(last.epoch),
+        _position(last, is_known=is_known),
         ""
         if fraction is None
         else f"{int(100 * fraction)} %" + " of the epoch" * (last.epoch > 0 and not is_known),
-        "" if view.left_s is None or not last.epoch else f"{whole_duration(view.left_s)} left",
+        "" if view.left_s is None or not trains else f"{whole_duration(view.left_s)} left",
         f"loss {loss(sum(losses) / len(losses))}" if losses else "",
         f"{rate(sum(rates))} samples/s" if rates else "",
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _position(rank: RankView, *, is_known: bool) -> str:
+    """Return ``epoch 3 of 10``, or ``step 310 of 1,000`` of a loop without epochs."""
+    if rank.epoch:
+        return f"epoch {rank.epoch}" + (f" of {rank.num_epochs}" if is_known else "")
+    return f"step {rank.step:,}" + (f" of {rank.total:,}" if rank.total >= 0 else "")
 
 
 def _setting(view: JobView) -> str:

@@ -185,6 +185,7 @@ class RankView:
         phase: the last state other than waiting.
         first_epoch: the first epoch that was seen of a training; 0 before.
         first_epoch_s: ``now_s`` of the first reading with it.
+        first_job_steps: steps of optimizers, as a framework counts them, at that reading.
         epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
@@ -223,6 +224,7 @@ class RankView:
     phase: WorkerState = WorkerState.STARTING
     first_epoch: int = 0
     first_epoch_s: float = 0.0
+    first_job_steps: int = 0
     epoch_length_s: float | None = None
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
@@ -292,6 +294,9 @@ class RankView:
     @property
     def job_fraction(self) -> float | None:
         """The progress of all epochs, 0 to 1; of the current loop where their number is unknown."""
+        done, total = self.reading.job_steps
+        if total > 0:
+            return min(done / total, 1.0)
         if not 0 < self.epoch <= self.num_epochs:
             return self.fraction
         of_epoch = self.trained_fraction if self.is_evaluating else self.fraction or 0.0
@@ -303,7 +308,13 @@ class RankView:
 
         Of a loop that trains nothing, until its end.
         """
-        if self.state.is_final or self.total <= 0 or not self.steps_per_s:
+        if self.state.is_final or self.state is WorkerState.FINISHING or not self.steps_per_s:
+            return None
+        done, total = self.reading.job_steps
+        if total > 0:  # with evaluations, as far as there were some
+            num_done = done - self.first_job_steps
+            return (self.changed_s - self.first_epoch_s) * (total - done) / num_done if num_done > 0 else None
+        if self.total <= 0:
             return None
         left_s = max(self.total - self.step, 0) / self.steps_per_s
         if not self.epoch:

@@ -28,8 +28,6 @@ The :class:`Accelerator`, and what it is built of:
     checkpoints/     saved states and models
     trusted_types.py which classes files of checkpoints may name
     tracking/        metrics and trackers
-    board_reports.py what the launcher reads on the progress board: loops, loss, device memory, busy time
-    planned_epochs.py how many epochs the user's ``for`` loops will run
     utilities/       what scripts import beside the Accelerator
 
 The way of objects through ``prepare``:
@@ -53,7 +51,8 @@ The way of objects through ``prepare``:
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 
 The way of a loss through ``backward``: gradients.py ──> strategies/ (divided by the micro-steps of an optimizer step)
-──> precision.py (scaled, for fp16; ``loss.backward()``, in which hooks reduce gradients) ──> board_reports.py (shown)
+──> precision.py (scaled, for fp16; ``loss.backward()``, in which hooks reduce gradients)
+──> ``nblaunch.progress`` (shown)
 
 What dashboards show as a step is a batch that data/loader.py has handed out, or an item of ``accelerator.progress``.
 Steps of optimizers, any optimizer's, are counted by a hook that the worker has set on torch

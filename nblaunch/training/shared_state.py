@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,10 +11,11 @@ import torch
 
 from nblaunch import context
 from nblaunch.errors import warn
-from nblaunch.events import EpochEnded, WorkerState
+from nblaunch.events import WorkerState
+from nblaunch.progress.board_reports import BusyTime, LoopStack, LossReport, length_of
+from nblaunch.progress.reports import get_reports
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
-from nblaunch.training.board_reports import BusyTime, Loop, LoopStack, LossReport, length_of
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import InitProcessGroupKwargs
@@ -111,12 +111,6 @@ class SharedState:
             if status:
                 print(" " * len(status), end="\r", flush=True)  # what is left is kept as a line
 
-    def report_epoch(self, loop: Loop) -> None:
-        """Report the end of a loop over a training loader, whose losses were flushed."""
-        duration_s = time.monotonic() - loop.began_s
-        rank = self.process.topology.rank
-        context.current().emit(EpochEnded(rank, time.time(), loop.epoch, self.losses.take_mean(), duration_s))
-
     def check_models(self) -> None:
         """Warn, at the first backward pass, where its gradients stay on their rank: no model was prepared."""
         self.has_checked_models = True
@@ -168,21 +162,15 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
         warn(f"{given} has no effect: this process has joined its process group already")
     if here.training is None:
         process = joining.join(cpu, init)
-        losses = LossReport(process.slot, process.backend)
-        loaders, loops = LoaderStack(), LoopStack(process.slot)
-
-        def forget() -> None:
-            losses.begin_anew()
-            loops.begin_anew()
-
-        here.flush_losses, here.forget_losses = losses.show_last, forget
+        reports, loaders = get_reports(), LoaderStack()
+        reports.losses.backend = process.backend  # it may compute on the CPU beside a device
         here.training = SharedState(
             process,
             loaders,
             AccumulationState(loaders),
-            loops,
-            losses,
-            BusyTime(process.slot),
+            reports.loops,
+            reports.losses,
+            reports.busy_time,
             init=init,
         )
     shared: SharedState = here.training

@@ -75,6 +75,7 @@ _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26
 _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
 _KEEPS_WEIGHTS = 31
 _BOUNDARY_CHECKS, _BOUNDARY_REPLY, _BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(32, 36)
+_JOB_STEPS, _JOB_TOTAL = 36, 37
 
 _MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
 
@@ -107,6 +108,8 @@ class SlotReading:
         loop: number of the current loop, from 1; 0 before the first.
         trained: step, total and epoch at the end of the last loop over a training loader; zeros before.
         steps_done: steps of all loops since the start.
+        job_steps: steps of optimizers that are done, and those of the whole training, where a framework counts them;
+            else zeros.
     """
 
     rank: int
@@ -132,6 +135,7 @@ class SlotReading:
     loop: int = 0
     trained: tuple[int, int, int] = (0, 0, 0)
     steps_done: int = 0
+    job_steps: tuple[int, int] = (0, 0)
 
 
 class _Word:
@@ -232,6 +236,7 @@ class Slot:
         """Forget loops and losses, for another command of a session. What is compared with before goes on."""
         self.start_loop(-1, 0, self.state)
         self.end_training(0, 0, 0)
+        self.set_job_steps(0, 0)
         self.set_losses(NO_LOSSES)
         self._ints[_HAS_LOSS], self._doubles[_STEP_TIME] = 0, 0.0
 
@@ -261,6 +266,11 @@ class Slot:
         """Record where a loop over a training loader has ended."""
         ints = self._ints
         ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH] = step, total, epoch
+
+    def set_job_steps(self, done: int, total: int) -> None:
+        """Set how many optimizer steps of the whole training are done, and how many there will be."""
+        ints = self._ints
+        ints[_JOB_STEPS], ints[_JOB_TOTAL] = done, total
 
     def advance_to(self, step: int, samples: int) -> None:
         """Set the batches of this loop that were handed to the user, and the samples since the start."""
@@ -342,6 +352,7 @@ class Slot:
             loop=ints[_LOOP],
             trained=(ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH]),
             steps_done=ints[_STEPS_DONE],
+            job_steps=(ints[_JOB_STEPS], ints[_JOB_TOTAL]),
         )
 
     def _losses(self) -> LossCurve:

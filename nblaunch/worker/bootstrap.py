@@ -41,6 +41,7 @@ from nblaunch.backends import process_group
 from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
+from nblaunch.progress import frameworks, plain_loops
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
@@ -228,6 +229,8 @@ class _Worker:
                 is_launched=True,
             )
         )
+        plain_loops.watch()
+        frameworks.watch(assignment.rank)
         if self.files is not None:
             self.files.watch(assignment.rank, self.locks, self._warn)
         self._prepare_debugger()

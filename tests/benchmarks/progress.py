@@ -37,7 +37,7 @@ def _measure() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     from nblaunch import Accelerator, context
-    from nblaunch.training.board_reports import BusyTime
+    from nblaunch.progress.board_reports import BusyTime
 
     slot = context.current().slot
     accelerator = Accelerator()

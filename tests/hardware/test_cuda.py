@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context, env
 from nblaunch.backends.cuda import BACKEND
-from nblaunch.training.board_reports import LossReport
+from nblaunch.progress.board_reports import LossReport
 from nblaunch.wire.board import private_slot
 from tests.training import ranks
 from tests.training.ranks import rank_server  # noqa: F401  a fixture

@@ -474,7 +474,7 @@ def test_the_loss_is_divided_by_the_window() -> None:
 def test_the_loss_is_shown_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator()
     now, shown = [100.0], []
-    monkeypatch.setattr("nblaunch.training.board_reports.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("nblaunch.progress.board_reports.time.monotonic", lambda: now[0])
     slot = context.current().slot
     monkeypatch.setattr(slot, "set_loss", shown.append)
     weight = nn.Parameter(torch.ones(1))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.board_reports import Loop
+from nblaunch.progress.board_reports import Loop
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader

@@ -23,7 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.training.board_reports import Loop, length_of
+from nblaunch.progress.board_reports import Loop, length_of
+from nblaunch.progress.reports import get_reports
 from nblaunch.training.collectives import nested, rng
 from nblaunch.training.data.adapter import (
     FINISHED,
@@ -170,7 +171,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self.epochs.left += 1
             is_of_this_command = shared.loops.end(loop, is_epoch)
             if is_epoch and is_of_this_command:
-                shared.report_epoch(loop)
+                get_reports().report_epoch(loop)
 
     def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
         """Return to the enclosing loop after a look or an evaluation; an epoch has no enclosing loop."""

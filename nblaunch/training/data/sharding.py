@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from nblaunch.training.board_reports import length_of
+from nblaunch.progress.board_reports import length_of
 from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler
 
 

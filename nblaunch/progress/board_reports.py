@@ -24,7 +24,7 @@ import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.training.planned_epochs import epochs_left
+from nblaunch.progress.planned_epochs import EpochPlan, left_of, places_around
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
 
@@ -68,12 +68,15 @@ class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
     ``epoch`` is the number of the current or last epoch, from 1, shown with loops that train nothing, too;
-    ``last_training`` that of the loop that began last of those that train.
+    ``last_training`` that of the loop that began last of those that train; ``plan`` what the framework says whose
+    training runs, None without one.
     """
 
     def __init__(self, slot: Slot) -> None:
         self.epoch = 0
         self.last_training = 0
+        self.num_commands = 0  # of a session, that have ended
+        self.plan: EpochPlan | None = None
         self._num_epochs = 0
         self._num_loops = 0
         self._slot = slot
@@ -84,9 +87,19 @@ class LoopStack:
         self._outside = WorkerState.RUNNING
 
     def begin(
-        self, total: int, epoch: int, state: WorkerState, step: int = 0, *, is_over_epochs: bool = False
+        self,
+        total: int,
+        epoch: int,
+        state: WorkerState,
+        step: int = 0,
+        *,
+        is_over_epochs: bool = False,
+        num_epochs: int | None = None,
     ) -> Loop:
-        """Begin a loop inside those that run; the arguments are those of :class:`Loop`."""
+        """Begin a loop inside those that run; the arguments are those of :class:`Loop`.
+
+        With ``num_epochs=None``, the user's code says how many there will be.
+        """
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
         if not self._stack:
@@ -94,8 +107,8 @@ class LoopStack:
         if state is WorkerState.TRAINING:
             begun.before = self._slot.loop, self.last_training, self.epoch, self._num_epochs
             self.last_training = begun.number
-            self.epoch, self._num_epochs = epoch, self._planned_epochs(epoch)
-            begun.num_epochs = self._num_epochs
+            planned = self._planned_epochs(epoch) if num_epochs is None else (epoch, num_epochs)
+            self.epoch, self._num_epochs = begun.epoch, begun.num_epochs = planned
         self._stack.append(begun)
         self._show(begun)
         return begun
@@ -118,7 +131,35 @@ class LoopStack:
 
     def begin_anew(self) -> None:
         """Forget all loops: they are of an earlier command, and tracebacks or variables keep them in their middle."""
-        self._stack, self._shown = [], None
+        self._stack, self._shown, self.plan = [], None, None
+        self.num_commands += 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no loop runs."""
+        return not self._stack
+
+    @property
+    def running(self) -> Loop | None:
+        """The innermost loop that runs."""
+        return self._stack[-1] if self._stack else None
+
+    def move_to(self, loop: Loop, step: int) -> None:
+        """Set how many steps of ``loop`` are done."""
+        if self._shown is loop:
+            loop.step = step
+            self._advance_to(step, self._samples)
+
+    def set_plan(self, plan: EpochPlan | None, job_steps: tuple[int, int] = (0, 0)) -> None:
+        """Take what a framework says of its training; None at its end.
+
+        Args:
+            plan: of the epoch that begins or runs.
+            job_steps: steps of optimizers that are done, and those of the whole training; zeros where it does not count
+                them.
+        """
+        self.plan = plan
+        self._slot.set_job_steps(*job_steps)
 
     def end(self, loop: Loop, is_epoch: bool = True) -> bool:
         """Forget ``loop``, which is over or was abandoned; return whether it was one of this command.
@@ -147,16 +188,24 @@ class LoopStack:
         epoch, num_epochs = (loop.epoch, loop.num_epochs) if is_training else (self.epoch, self._num_epochs)
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
 
-    def _planned_epochs(self, epoch: int) -> int:
-        """Return how many epochs there will be in total; 0 where it is unknown.
+    def _planned_epochs(self, epoch: int) -> tuple[int, int]:
+        """Return the number of the epoch, and how many there will be in total; 0 where that is unknown.
 
-        A loop by ``accelerator.progress`` says so; otherwise the ``for`` loops of the user's code do.
+        The framework that trains says so, or a loop by ``accelerator.progress``; otherwise the ``for`` loops of the
+        user's code do.
         """
+        if self.plan is not None:
+            return self.plan.epoch, self.plan.num_epochs
         outer = next((loop for loop in reversed(self._stack) if loop.is_over_epochs), None)
         if outer is not None:
-            return epoch - 1 + outer.total - outer.step if outer.total > 0 else 0
-        left = epochs_left(sys._getframe(2))
-        return epoch - 1 + left if left else 0
+            return epoch, epoch - 1 + outer.total - outer.step if outer.total > 0 else 0
+        places = places_around(sys._getframe(2))
+        if places is not None and len(places) == 1 and places[0].num_before:
+            # A training that was resumed by a loop over the epochs that are left, whether or not its loader knows.
+            place = places[0]
+            return place.num_before + place.position + 1, place.num_before + place.size
+        left = left_of(places)
+        return epoch, epoch - 1 + left if left else 0
 
 
 class BusyTime:
@@ -165,15 +214,18 @@ class BusyTime:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._since = 0.0
+        self.is_in_backward = False
 
     def begin_backward(self) -> None:
         """Add the busy time of the step: from here on the rank may wait for others."""
+        self.is_in_backward = True
         self._slot.note_progress()
         if self._since:
             self._slot.add_busy_time(monotonic() - self._since)
 
     def end_backward(self) -> None:
         """Start measuring: from here on the rank is by itself."""
+        self.is_in_backward = False
         self._since = monotonic()
 
     def pause(self) -> None:
@@ -223,7 +275,7 @@ class LossReport:
 
     def __init__(self, slot: Slot, backend: Backend) -> None:
         self._slot = slot
-        self._backend = backend
+        self.backend = backend
         self._next_s = self._next_memory_s = 0.0
         self._num_noted = 0
         self._num_updates = 0
@@ -256,6 +308,10 @@ class LossReport:
         begun.count += 1
         if is_there:
             self.show_due()
+
+    def count_update(self) -> None:
+        """Count a step of an optimizer that is not counted by torch's hooks."""
+        self._slot.num_updates += 1
 
     @property
     def num_trained(self) -> int:
@@ -292,7 +348,7 @@ class LossReport:
         if now_s < self._next_memory_s:
             return
         self._next_memory_s = now_s + _MEMORY_INTERVAL_S
-        memory = self._backend.device_memory()
+        memory = self.backend.device_memory()
         if memory is not None:
             self._slot.set_device_memory(*memory)
 

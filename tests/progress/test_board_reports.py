@@ -14,8 +14,8 @@ from nblaunch.backends.cpu import BACKEND, CpuBackend
 from nblaunch.events import Event
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
+from nblaunch.progress.board_reports import BusyTime, LossReport
 from nblaunch.spec import LaunchSpec
-from nblaunch.training.board_reports import BusyTime, LossReport
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot, SlotReading, private_slot
 
 
@@ -32,7 +32,7 @@ class Device(CpuBackend):
 
 def test_device_memory_is_asked_for_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("nblaunch.training.board_reports.monotonic", lambda: now[0])
+    monkeypatch.setattr("nblaunch.progress.board_reports.monotonic", lambda: now[0])
     slot, device = private_slot(), Device()
     losses = LossReport(slot, device)
     for _ in range(50):
@@ -51,7 +51,7 @@ def test_a_device_that_reports_nothing_shows_nothing() -> None:
 
 def test_busy_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("nblaunch.training.board_reports.monotonic", lambda: now[0])
+    monkeypatch.setattr("nblaunch.progress.board_reports.monotonic", lambda: now[0])
     slot = private_slot()
     busy = BusyTime(slot)
     for forward_s, backward_s in ((1.0, 5.0), (2.0, 5.0), (3.0, 5.0)):
@@ -192,7 +192,7 @@ def train_by_steps() -> float:
 
 
 def test_the_last_loss_and_memory_are_shown_though_no_loop_ended(
-    nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
+    first_store: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks = count(1)
     monkeypatch.setattr(CpuBackend, "device_memory", lambda self: (1, next(peaks), 10))
@@ -225,7 +225,7 @@ def train_for_epochs() -> list[int]:
     return announced
 
 
-def test_a_plain_loop_over_a_range_announces_its_number_of_epochs(nothing_left_behind: None) -> None:
+def test_a_plain_loop_over_a_range_announces_its_number_of_epochs(first_store: None) -> None:
     spec = LaunchSpec(train_for_epochs, (), 2, backend="cpu", return_all=True)
     runner = JobRunner(spec, plan_launch(spec), [])
     runner.run()

@@ -19,7 +19,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from nblaunch.user_code import is_own_file, is_standard_file, is_user_file
 
@@ -39,22 +39,64 @@ class _UnknownError(Exception):
     """A loop can't be read with certainty."""
 
 
+class EpochPlan(NamedTuple):
+    """What a framework that trains says of its epochs.
+
+    Args:
+        epoch: the number of the current epoch, from 1.
+        num_epochs: how many there will be; 0 where that is not known.
+        length: batches of an epoch; -1 where only the loader knows.
+    """
+
+    epoch: int
+    num_epochs: int
+    length: int = -1
+
+
+class Place(NamedTuple):
+    """Where a loop is in its rounds.
+
+    Args:
+        position: of the round, from 0.
+        size: number of rounds.
+        num_before: rounds that an earlier run has made: 3 in ``range(3, 10)``, by which a training is resumed.
+    """
+
+    position: int
+    size: int
+    num_before: int = 0
+
+
 def epochs_left(frame: FrameType | None) -> int:
     """Return how many epochs will run, with the one that begins in ``frame`` or a caller; 0 where it is unknown."""
+    return left_of(places_around(frame))
+
+
+def left_of(places: Sequence[Place] | None) -> int:
+    """Return how many rounds of the innermost of some loops are left, with the current one; 0 where it is unknown."""
     left, length = 1, 1
+    for place in places or ():
+        left += (place.size - 1 - place.position) * length
+        length *= place.size
+    return 0 if places is None else left
+
+
+def places_around(frame: FrameType | None, *, is_inside: bool = False) -> list[Place] | None:
+    """Return where the ``for`` loops around the code that runs in ``frame`` are, innermost first; None if unknown.
+
+    Args:
+        frame: where to begin; frames of libraries are left out.
+        is_inside: the code is the body of the innermost loop, rather than the head of a loop that is left out.
+    """
     try:
-        for loop, user_frame in _loops_around(frame):
-            position, size = _place_in(loop, user_frame)
-            left += (size - 1 - position) * length
-            length *= size
+        return [_place_in(loop, user_frame) for loop, user_frame in _loops_around(frame, is_inside)]
     except _UnknownError:
-        return 0
+        return None
     except Exception:  # an object of the user's that does not behave: what is shown must not end a training
-        return 0
-    return left
+        return None
 
 
-def _loops_around(frame: FrameType | None) -> Iterator[tuple[ast.For, FrameType]]:
+def _loops_around(frame: FrameType | None, is_inside: bool) -> Iterator[tuple[ast.For, FrameType]]:
     """Yield the loops around the iteration that begins, innermost first, each with its frame.
 
     Raises:
@@ -66,7 +108,7 @@ def _loops_around(frame: FrameType | None) -> Iterator[tuple[ast.For, FrameType]
         if is_user_file(filename):
             if frame.f_code.co_name in _COMPREHENSIONS and not is_first:
                 raise _UnknownError
-            for loop in _loops_in(frame):
+            for loop in _loops_in(frame, ignores_later=is_inside):
                 yield loop, frame
             is_first = False
         elif _begins_function(frame):
@@ -81,22 +123,29 @@ def _begins_function(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(_CALLERS)
 
 
-def _loops_in(frame: FrameType) -> Sequence[ast.For]:
-    """Return the loops of a frame's function around the line where it is, innermost first."""
+def _loops_in(frame: FrameType, *, ignores_later: bool) -> Sequence[ast.For]:
+    """Return the loops of a frame's function around the line where it is, innermost first.
+
+    Args:
+        frame: of the user's code.
+        ignores_later: training loops that follow do not count: what is read is where the running ones are.
+    """
     code = frame.f_code
-    loops = _loops_at(code.co_filename, code.co_name, code.co_firstlineno, frame.f_lineno)
+    loops = _loops_at(code.co_filename, code.co_name, code.co_firstlineno, frame.f_lineno, ignores_later)
     if loops is None:
         raise _UnknownError
     return loops
 
 
 @lru_cache(maxsize=64)
-def _loops_at(filename: str, name: str, first_line: int, line: int) -> Sequence[ast.For] | None:
+def _loops_at(
+    filename: str, name: str, first_line: int, line: int, ignores_later: bool
+) -> Sequence[ast.For] | None:
     """Return the loops around a line of a function, innermost first; None where they can't be read."""
     body = _function_at(filename, name, first_line)
     loops: list[ast.For] = []
     try:
-        _descend(body or (), line, loops, _read_at(body or (), line))
+        _descend(body or (), line, loops, None if ignores_later else _read_at(body or (), line))
     except _UnknownError:
         return None
     return None if body is None else loops[::-1]
@@ -111,12 +160,19 @@ def _read_at(body: Sequence[ast.stmt], line: int) -> str:
     return next((ast.dump(node.iter) for node in heads), "")
 
 
-def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For], read: str) -> None:
-    """Add the loops in ``body`` around ``line``, outermost first; ``read`` is from :func:`_read_at`."""
+def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For], read: str | None) -> None:
+    """Add the loops in ``body`` around ``line``, outermost first.
+
+    Args:
+        body: statements.
+        line: of one of them.
+        loops: gets the loops.
+        read: from :func:`_read_at`; None: what follows does not matter.
+    """
     for index, statement in enumerate(body):
         if not statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             continue
-        if any(_trains(later, read) for later in body[index + 1 :]):
+        if read is not None and any(_trains(later, read) for later in body[index + 1 :]):
             raise _UnknownError  # another training follows
         is_inside = isinstance(statement, (ast.For, ast.While)) and line >= statement.body[0].lineno
         if isinstance(statement, ast.While) and is_inside:
@@ -187,8 +243,8 @@ def _function_at(filename: str, name: str, first_line: int) -> Sequence[ast.stmt
 # --- what a loop iterates over ---------------------------------------------------------------------------------------
 
 
-def _place_in(loop: ast.For, frame: FrameType) -> tuple[int, int]:
-    """Return where a loop is, from 0, and how many rounds it makes."""
+def _place_in(loop: ast.For, frame: FrameType) -> Place:
+    """Return where a loop is."""
     counter = _counter_of(loop)
     items, is_counted = _items(loop.iter, frame)
     if is_counted != isinstance(loop.target, ast.Tuple):
@@ -198,7 +254,21 @@ def _place_in(loop: ast.For, frame: FrameType) -> tuple[int, int]:
     places = [place for place, item in enumerate(numbers) if item is value or _are_equal(item, value)]
     if len(places) != 1:
         raise _UnknownError
-    return places[0], len(items)
+    return Place(places[0], len(items), _num_before(loop.iter, items))
+
+
+def _num_before(node: ast.expr, items: Sequence[Any]) -> int:
+    """Return how many rounds were made before the first of ``items``, as epochs are counted from 0 or from 1."""
+    if not isinstance(items, range) or items.step != 1 or items.start <= 0:
+        return 0
+    while isinstance(node, ast.Call) and isinstance(node.args[0], ast.Call):  # of a bar around it
+        node = node.args[0]
+    # ``range(start, num_epochs + 1)`` counts from 1.
+    stop = node.args[-1] if isinstance(node, ast.Call) else None
+    match stop:
+        case ast.BinOp(op=ast.Add(), right=ast.Constant(value=1)):
+            return items.start - 1
+    return items.start - 1 if items.start == 1 else items.start
 
 
 def _are_equal(item: Any, value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.training.planned_epochs import epochs_left
+from nblaunch.progress.planned_epochs import epochs_left
 
 pytestmark = pytest.mark.timeout(60)
 

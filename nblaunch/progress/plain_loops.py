@@ -1,0 +1,415 @@
+"""Training loops that use no Accelerator of ours: plain PyTorch, and whatever library runs one.
+
+    for batch in DataLoader(...):     _BaseDataLoaderIter.__next__   a batch was read
+        loss.backward()               torch.autograd.backward        it trains: the loop is an epoch; the loss
+        optimizer.step()              hook of torch.optim            a step; where no loader is read, a round of a loop
+
+Hooks on torch see these calls in every library. A loop over a loader in which ``backward`` is called trains; another
+one evaluates. Some libraries read ahead: the batches that were read before the first ``backward``, but for the last,
+count as not done.
+
+A loss is what ``backward`` was called with. It is shown as it was before a ``GradScaler`` has multiplied it, and before
+the loop has divided it by the micro-steps of an optimizer step. What the hooks see of an Accelerator of ours is left
+out: it reports by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from nblaunch import packages
+from nblaunch.events import WorkerState
+from nblaunch.progress.planned_epochs import Place, left_of, places_around
+from nblaunch.user_code import is_user_file
+
+_PLACE_S = 0.25  # seconds between looks at the user's loops, which cost as much as a small step
+_MAX_HELD = 256  # losses of one optimizer step
+_LOSS = "_nblaunch_loss"
+_HANDS_ON = (
+    "torch.",
+    "tqdm.",
+    "nblaunch.",
+    "contextlib",
+)  # modules whose loops over a loader are the caller's
+
+
+def watch() -> None:
+    """Set the hooks in this worker, where torch is imported or will be."""
+    packages.when_imported("torch.utils.data.dataloader", _watch_loaders)
+    packages.when_imported("torch.autograd", _watch_backward)
+    packages.when_imported("torch.amp.grad_scaler", _watch_scaler)
+    packages.when_imported("torch.optim.optimizer", _watch_optimizers)
+
+
+def _watch_loaders(module: Any) -> None:
+    iterator = module._BaseDataLoaderIter
+    read = iterator.__next__
+
+    def read_and_note(self: Any) -> Any:
+        try:
+            batch = read(self)
+        except StopIteration:
+            plain_loops().end(self)
+            raise
+        plain_loops().note_batch(self, batch)
+        return batch
+
+    iterator.__next__ = read_and_note
+
+
+def _watch_backward(module: Any) -> None:
+    compute = module.backward
+
+    def compute_and_note(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        plain = plain_loops()
+        if not plain.begin_backward():
+            compute(tensors, *args, **kwargs)
+            return
+        loss = plain.loss_of(tensors)
+        try:
+            compute(tensors, *args, **kwargs)
+        finally:
+            plain.end_backward()
+        plain.hold(loss)
+
+    module.backward = compute_and_note
+
+
+def _watch_scaler(module: Any) -> None:
+    scale = module.GradScaler.scale
+
+    def scale_and_note(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if scaled is not outputs and hasattr(scaled, "grad_fn"):
+            setattr(scaled, _LOSS, outputs)
+        return scaled
+
+    module.GradScaler.scale = scale_and_note
+
+
+def _watch_optimizers(module: Any) -> None:
+    import torch
+
+    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            plain_loops().note_step(sys._getframe(2))
+
+    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            plain_loops().show_losses()  # of a closure
+
+    module.register_optimizer_step_pre_hook(begin)
+    module.register_optimizer_step_post_hook(end)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A loop over a loader.
+
+    Args:
+        iterator: of the loader.
+        length: batches; -1 where unknown.
+        places: of the user's loops around it, innermost first; None where they are unknown.
+        num_read: batches that were read.
+        num_ahead: of these, batches that are not done when the next one is read.
+        read_at: number of the read of its last batch, among those of all loops; 0 after a ``backward`` for it.
+        loop: on the board; None before it is known what the loop does.
+    """
+
+    iterator: weakref.ref[Any]
+    length: int
+    places: list[Place] | None
+    num_read: int = 0
+    num_ahead: int = 0
+    read_at: int = 0
+    loop: Any = None
+
+    @property
+    def trains(self) -> bool:
+        return self.loop is not None and self.loop.state is WorkerState.TRAINING
+
+
+@dataclass
+class PlainLoops:
+    """The plain loops of this process. Only those of its main thread are shown.
+
+    Args:
+        reports: of this process.
+        number: of the session's command that they are of.
+        sums_losses: the losses of an optimizer step are parts of one, and are added up; else each is a loss.
+    """
+
+    reports: Any
+    number: int = 0
+    sums_losses: bool = False
+    _readings: list[_Reading] = field(default_factory=list)
+    _num_epochs: int = 0
+    _num_reads: int = 0
+    _num_late: int = 0  # batches that were read ahead by a loop that has ended
+    _held: list[Any] = field(default_factory=list)
+    _is_in_backward: bool = False
+    _rounds: Any = None  # the loop over rounds, where no loader is read
+    _next_look_s: float = 0.0
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+
+    def note_batch(self, iterator: Any, batch: Any) -> None:
+        """Count a batch that was read."""
+        if not self._is_ours():
+            return
+        reading = self._reading_of(iterator)
+        self._num_reads += 1
+        self._num_late = 0
+        reading.num_read += 1
+        reading.read_at = self._num_reads
+        if reading.loop is not None:
+            self.reports.loops.advance(reading.loop, _num_rows(batch))
+        elif reading.num_read > 1 and not self._trains_ahead(reading):
+            reading.loop = self.reports.loops.begin(
+                reading.length, 0, WorkerState.EVALUATING, reading.num_read, num_epochs=0
+            )
+
+    def end(self, iterator: Any) -> None:
+        """End the loop over a loader."""
+        for reading in self._readings:
+            if reading.iterator() is iterator:
+                self._end(reading)
+                return
+
+    def _reading_of(self, iterator: Any) -> _Reading:
+        """Return the loop over ``iterator``, a new one at its first batch."""
+        for reading in list(self._readings):
+            own = reading.iterator()
+            if own is None or (own is iterator and iterator._num_yielded <= reading.num_read):
+                self._end(reading)  # it was left, or begins once more
+            elif own is iterator:
+                return reading
+        for reading in [one for one in self._readings if one.num_read == one.length]:
+            self._end(reading)  # some libraries do not ask for a batch after the last
+        try:
+            length = len(iterator)
+        except Exception:  # TypeError, or whatever a user's sampler raises where it can't know
+            length = -1
+        frame = sys._getframe(3)
+        reading = _Reading(weakref.ref(iterator), length, places_around(frame) if _is_users(frame) else None)
+        self._readings.append(reading)
+        return reading
+
+    def _trains_ahead(self, reading: _Reading) -> bool:
+        """Return whether batches may be read ahead of the first ``backward``, by a framework that trains."""
+        import torch
+
+        plan = self.reports.loops.plan
+        return plan is not None and torch.is_grad_enabled() and not any(one.trains for one in self._readings)
+
+    def _end(self, reading: _Reading) -> None:
+        self._readings.remove(reading)
+        loop, loops = reading.loop, self.reports.loops
+        if loop is None:
+            return
+        if reading.num_ahead and reading.num_read == reading.length:
+            loops.move_to(loop, reading.length)
+            self._num_late = reading.num_ahead
+        if reading.trains:
+            self.show_losses()
+            self.reports.losses.flush()
+            self.reports.busy_time.pause()
+        if loops.end(loop) and reading.trains:
+            self.reports.report_epoch(loop)
+
+    def _is_ours(self) -> bool:
+        """Return whether a batch is for a plain loop: not for a loader of ours, nor in another thread."""
+        running = self.reports.loops.running
+        is_plain = running is None or running.is_over_epochs or running is self._rounds
+        is_plain = is_plain or any(reading.loop is running for reading in self._readings)
+        return is_plain and threading.current_thread() is threading.main_thread()
+
+    def finish(self) -> None:
+        """End all loops: the function has returned."""
+        self.show_losses()
+        for reading in list(self._readings):
+            self._end(reading)
+        self._end_rounds()
+
+    # --- losses ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> bool:
+        """Begin a backward pass; return False if it is a part of another one, or an Accelerator's."""
+        busy_time = self.reports.busy_time
+        if self._is_in_backward or threading.current_thread() is not threading.main_thread():
+            return False
+        self._begin_training()
+        if busy_time.is_in_backward:
+            return False
+        self._is_in_backward = True
+        busy_time.begin_backward()
+        return True
+
+    def end_backward(self) -> None:
+        """End a backward pass."""
+        self._is_in_backward = False
+        self.reports.busy_time.end_backward()
+
+    def loss_of(self, tensors: Any) -> tuple[Any, float] | None:
+        """Return the loss that ``backward`` is called with, and what it was divided by; None if it is no number."""
+        loss = getattr(tensors, _LOSS, tensors)
+        is_loss = hasattr(loss, "numel") and loss.numel() == 1 and not self.reports.losses.backend.is_lazy
+        return (loss.detach().clone(), _divisor(loss)) if is_loss else None
+
+    def hold(self, loss: tuple[Any, float] | None) -> None:
+        """Keep the loss until the optimizer steps."""
+        if loss is not None and len(self._held) < _MAX_HELD:
+            self._held.append(loss)
+
+    def show_losses(self) -> None:
+        """Show the losses of this optimizer step."""
+        held, self._held = self._held, []
+        losses = [loss for loss, _ in held]
+        if len(held) > 1 and self.sums_losses:
+            losses = [sum(losses[1:], losses[0])]
+        elif len(held) > 1:
+            losses = [loss * divisor if divisor == len(held) else loss for loss, divisor in held]
+        for loss in losses:
+            self.reports.losses.note(loss)
+
+    def _begin_training(self) -> None:
+        """Note that the loop whose batch was read last trains."""
+        reading = max(self._readings, key=lambda one: one.read_at, default=None)
+        read_at = reading.read_at if reading is not None else 0
+        for other in self._readings:
+            other.read_at = 0
+        if reading is None or not read_at or reading.trains:
+            return
+        loops = self.reports.loops
+        if reading.loop is not None:
+            loops.end(reading.loop)
+        reading.num_ahead = max(reading.num_read - 1, 0)
+        epoch, num_epochs = self._epoch_of(reading)
+        length = reading.length if reading.length >= 0 or loops.plan is None else loops.plan.length
+        reading.length = length
+        reading.loop = loops.begin(length, epoch, WorkerState.TRAINING, num_epochs=num_epochs)
+        loops.advance(reading.loop)
+
+    def _epoch_of(self, reading: _Reading) -> tuple[int, int]:
+        """Return the number of the epoch, and how many there will be; 0 where that is unknown."""
+        self._num_epochs += 1
+        plan = self.reports.loops.plan
+        if plan is not None:
+            return plan.epoch, plan.num_epochs
+        if reading.places is None:
+            return self._num_epochs, 0
+        before = reading.places[0].num_before if len(reading.places) == 1 else 0
+        total = 1
+        for place in reading.places:
+            total *= place.size
+        return before + total - left_of(reading.places) + 1, before + total
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def note_step(self, frame: FrameType | None) -> None:
+        """Note that an optimizer begins a step: a round of the user's innermost loop, where no loader is read."""
+        loops = self.reports.loops
+        running = loops.running
+        is_round = not self._readings and not self._num_late and (running is None or running is self._rounds)
+        self._num_late = max(self._num_late - 1, 0)
+        if is_round and threading.current_thread() is threading.main_thread():
+            self._count_round(self._rounds if running is not None else None, frame)
+        self.show_losses()
+
+    def _count_round(self, loop: Any, frame: FrameType | None) -> None:
+        now_s = monotonic()
+        is_at_end = loop is not None and 0 <= loop.total <= loop.step
+        if loop is not None and now_s < self._next_look_s and not is_at_end:
+            self.reports.loops.advance(loop)
+            return
+        self._next_look_s = now_s + _PLACE_S
+        self._show_rounds(loop, places_around(frame, is_inside=True))
+
+    def count_step(self) -> None:
+        """Count a step of an optimizer that is not torch's, and has no hooks."""
+        self.show_losses()
+        self.reports.losses.count_update()
+
+    def _show_rounds(self, loop: Any, places: list[Place] | None) -> None:
+        """Show where the user's loops around an optimizer's step are."""
+        loops = self.reports.loops
+        if not places:
+            if loop is None:
+                self._rounds = loop = loops.begin(-1, 0, WorkerState.TRAINING, num_epochs=0)
+            loops.advance(loop)
+            return
+        innermost, *outer = places
+        num_outer = 1
+        for place in outer:
+            num_outer *= place.size
+        epoch = num_outer - left_of(outer) + 1 if outer else 0
+        total = innermost.num_before + innermost.size
+        step = innermost.num_before + innermost.position + 1
+        if loop is None or loop.total != total or loop.epoch != epoch:
+            if loop is not None:
+                loops.move_to(loop, max(loop.total, loop.step))
+            self._end_rounds()
+            num_epochs = num_outer if outer else 0
+            self._rounds = loop = loops.begin(
+                total, epoch, WorkerState.TRAINING, step - 1, num_epochs=num_epochs
+            )
+        loops.move_to(loop, max(step, loop.step))
+
+    def _end_rounds(self) -> None:
+        loop, self._rounds = self._rounds, None
+        if loop is not None:
+            self.reports.losses.flush()
+            if self.reports.loops.end(loop) and loop.epoch:
+                self.reports.report_epoch(loop)
+
+
+def plain_loops() -> PlainLoops:
+    """Return the plain loops of this process; new ones for each command of a session."""
+    from nblaunch.progress.reports import get_reports  # imports torch
+
+    reports = get_reports()
+    if not _made or _made[-1].reports is not reports or _made[-1].number != reports.loops.num_commands:
+        _made[:] = [PlainLoops(reports, reports.loops.num_commands)]
+        reports.at_end[:] = [_made[-1].finish]
+    return _made[-1]
+
+
+_made: list[PlainLoops] = []
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Return whether the loop over a loader is of the user's code, not of a library that trains."""
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return True
+        if not str(frame.f_globals.get("__name__", "")).startswith(_HANDS_ON):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _num_rows(batch: Any) -> int:
+    """Return the rows of a batch: of its first tensor."""
+    if hasattr(batch, "shape"):
+        return int(batch.shape[0]) if len(batch.shape) else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
+    for part in () if isinstance(batch, str) else parts:
+        if rows := _num_rows(part):
+            return rows
+    return 0
+
+
+def _divisor(loss: Any) -> float:
+    """Return the number that a loss was divided by in the last operation; 1 if it was not."""
+    made_by = loss.grad_fn
+    if made_by is None or made_by.name() != "DivBackward0":
+        return 1.0
+    other: Any = getattr(made_by, "_saved_other", None)
+    return float(other) if getattr(other, "ndim", 1) == 0 and other.device.type == "cpu" else 1.0

@@ -1,0 +1,281 @@
+"""Loops that use no Accelerator: steps, epochs and losses are those that the function has counted itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from nblaunch import Accelerator
+from nblaunch.dashboard.view import JobView
+from nblaunch.events import WorkerState
+from tests.progress.jobs import run_job
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("first_store")]
+
+LENGTH, EPOCHS = 5, 3
+
+
+def rows(length: int = LENGTH) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(2 * length, 4)), batch_size=2)
+
+
+class Model:
+    """A model whose loss is known: that of step n is n."""
+
+    def __init__(self) -> None:
+        self.linear = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.linear.parameters(), lr=0.0)
+        self.num_steps = 0
+
+    def loss(self) -> torch.Tensor:
+        self.num_steps += 1
+        return self.linear(torch.zeros(2, 4)).sum() * 0 + self.num_steps
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+
+
+def plain() -> int:
+    model = Model()
+    for _epoch in range(EPOCHS):
+        for _batch in rows():
+            model.step()
+        with torch.no_grad():
+            for _batch in rows(7):
+                model.linear(torch.zeros(2, 4))
+    return model.num_steps
+
+
+def in_functions() -> int:
+    model = Model()
+
+    def an_epoch() -> None:
+        for _batch in enumerate(rows()):
+            model.step()
+
+    for _epoch in range(1, EPOCHS + 1):
+        an_epoch()
+    return model.num_steps
+
+
+def with_two_loaders() -> int:
+    model = Model()
+    for _epoch in range(EPOCHS):
+        for _pair in zip(rows(), rows(), strict=True):
+            model.step()
+    return model.num_steps
+
+
+def two_optimizers() -> int:
+    first, second = Model(), Model()
+    for _epoch in range(EPOCHS):
+        for _batch in rows():
+            first.step()
+            second.step()
+    return first.num_steps
+
+
+def without_loader() -> int:
+    model = Model()
+    for _epoch in range(EPOCHS):
+        for _start in range(0, 2 * LENGTH, 2):
+            model.step()
+    return model.num_steps
+
+
+KNOWN = (plain, in_functions, with_two_loaders, two_optimizers, without_loader)
+
+
+@pytest.mark.parametrize("train", KNOWN, ids=lambda train: train.__name__)
+def test_a_plain_loop_has_steps_epochs_and_losses(train: Callable[[], int]) -> None:
+    view, counted = run_job(train)
+    assert counted == [LENGTH * EPOCHS] * 2
+    for rank in view.ranks:
+        assert (rank.step, rank.total, rank.epoch, rank.num_epochs) == (LENGTH, LENGTH, EPOCHS, EPOCHS)
+        assert rank.loss == LENGTH * EPOCHS
+        assert rank.job_fraction == 1.0
+    means = [epoch.loss for _, epoch in sorted(view.epochs.items())]
+    assert means == [3.0, 8.0, 13.0]
+
+
+def stopped_early() -> int:
+    model = Model()
+    for epoch in range(10):
+        for _batch in rows():
+            model.step()
+        if epoch == 1:
+            break
+    return model.num_steps
+
+
+def resumed() -> int:
+    model = Model()
+    for _epoch in range(7, 10):
+        for _batch in rows():
+            model.step()
+    return model.num_steps
+
+
+def a_while_loop() -> int:
+    model = Model()
+    while model.num_steps < 12:
+        model.step()
+    return model.num_steps
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.ones(10, 4)
+
+
+def a_stream() -> int:
+    model = Model()
+    for _epoch in range(2):
+        for _batch in DataLoader(Stream(), batch_size=2):
+            model.step()
+    return model.num_steps
+
+
+def a_count() -> int:
+    model = Model()
+    for step in itertools.count():
+        if step == 12:
+            break
+        model.step()
+    return model.num_steps
+
+
+def rounds() -> int:
+    model = Model()
+    for _step in range(12):
+        model.step()
+    return model.num_steps
+
+
+OTHERS: list[tuple[Callable[[], int], tuple[int, int, int, int], float]] = [
+    (stopped_early, (LENGTH, LENGTH, 2, 10), 0.2),
+    (resumed, (LENGTH, LENGTH, 10, 10), 1.0),
+    (a_stream, (5, -1, 2, 2), 1.0),
+    (rounds, (12, 12, 0, 0), 1.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("train", "shown", "fraction"), OTHERS, ids=lambda part: getattr(part, "__name__", "")
+)
+def test_a_loop_of_another_shape(train: Callable[[], int], shown: tuple[int, ...], fraction: float) -> None:
+    view, counted = run_job(train, ranks=1)
+    (rank,) = view.ranks
+    assert (rank.step, rank.total, rank.epoch, rank.num_epochs) == shown
+    assert rank.loss == counted[0]
+
+
+@pytest.mark.parametrize("train", [a_while_loop, a_count], ids=lambda train: train.__name__)
+def test_a_loop_of_unknown_length_has_steps_alone(train: Callable[[], int]) -> None:
+    seen: list[float | None] = []
+    view, counted = run_job(train, ranks=1, note=lambda view: seen.append(view.left_s))
+    (rank,) = view.ranks
+    assert (rank.step, rank.total, rank.epoch) == (counted[0], -1, 0)
+    assert set(seen) <= {None}
+
+
+def accumulated(divides: bool) -> list[float]:
+    model = Model()
+    losses = []
+    for index, _batch in enumerate(rows(8)):
+        loss = model.loss()
+        losses.append(loss.item())
+        (loss / 4 if divides else loss).backward()
+        if index % 4 == 3:
+            model.optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_the_loss_of_a_micro_step_is_not_the_part_that_it_was_divided_to(divides: bool) -> None:
+    view, counted = run_job(accumulated, divides, ranks=1)
+    (rank,) = view.ranks
+    assert rank.loss == counted[0][-1]
+    assert [loss for _, loss in rank.losses] == [
+        2.5,
+        6.5,
+    ]  # of two steps of the optimizer, with four losses each
+
+
+def scaled() -> None:
+    model = Model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _batch in rows():
+        scaler.scale(model.loss()).backward()
+        scaler.step(model.optimizer)
+        scaler.update()
+
+
+def test_the_loss_is_not_the_one_that_a_scaler_multiplied() -> None:
+    view, _ = run_job(scaled, ranks=1)
+    assert view.ranks[0].loss == LENGTH
+
+
+def mixed() -> None:
+    """A prepared model, its loader is not."""
+    accelerator = Accelerator()
+    model = Model()
+    _, optimizer = accelerator.prepare(model.linear, model.optimizer)
+    for _epoch in range(EPOCHS):
+        for _batch in rows():
+            accelerator.backward(model.loss())
+            optimizer.step()
+
+
+def test_an_accelerator_and_a_plain_loader_report_each_loss_once() -> None:
+    view, _ = run_job(mixed)
+    for rank in view.ranks:
+        assert (rank.step, rank.total, rank.epoch, rank.num_epochs) == (LENGTH, LENGTH, EPOCHS, EPOCHS)
+        assert [loss for _, loss in rank.losses] == [float(step) for step in range(1, LENGTH * EPOCHS + 1)]
+
+
+def prepared() -> None:
+    accelerator = Accelerator()
+    model = Model()
+    loader = DataLoader(TensorDataset(torch.ones(4 * LENGTH, 4)), batch_size=2)
+    _, optimizer, loader = accelerator.prepare(model.linear, model.optimizer, loader)
+    for _epoch in range(EPOCHS):
+        for _batch in loader:
+            accelerator.backward(model.loss())
+            optimizer.step()
+
+
+def test_a_prepared_loader_is_counted_once() -> None:
+    view, _ = run_job(prepared)
+    for rank in view.ranks:
+        assert (rank.step, rank.total, rank.epoch) == (LENGTH, LENGTH, EPOCHS)
+        assert rank.reading.steps_done == LENGTH * EPOCHS
+
+
+def evaluates(until: float) -> None:
+    import time
+
+    model, begun_s = Model(), time.monotonic()
+    for _batch in rows():
+        model.step()
+    while time.monotonic() - begun_s < until:
+        with torch.no_grad():
+            for _batch in rows(20):
+                time.sleep(0.02)
+
+
+def test_a_loop_without_backward_is_an_evaluation() -> None:
+    states: set[WorkerState] = set()
+
+    def note(view: JobView) -> None:
+        states.update(rank.state for rank in view.ranks)
+
+    run_job(evaluates, 1.5, ranks=1, note=note)
+    assert WorkerState.EVALUATING in states
