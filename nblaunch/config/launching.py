@@ -154,7 +154,8 @@ def _parallelism_arguments(resolved: Resolved) -> dict[str, Any]:
     total, num_processes = math.prod(sizes.values()), resolved["num_processes"]
     if sizes.get("parallelism_config_sp_size", 1) > 1:
         raise ConfigError(
-            "parallelism_config_sp_size: DeepSpeed's sequence parallelism is not available in nblaunch"
+            "parallelism_config_sp_size: DeepSpeed's sequence parallelism is not available in nblaunch; "
+            "parallelism_config_cp_size shards sequences by torch's context parallelism, on NVIDIA GPUs"
         )
     if 1 < total != num_processes is not None:
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items())

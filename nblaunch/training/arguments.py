@@ -59,6 +59,17 @@ PLUGINS: Mapping[str, type[StrategyPlugin]] = {
 """Arguments of the Accelerator that take plugins of one class; ``strategy`` takes those of any."""
 
 
+_INSTEAD = {
+    "megatron_lm_plugin": (
+        "Accelerator(parallelism_config=ParallelismConfig(...)) divides ranks among data, sharded, tensor and context "
+        "parallelism by torch's own means"
+    ),
+    "torch_tp_plugin": (
+        "tensor parallelism over N ranks is Accelerator(parallelism_config=ParallelismConfig(tp_size=N))"
+    ),
+}
+
+
 def refuse_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, torch_tp_plugin: Any) -> None:
     """Raise for unknown arguments, and for those of Hugging Face Accelerate's that are not supported."""
     known = {"megatron_lm_plugin": megatron_lm_plugin, "torch_tp_plugin": torch_tp_plugin}
@@ -67,8 +78,7 @@ def refuse_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, tor
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:  # None is the default there, passed on by many trainers
             raise NotImplementedError(
-                f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; models are trained with "
-                f"DistributedDataParallel, or by one of {', '.join(PLUGINS)}, strategy, parallelism_config"
+                f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; {_INSTEAD[name]}"
             )
 
 

@@ -26,8 +26,9 @@ from nblaunch.training.options import check_choice
 
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SEQUENCE = (
-    "sequence parallelism of DeepSpeed (sp_size) is not available in nblaunch; use Hugging Face Accelerate itself "
-    "inside the function that notebook_launcher starts"
+    "sequence parallelism of DeepSpeed (sp_size) is not available in nblaunch. ParallelismConfig(cp_size=...) shards "
+    "sequences over ranks by torch's context parallelism, on NVIDIA GPUs; for DeepSpeed's, use Hugging Face Accelerate "
+    "itself inside the function that notebook_launcher starts"
 )
 
 

@@ -55,7 +55,10 @@ def assert_refused(ended: Ended, *words: str) -> None:
             "--num_processes 2 --parallelism_config_dp_shard_size 2 --parallelism-config-tp-size 2 train.py",
             ["num_processes=2", "parallelism_config_tp_size=2", "is 4"],
         ),
-        ("--parallelism_config_sp_size 2 train.py", ["sequence parallelism is not available"]),
+        (
+            "--parallelism_config_sp_size 2 train.py",
+            ["sequence parallelism is not available", "parallelism_config_cp_size"],
+        ),
         ("--deepspeed_inclusion_filter a train.py", ["on every machine"]),
         ("--megatron_lm_tp_degree 2 train.py", ["Megatron-LM is not available"]),
         ("--no_python train.py", ["only Python"]),

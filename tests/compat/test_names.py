@@ -155,6 +155,18 @@ def test_the_reason_is_reported_for_an_attribute_too() -> None:
     assert not hasattr(nblaunch, "FP8RecipeKwargs")
 
 
+_WAYS = (
+    r"Accelerator\(", r"accelerator\.prepare", r"accelerator\.autocast", r"nblaunch\.launch", "GeneralTracker",
+    r"GatheredParameters\(",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD))
+def test_every_name_that_is_refused_says_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"nblaunch has no {name}: .*({'|'.join(_WAYS)})"):
+        exec(f"from nblaunch.utils import {name}")
+
+
 def test_unknown_names_are_pythons_own_errors() -> None:
     with pytest.raises(ImportError, match="cannot import name 'gahter'"):
         exec("from nblaunch.utils.operations import gahter")

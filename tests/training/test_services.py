@@ -13,6 +13,7 @@ import torch
 
 from nblaunch import Accelerator, utils
 from nblaunch.compat.names import DELEGATED
+from nblaunch.tracking import GeneralTracker, register_tracker_class
 from nblaunch.training.tracking import hub
 from nblaunch.training.utilities.environment import purge_accelerate_environment
 
@@ -48,10 +49,26 @@ def test_a_library_that_is_missing_is_named_with_its_command(name: str) -> None:
         Accelerator(log_with=kind)
 
 
+@pytest.mark.parametrize("name", ["AIM", "CLEARML", "DVCLIVE"])
+def test_a_tracker_that_accelerate_alone_has_is_refused_until_it_is_registered(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = utils.LoggerType[name]
+    for given in (kind, kind.value, [kind.value.upper()]):
+        with pytest.raises(
+            ValueError, match=rf"log_with='{kind.value}'.*GeneralTracker.*pip install {kind.value}"
+        ):
+            Accelerator(log_with=given)
+    monkeypatch.setattr(hub, "_known", dict(hub._known))
+    own = type("Own", (GeneralTracker,), {"name": kind.value, "requires_logging_directory": False})
+    register_tracker_class(own)
+    assert Accelerator(log_with=kind).log_with == [own]
+
+
 @pytest.mark.parametrize("name", ["megatron_lm_plugin", "torch_tp_plugin"])
 def test_plugins_that_are_not_supported_are_refused_by_name(name: str) -> None:
     Accelerator(**{name: None})
-    with pytest.raises(NotImplementedError, match=name):
+    with pytest.raises(NotImplementedError, match=rf"{name}=.*parallelism_config=ParallelismConfig\("):
         Accelerator(**{name: object()})
 
 

@@ -37,11 +37,22 @@ _LOGGED = (int, float, str, enum.Enum)
 _known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)}
 
 
-class LoggerType(Word):
-    """Names for ``log_with``."""
+_OF_ACCELERATE = {
+    "aim": "aim.Run()",
+    "clearml": "clearml.Task.init(project_name=...)",
+    "dvclive": "dvclive.Live()",
+}
+"""Name of a tracker that Accelerate has and nblaunch has not -> what starts a run in its library."""
 
+
+class LoggerType(Word):
+    """Names for ``log_with``. ``AIM``, ``CLEARML`` and ``DVCLIVE`` are of trackers that a user registers."""
+
+    AIM = "aim"
     ALL = "all"
+    CLEARML = "clearml"
     COMETML = "comet_ml"
+    DVCLIVE = "dvclive"
     JSONL = "jsonl"
     MLFLOW = "mlflow"
     SWANLAB = "swanlab"
@@ -200,6 +211,14 @@ def _resolve(one: Any) -> Any:
     if isinstance(one, type) and issubclass(one, GeneralTracker):
         return one
     valid = ", ".join(map(repr, ("all", *sorted(_known))))
+    if isinstance(one, str) and one.lower() in _OF_ACCELERATE:
+        name = one.lower()
+        raise ValueError(
+            f"log_with={name!r}: Accelerate has a tracker for {name}, and nblaunch has none. Derive one from "
+            f"nblaunch.tracking.GeneralTracker, whose start() calls {_OF_ACCELERATE[name]} (pip install {name}), and "
+            f"pass it, Accelerator(log_with=MyTracker()), or register its class under this name by "
+            f"nblaunch.tracking.register_tracker_class. Valid without that are {valid}"
+        )
     raise ValueError(
         f"log_with={one!r} is unknown; valid are {valid}, a GeneralTracker of your own, and lists of these"
     )

@@ -403,8 +403,21 @@ def test_a_model_that_is_cut_needs_a_parallelism_config() -> None:
 def test_a_configuration_that_can_not_be(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelismConfig(**sizes)
-    with pytest.raises(NotImplementedError, match="sp_size"):
+
+
+def test_sequence_parallelism_of_deepspeed_is_refused_with_what_to_use() -> None:
+    refusal = r"\(sp_size\) is not available.* ParallelismConfig\(cp_size=\.\.\.\) shards"
+    with pytest.raises(NotImplementedError, match=refusal):
         ParallelismConfig(sp_size=2)
+    with (
+        patch_environment(parallelism_config_sp_size="2"),
+        pytest.raises(NotImplementedError, match=refusal),
+    ):
+        ParallelismConfig()
+    config = ParallelismConfig(sp_size=1)
+    config.sp_size = 2
+    with pytest.raises(NotImplementedError, match=refusal):
+        Accelerator(parallelism_config=config)
 
 
 def test_sizes_come_from_the_environment() -> None:
