@@ -105,6 +105,18 @@ def test_each_sample_is_seen_as_promised(world_size: int) -> None:
             assert sizes[0][-1] == math.ceil(rest / world_size)
 
 
+class _Texts(IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return (f"text {number}" for number in range(self.count))
+
+
+def _doubled(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:
+    return batch[rows] * 2
+
+
 def _default_kind() -> tuple[bool, bool, bool]:
     accelerator = Accelerator()
     stream, rows = accelerator.prepare(DataLoader(_Stream(4)), DataLoader(range(4)))
@@ -113,8 +125,22 @@ def _default_kind() -> tuple[bool, bool, bool]:
 
 
 def test_streams_are_dispatched_unless_set_otherwise() -> None:
-    assert ranks.run(_default_kind, 2) == [(True, False, False)] * 2
-    assert isinstance(_accelerator().prepare(DataLoader(range(4))), DataLoaderShard)
+    for world_size in (1, 2):
+        assert ranks.run(_default_kind, world_size) == [(True, False, False)] * world_size
+
+
+def test_a_lone_process_dispatches_batches_of_any_content() -> None:
+    shared = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    for data in (_Texts(5), list(_Texts(5))):
+        read = [list(accelerator.prepare(DataLoader(data, 2))) for accelerator in (_accelerator(), shared)]
+        assert read[0] == read[1] == [["text 0", "text 1"], ["text 2", "text 3"], ["text 4"]]
+        assert isinstance(_accelerator().prepare(DataLoader(data)), DataLoaderDispatcher)
+        assert isinstance(shared.prepare(DataLoader(data)), DataLoaderShard)
+    loader = _accelerator().prepare(DataLoader(_Stream(5), 2))
+    for _ in loader:
+        assert loader.end_of_dataloader == (loader.remainder == 1)
+    loader = _accelerator().prepare_data_loader(DataLoader(_Stream(4), 2), slice_fn_for_dispatch=_doubled)
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
 
 
 def _cut_all(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:

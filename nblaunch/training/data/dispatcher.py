@@ -86,6 +86,8 @@ class DataLoaderDispatcher(PreparedLoader):
     @property
     def completed_rows(self) -> int:  # type: ignore[override]
         """Rows of the last round with those that complete it."""
+        if self._is_alone:
+            return super().completed_rows
         return math.ceil(self.remainder / self.num_processes) * self.num_processes
 
     def __len__(self) -> int:
@@ -102,7 +104,16 @@ class DataLoaderDispatcher(PreparedLoader):
     def _is_reader(self) -> bool:
         return operations.rank() == 0
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to hand a part to: batches are then handed out as they are read, of any content."""
+        return operations.world_size() == 1 and self.slice_fn is None
+
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
+        return super()._hand_out(shared, loop) if self._is_alone else self._dispatch(shared, loop)
+
+    def _dispatch(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
+        """Yield this rank's part of every round that rank 0 reads."""
         size = self.num_processes
         rank = operations.rank() * size // operations.world_size()  # several may get the same part
         skipped = self._take_skip() * self.batches_per_round

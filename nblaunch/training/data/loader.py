@@ -13,7 +13,6 @@ which rank. ``prepare.py`` turns the user's loader into a prepared one.
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -55,7 +54,7 @@ from nblaunch.training.state import GradientState
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A data loader for one rank of the job. Final classes implement how batches come to this rank.
+    """A data loader for one rank of the job, which reads them itself where a final class says nothing else.
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
@@ -182,9 +181,60 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         else:
             self._loop, (self.end_of_dataloader, self.remainder) = outer, ends
 
-    @abstractmethod
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
-        """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board."""
+        """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board.
+
+        Those that this process reads, the next one always before the current one is handed out.
+        """
+        nothing = object()
+        batches, backend = self._read(shared, self._take_skip()), shared.process.backend
+        is_placed = self.device is None or self.device.type == "cpu"
+        if backend.prefetches_to_device:
+            batches, is_placed = map(self._to_device, batches), True
+        current = next(batches, nothing)
+        if current is nothing:
+            return
+        # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
+        advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
+        rows = count(current)
+        # Not of a stream: each worker process may end with a short batch. Nor of single samples, nor where the user's
+        # function makes a batch of them, with as many rows as it likes.
+        is_even = not isinstance(self.dataset, IterableDataset) and self.collate_fn is default_collate
+        is_plain = is_placed and not self.use_stateful_dataloader and self._are_cut_by_torch and is_even
+        counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
+        if not is_plain:
+            current = self._take_in(current, is_placed)
+        for upcoming in batches:
+            advance(loop, rows)
+            if counts_steps:
+                self._begin_step(shared, loop, current)
+            yield current
+            current = upcoming
+            if not is_plain:
+                current = self._take_in(current, is_placed)
+                rows = count(current)
+        self._finish_epoch(current)
+        advance(loop, count(current))
+        self._begin_step(shared, loop, current)
+        yield current
+
+    def _take_in(self, batch: Any, is_placed: bool) -> Any:
+        """Place a batch that was just read, and note the position behind it, before the next one is read."""
+        batch = batch if is_placed else self._to_device(batch)
+        self._note_position()
+        return batch
+
+    def _finish_epoch(self, batch: Any) -> None:
+        """Note that this is the last batch, and how many of its rows are real, if that is known only now."""
+        if self.shard is not None and self._is_shard_read_here:
+            self.remainder = self.shard.tail_rows
+        elif self.num_processes == 1 and isinstance(self.dataset, IterableDataset):
+            # The first tensor may have something else than samples in its rows, so the longest is what counts.
+            tensors = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+            rows = max((len(tensor) for tensor in tensors), default=0)
+            self.remainder = rows if rows < self.total_batch_size else 0
+        self.end_of_dataloader = True
+        self._note_position(is_end=True)
 
     def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
         """Yield batches as this process reads them, after the skipped ones."""
@@ -500,55 +550,3 @@ def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
 
 class DataLoaderShard(PreparedLoader):
     """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
-
-    def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
-        """Yield all batches, the next one always read before the current one is handed out."""
-        nothing = object()
-        batches, backend = self._read(shared, self._take_skip()), shared.process.backend
-        is_placed = self.device is None or self.device.type == "cpu"
-        if backend.prefetches_to_device:
-            batches, is_placed = map(self._to_device, batches), True
-        current = next(batches, nothing)
-        if current is nothing:
-            return
-        # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
-        advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
-        rows = count(current)
-        # Not of a stream: each worker process may end with a short batch. Nor of single samples, nor where the user's
-        # function makes a batch of them, with as many rows as it likes.
-        is_even = not isinstance(self.dataset, IterableDataset) and self.collate_fn is default_collate
-        is_plain = is_placed and not self.use_stateful_dataloader and self._are_cut_by_torch and is_even
-        counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
-        if not is_plain:
-            current = self._take_in(current, is_placed)
-        for upcoming in batches:
-            advance(loop, rows)
-            if counts_steps:
-                self._begin_step(shared, loop, current)
-            yield current
-            current = upcoming
-            if not is_plain:
-                current = self._take_in(current, is_placed)
-                rows = count(current)
-        self._finish_epoch(current)
-        advance(loop, count(current))
-        self._begin_step(shared, loop, current)
-        yield current
-
-    def _take_in(self, batch: Any, is_placed: bool) -> Any:
-        """Place a batch that was just read, and note the position behind it, before the next one is read."""
-        batch = batch if is_placed else self._to_device(batch)
-        self._note_position()
-        return batch
-
-    def _finish_epoch(self, batch: Any) -> None:
-        """Note that this is the last batch, and how many of its rows are real, if that is known only now."""
-        if self.shard is not None and self._is_shard_read_here:
-            self.remainder = self.shard.tail_rows
-        elif self.num_processes == 1 and isinstance(self.dataset, IterableDataset):
-            # The first tensor may have something else than samples in its rows, so the longest is what counts.
-            tensors = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-            rows = max((len(tensor) for tensor in tensors), default=0)
-            self.remainder = rows if rows < self.total_batch_size else 0
-        self.end_of_dataloader = True
-        self._note_position(is_end=True)

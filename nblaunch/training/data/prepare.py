@@ -129,15 +129,21 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     if is_sharded:
         return _take_own_part(loader, target, config, common)
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    if target.world_size > 1 and _is_dispatched(config, target, is_iterable):
+    is_dispatched = _is_dispatched(config, target, is_iterable)
+    if is_dispatched and target.world_size > 1:
         return _dispatch(loader, target, config, common)
+    # Programs ask for the class. In a lone process both read alike; ranks that share a model read the same data each.
+    is_alone = current_topology().world_size == 1
+    kind: type[PreparedLoader] = DataLoaderDispatcher if is_dispatched and is_alone else DataLoaderShard
+    if is_dispatched and is_alone:
+        common.update(split_batches=config.split_batches, slice_fn=target.slice_fn)
     if is_iterable:
-        return _shard_iterable(loader, target, config, common)
+        return _shard_iterable(loader, target, config, common, kind)
     index_sampler = index_sampler_of(loader)
     _make_samplers_shareable_in_place(index_sampler, config)
     shard = _shard_index_sampler(loader, index_sampler, target, config)
     index_sampler = index_sampler if shard is None else shard
-    return DataLoaderShard(loader.dataset, **index_sampler_options(loader, index_sampler), **common)
+    return kind(loader.dataset, **index_sampler_options(loader, index_sampler), **common)
 
 
 def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> bool:
@@ -254,7 +260,11 @@ def _dispatch(
 
 
 def _shard_iterable(
-    loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
+    loader: DataLoader,
+    target: LoaderTarget,
+    config: DataLoaderConfiguration,
+    common: dict[str, Any],
+    kind: type[PreparedLoader],
 ) -> PreparedLoader:
     batch_size, drop_last = loader.batch_size, loader.drop_last
     dataset, world_size = loader.dataset, target.world_size
@@ -267,7 +277,7 @@ def _shard_iterable(
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1
     if world_size == 1:
-        return DataLoaderShard(dataset, batch_size=batch_size, drop_last=drop_last, **common)
+        return kind(dataset, batch_size=batch_size, drop_last=drop_last, **common)
     is_split = config.split_batches and batch_size is not None  # else it yields batches, shared as they are
     shard = IterableDatasetShard(dataset, batch_size, drop_last, world_size, target.rank, is_split)
     own_size = batch_size // world_size if batch_size and is_split else batch_size
