@@ -106,7 +106,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether there is nobody to hand a part to: batches are then handed out as they are read, of any content."""
+        """Whether no other rank gets a part: batches are then handed out as they are read, of any content."""
         return operations.world_size() == 1 and self.slice_fn is None
 
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
