@@ -296,7 +296,7 @@ def _render_launchers_own() -> list[str]:
         return [f"{type(error).__name__}: {error}"]
     shown = _stand_in(type(error).__name__, str(error))
     entries = [entry for entry in _outside_launcher(tb) if not _is_ipython(entry)]
-    return _fitting(shell, lambda max_lines: shown, _rebuilt(entries), ())
+    return _fitting(shell, lambda max_lines: shown, _rebuilt(entries), _shown_notes(_notes_of(error)))
 
 
 def _fitting(

@@ -37,6 +37,7 @@ class JobOutcome:
         values: rank -> what its function returned, of a job that is done.
         unloaded_weights: argument path -> trained state dict that no module has taken: it does not fit the kernel's any
             more, or the job is detached.
+        has_lost_weights: workers of a job that is done have not sent all trained weights before they ended.
         is_released: the values and weights that there were have been given up.
     """
 
@@ -47,6 +48,7 @@ class JobOutcome:
     is_early: bool = False
     values: Mapping[int, Any] = field(default_factory=dict)
     unloaded_weights: Mapping[ArgPath, dict[str, Any]] = field(default_factory=dict)
+    has_lost_weights: bool = False
     is_released: bool = False
     _traceback: TracebackType | None = None
 
@@ -134,10 +136,25 @@ def conclude_job(
     error_of_value = _result_error(report, rank_results)
     return (
         JobOutcome(
-            "done", error_of_value, is_early=report.stopped_early, values=values, unloaded_weights=unfit
+            "done",
+            error_of_value,
+            is_early=report.stopped_early,
+            values=values,
+            unloaded_weights=unfit,
+            has_lost_weights=bool(_unsent(report)),
         ),
         notes,
     )
+
+
+def late_interrupt(outcome: JobOutcome, door: str) -> KeyboardInterrupt:
+    """Return the interrupt of a job that is done all the same.
+
+    Args:
+        door: what returns the value, as text.
+    """
+    loaded = "" if outcome.has_lost_weights else "weights are loaded, and "
+    return KeyboardInterrupt(f"every rank here has returned: {loaded}{door} returns the value")
 
 
 def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:

@@ -32,7 +32,7 @@ from nblaunch.launcher.attempt import Attempt, RunningAttempt, start_attempt
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.joblog import JobLog
-from nblaunch.launcher.outcome import JobOutcome, conclude_job
+from nblaunch.launcher.outcome import JobOutcome, conclude_job, late_interrupt
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
@@ -64,10 +64,6 @@ _KEPT_S = 1800.0
 
 _LOOK_S = 0.05
 """Between two looks for signals whose handlers are held back."""
-
-_LATE_INTERRUPT = (
-    "every rank here has returned: weights are loaded, and last_job().result() returns the value"
-)
 
 
 class JobRunner(Job):
@@ -129,8 +125,8 @@ class JobRunner(Job):
                 stack.enter_context(interrupts_as_requests(self.requests.interrupt))
             self._start()
             self._finish()
-        if self.status == "done" and self.requests.interrupts:
-            raise KeyboardInterrupt(_LATE_INTERRUPT)
+        if self.outcome is not None and self.outcome.status == "done" and self.requests.interrupts:
+            raise late_interrupt(self.outcome, "last_job().result()")
 
     def run_in_background(self) -> None:
         """Start the workers and go on in a thread; return when they run, or when they could not be started.

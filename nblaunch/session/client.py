@@ -30,6 +30,7 @@ from nblaunch.wire.worker_commands import (
     Execute,
     LeaveGroup,
     ReceivedReply,
+    Reply,
     RunFunction,
     SessionCommand,
 )
@@ -43,7 +44,7 @@ _INTERRUPTED_PATIENCE_S = 0.1
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
-_ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
+ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
 
 Replies = dict[int, ReceivedReply]
@@ -70,6 +71,8 @@ class SessionClient:
         self._group = 1
         self._has_torch = False
         self._replies_to_skip: Counter[int] = Counter()
+        self._preliminary: dict[int, tuple[Reply, list[int]]] = {}
+        """Rank -> its last preliminary reply to the present command, and the files that came with it."""
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
@@ -116,6 +119,8 @@ class SessionClient:
         finally:
             self._replies_to_skip.update(self.busy)  # an error in this process came before their replies
             self.busy = set()
+            for rank in list(self._preliminary):
+                self._drop_preliminary(rank)
 
     def interrupt(self) -> None:
         """Interrupt the ranks that are busy; the second time kill all. Nothing while no command runs.
@@ -153,7 +158,7 @@ class SessionClient:
             return
         if self._connections:
             self.raise_end()
-        raise LaunchError(_ENDED)
+        raise LaunchError(ENDED)
 
     def raise_end(self) -> None:
         """Show how the workers have ended, and raise why."""
@@ -164,11 +169,11 @@ class SessionClient:
         self.close()
         outcome = self._runner.outcome
         if outcome is not None and outcome.status == "cancelled":
-            raise JobCancelled(f"the ranks were killed by a second interrupt or close(); {_ENDED}")
+            raise JobCancelled(f"the ranks were killed by a second interrupt or close(); {ENDED}")
         if outcome is not None and outcome.error is not None:
-            set_attribute(outcome.error, "__notes__", [*getattr(outcome.error, "__notes__", ()), _ENDED])
+            set_attribute(outcome.error, "__notes__", [*getattr(outcome.error, "__notes__", ()), ENDED])
             outcome.raise_error()
-        raise LaunchError(_ENDED)
+        raise LaunchError(ENDED)
 
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> Replies:
         reaches_all = len(ranks) == len(self._connections)
@@ -208,14 +213,9 @@ class SessionClient:
         leaving: set[int] = set()
         failed_since_s: float | None = None
         while self.busy:
-            for rank in self._wait(list(self.busy)):
-                received = self._receive(rank)
-                if self._replies_to_skip[rank]:
-                    self._replies_to_skip[rank] -= 1
-                    continue
-                replies[rank] = received
-                self._has_torch |= received.reply.has_torch
-                self.busy.remove(rank)
+            if not self._receive_available(replies):
+                self._conclude_end(replies)
+                break
             self._do_between_waits()
             if self.num_interrupts or failed_ranks(replies):
                 failed_since_s = failed_since_s or time.monotonic()
@@ -226,6 +226,54 @@ class SessionClient:
             self._group += 1  # ranks may be stuck in this one: the next command forms another
         return {rank: replies[rank] for rank in sorted(replies)}
 
+    def _receive_available(self, replies: Replies) -> bool:
+        """Receive the replies that arrive within a tick; return whether the workers go on."""
+        try:
+            for rank in self._wait(list(self.busy)):
+                self._take_reply(rank, replies)
+        except (EOFError, OSError):
+            return False
+        return self._runner.is_running  # a process that a rank has left behind may keep its connection open
+
+    def _take_reply(self, rank: int, replies: Replies) -> None:
+        """Receive a reply. It is the last one of the rank to this command, unless it is preliminary.
+
+        Raises:
+            EOFError, OSError: the rank has gone, or there is no reply of one that has gone.
+        """
+        reply, files = self._connections[rank].receive()
+        if reply.is_preliminary and not self._replies_to_skip[rank]:
+            self._drop_preliminary(rank)
+            self._preliminary[rank] = reply, files
+            return
+        received = ReceivedReply.of(reply, files)
+        if self._replies_to_skip[rank]:
+            self._replies_to_skip[rank] -= not reply.is_preliminary
+            return
+        self._drop_preliminary(rank)
+        replies[rank] = received
+        self._has_torch |= reply.has_torch
+        self.busy.remove(rank)
+
+    def _drop_preliminary(self, rank: int) -> None:
+        _, files = self._preliminary.pop(rank, (None, []))
+        for fd in files:
+            os.close(fd)
+
+    def _conclude_end(self, replies: Replies) -> None:
+        """Complete the replies of workers that have ended, by preliminary ones; where one has none, raise the end."""
+        self._runner.wait()
+        for rank in list(self.busy):
+            os.set_blocking(self._connections[rank].fileno(), False)
+            with suppress(EOFError, OSError):
+                while rank in self.busy:
+                    self._take_reply(rank, replies)
+        if self.busy - self._preliminary.keys():
+            self.raise_end()
+        for rank in list(self.busy):
+            replies[rank] = ReceivedReply.of(*self._preliminary.pop(rank))
+        self.busy = set()
+
     def _wait(self, ranks: Sequence[int]) -> list[int]:
         """Return those of the ranks that have replied, after a tick at the latest; a prompt ends the wait, too."""
         debugged = self.debugger.connections  # the end of the job replaces them, in another thread
@@ -235,9 +283,7 @@ class SessionClient:
         return [rank for rank, descriptor in descriptors.items() if descriptor in ready]
 
     def _do_between_waits(self) -> None:
-        """Show output, answer prompts of the debugger, and interrupt again; raise the end of the workers."""
-        if not self._runner.is_running:
-            self.raise_end()  # a process that a rank has left behind may keep its connection open
+        """Show output, answer prompts of the debugger, and interrupt again."""
         self._output.pump()
         self.debugger.receive_available()
         signal_handlers.run_arrived()  # an exception of the user's handler ends the command here
@@ -269,13 +315,6 @@ class SessionClient:
             self._connections[rank].send(command, files)
         except OSError:
             self.raise_end()
-
-    def _receive(self, rank: int) -> ReceivedReply:
-        try:
-            return ReceivedReply.of(*self._connections[rank].receive())
-        except (EOFError, OSError):
-            self.raise_end()
-            raise
 
     def _signal(self, ranks: Iterable[int]) -> None:
         pids = self._runner.pids

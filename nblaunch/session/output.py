@@ -44,7 +44,7 @@ class SessionOutput:
     """A listener of the session's job, which keeps what arrives until the cell takes it.
 
     Attributes:
-        ended: ranks whose process has ended.
+        ended: rank -> exit status, of those whose process has ended.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class SessionOutput:
         self._ends: list[Event] = []
         """Of the workers and the session's job."""
         self._shown = threading.Lock()
-        self.ended: set[int] = set()
+        self.ended: dict[int, ExitStatus] = {}
 
     def on_event(self, event: Event) -> None:
         """Keep what ranks print and display, and notes; while a command runs, all that is not of the session's job."""
         if isinstance(event, Exited):
-            self.ended.add(event.rank)
+            self.ended[event.rank] = event.status
         if isinstance(event, (Exited, JobEnded)):
             self._ends.append(event)
         is_output = isinstance(event, (LogLines, Displayed, Note))

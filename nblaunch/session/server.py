@@ -190,8 +190,13 @@ class _Server:
             self._is_interruptible = False  # what the function has made is sent whole
         output.show_pending_figures()
         returned = delivery.put_value(value, left_by_exit=has_exited)
-        sent_states = {sent.path: sent for sent in delivery.put_states(returned.sends)}
-        return Reply(returned=returned, sent_states=sent_states)
+        reply = Reply(time_s=time.time(), returned=returned)
+        if returned.sends:
+            send_reply(self._connection, replace(reply, is_preliminary=True), outbox_fd)
+        for sent in delivery.put_states(returned.sends):
+            reply = replace(reply, sent_states={**reply.sent_states, sent.path: sent})
+            send_reply(self._connection, replace(reply, is_preliminary=True), outbox_fd)
+        return reply
 
     def _enter_group(self, command: SessionCommand) -> None:
         """Join the process group that the command needs, with all other ranks."""

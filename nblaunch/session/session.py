@@ -21,10 +21,10 @@ from nblaunch.events import Event, ExitStatus, Note, Returned, Started
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, release_kept_failures
-from nblaunch.launcher.outcome import JobOutcome, conclude_job
+from nblaunch.launcher.outcome import JobOutcome, conclude_job, late_interrupt
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.client import FailedCommand, Replies, SessionClient, failed_ranks
+from nblaunch.session.client import ENDED, FailedCommand, Replies, SessionClient, failed_ranks
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
@@ -196,7 +196,8 @@ class Session(RankCommands):
 
         Raises:
             KeyboardInterrupt: the call was interrupted; where every rank has returned all the same, weights are loaded,
-                and :meth:`result` returns the value.
+                and :meth:`result` returns the value. A second interrupt kills the workers: weights that were on their
+                way then are lost, but not the value.
             BaseException: as :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
         """
         __tracebackhide__ = True
@@ -239,6 +240,8 @@ class Session(RankCommands):
             replies = self._request(self._ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
+            if not self.is_running:  # it was killed when every rank had sent its value
+                notes.append(Note.of_job(ENDED, "warning"))
             emit(shown, [*notes, *end_events(replies, outcome)])
         self._unloaded_weights = outcome.unloaded_weights
         return outcome
@@ -456,7 +459,7 @@ class Session(RankCommands):
             sent_states={rank: dict(reply.sent_states) for rank, reply in by_rank.items()},
             interruptions={rank: reply.interrupted for rank, reply in by_rank.items() if reply.interrupted},
             failed=failed,
-            exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
+            exits={rank: (self._output.ended.get(rank, ExitStatus(0)), time.time()) for rank in by_rank},
             # Where no rank has failed, each has handled the interrupt and returned.
             interrupted=self._client.num_interrupts > 0 and bool(failed),
         )
@@ -502,7 +505,8 @@ def run_in_session(
         values = [outcome.values.get(rank) for rank in session._ranks]
         session._value = (values if spec.return_all else values[0],)
         if client.num_interrupts:
-            raise KeyboardInterrupt(_LATE_INTERRUPT)  # what follows in the cell must not run
+            # What follows in the cell must not run.
+            raise late_interrupt(outcome, "session.result()")
     return session.result()
 
 
@@ -520,7 +524,5 @@ def execute_and_display(
 
 _START_SETTINGS = [field.name for field, use in uses() if use.is_of_start]
 """Settings that hold from the start of the workers to their end."""
-
-_LATE_INTERRUPT = "every rank has returned: weights are loaded, and session.result() returns the value"
 
 _REMEDY = "or launch without session="

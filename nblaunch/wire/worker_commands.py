@@ -320,6 +320,7 @@ class Reply:
         shown: a display of the value, by MIME type, where that was asked for.
         number: number of the command, if it has one.
         has_torch: whether the rank of a session has imported torch.
+        is_preliminary: another reply to the same command follows. This one says what would be there without it.
     """
 
     time_s: float = 0.0
@@ -331,6 +332,7 @@ class Reply:
     shown: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
     has_torch: bool = False
+    is_preliminary: bool = False
 
     @property
     def has_outbox(self) -> bool:

@@ -505,6 +505,52 @@ sent = Interrupting(1, 1)
     assert shared.run("session.execute('1')").result == "[0-3] 1"
 
 
+@pytest.mark.parametrize("end", ["second interrupt", "death"])
+def test_the_end_of_a_rank_that_sends_weights_costs_these_alone(kernel: Kernel, end: str) -> None:
+    kernel.run(PREAMBLE.replace("Session(4", "Session(2"))
+    kernel.run(
+        f"""
+import signal, time
+kernel, end = os.getpid(), {end!r}
+class Sent(nn.Linear):
+    pass
+class Ending(Sent):
+    def state_dict(self, *args, **kwargs):
+        if os.getpid() != kernel and end == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.getpid() != kernel:
+            os.kill(kernel, signal.SIGINT)
+            time.sleep(0.2)                        # or the system makes one interrupt of both
+            os.kill(kernel, signal.SIGINT)
+            time.sleep(3600)
+        return super().state_dict(*args, **kwargs)
+
+def fill(*models):
+    for model in models:
+        nn.init.constant_(model.weight, 7.0)
+    return int(os.environ["RANK"]) + 10
+first, second = Sent(1, 1), Ending(1, 1)
+nn.init.constant_(second.weight, 1.0)
+"""
+    )
+    raised = "KeyboardInterrupt" if end == "second interrupt" else None
+    cell = kernel.run("session.run(fill, (first, second), return_all=True)", raises=raised)
+    assert kernel.run("session.result()").value == [10, 11]
+    assert kernel.run("first.weight.item(), second.weight.item()").value == (7.0, 1.0)
+    shown = cell.stdout + cell.stderr + "".join(str(one.data) for one in cell.displays)
+    assert "args[1]" in shown, cell.describe()
+    assert "SIGKILL while it sent them" in shown, cell.describe()
+    assert "the session has ended" in shown, cell.describe()
+    if cell.error is not None:
+        assert "session.result()" in cell.error.value
+        assert "weights are loaded" not in cell.error.value
+    died = "JobCancelled" if end == "second interrupt" else "WorkerDied"
+    kernel.run("session.execute('1')", raises=died)
+    kernel.run("session.restart()")
+    assert kernel.run("session.execute('1')").result == "[0-1] 1"
+    kernel.run("session.close()")
+
+
 def test_a_collective_that_a_rank_never_enters_is_reported_and_left(kernel: Kernel) -> None:
     kernel.run("import os\nfrom nblaunch import Session\nsession = Session(3, hang_timeout_s=1.0)")
     kernel.run("session.execute('import torch; torch.distributed.barrier()')")
@@ -715,6 +761,7 @@ def test_the_death_of_a_rank_is_named_and_a_restart_begins_anew(kernel: Kernel) 
     )
     assert cell.error is not None
     assert "SIGKILL" in cell.error.value
+    assert "session.restart()" in cell.error.text
     assert kernel.run("session.is_running").result == "False"
     assert kernel.run("session.status()").result == "[0-1] 'ended'"
     assert kernel.run("session.execute('1')", raises="LaunchError").error is not None
