@@ -296,6 +296,19 @@ class Failed(Event):
     evidence: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PutUnread(Event):
+    """A rank can't end: what its function has put into queues between processes has not been read.
+
+    Args:
+        pipes: inodes of the queues' pipes.
+        has_tensors: some of it is memory that the rank shares, and that is lost with the rank.
+    """
+
+    pipes: tuple[int, ...] = ()
+    has_tensors: bool = False
+
+
 # --- added by the launcher ---------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,9 @@ another thread of the same process can wake it, or the handler of a signal. Wher
 process waits for ever: that is certain. A thread that waits for a pipe, a socket, a file, a clock, another process or
 a lock shared with one sleeps in another system call, without the flag, or with a deadline.
 
+The main thread may also wait for something that the calling process has as well, such as a pipe or a semaphore between
+processes: then only other processes can end the wait.
+
 Where the system does not show system calls (no ``/proc``, other processors, a sandbox), nothing is known.
 """
 
@@ -14,12 +17,15 @@ from __future__ import annotations
 import os
 import platform
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from nblaunch.host import proc
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
-"""Number of the system call. Source: syscall tables of Linux, ``asm/unistd.h``."""
+_WRITE = {"x86_64": 1, "aarch64": 64}.get(platform.machine(), -1)
+"""Numbers of the system calls. Source: syscall tables of Linux, ``asm/unistd.h``."""
 
 _WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
 _PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and what is left without flags
@@ -72,11 +78,59 @@ def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
     return tuple(waits)
 
 
+def wait_for_others(pid: int) -> Wait | None:
+    """Return the wait of a process's main thread to write, or for a lock between processes; None if it has none."""
+    fields = _system_call(f"/proc/{pid}/task/{pid}")
+    if not fields or (fields[0] != str(_WRITE) and not _is_shared_futex(fields)):
+        return None
+    return pid, fields[1], _num_sleeps(f"/proc/{pid}/task/{pid}")
+
+
+def has_what_is_awaited(pid: int) -> bool:
+    """Return whether the calling process has the pipe, socket or semaphore of :func:`wait_for_others`."""
+    fields = _system_call(f"/proc/{pid}/task/{pid}")
+    if not fields:
+        return False
+    if fields[0] == str(_WRITE):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{int(fields[1], 16)}")
+            return target.startswith(("pipe:", "socket:")) and target in proc.open_files(
+                Path("/proc/self/fd")
+            )
+        return False
+    file = _mapped_file(pid, int(fields[1], 16))
+    return bool(file) and file in proc.read("/proc/self/maps")
+
+
+def _mapped_file(pid: int, address: int) -> str:
+    """Return the device, inode and path of the file of shared memory at ``address``; empty where it is not of one."""
+    for line in proc.read(f"/proc/{pid}/maps").splitlines():
+        # addresses, permissions, offset, device, inode, path; source: proc_pid_maps(5)
+        range_, _, _, *file = line.split(maxsplit=5)
+        begin, _, end = range_.partition("-")
+        if int(begin, 16) <= address < int(end, 16):
+            return line[line.index(file[0], len(range_)) :] if file[1] != "0" else ""
+    return ""
+
+
+def _system_call(folder: str) -> list[str]:
+    """Return what a thread waits in: number, six arguments, stack pointer, program counter; empty for one that runs."""
+    fields = proc.read(f"{folder}/syscall").split()
+    return fields if len(fields) == 9 else []
+
+
+def _is_shared_futex(fields: list[str]) -> bool:
+    """Return whether a thread waits, without a deadline, for memory that processes share."""
+    if fields[0] != str(_FUTEX):
+        return False
+    operation, deadline = int(fields[2], 16), int(fields[4], 16)
+    return operation & _COMMAND in _WAITS and not operation & _PRIVATE and not deadline
+
+
 def _endless_wait(pid: int, thread: int) -> Wait | None:
     folder = f"/proc/{pid}/task/{thread}"
-    # number, six arguments, stack pointer, program counter; "running" for a thread that runs
-    fields = proc.read(f"{folder}/syscall").split()
-    if len(fields) != 9 or fields[0] != str(_FUTEX):
+    fields = _system_call(folder)
+    if not fields or fields[0] != str(_FUTEX):
         return None
     address, operation, deadline = fields[1], int(fields[2], 16), int(fields[4], 16)
     if operation & _COMMAND not in _WAITS or not operation & _PRIVATE or deadline:

@@ -3,6 +3,7 @@
     progress ──> HangDetector ── needs stacks ──> StackDump ── poll ──> HangDetector ──> notes, Stalled, hang
     query ──────────────────────────────────────> StackDump ── poll ──> answer
     threads ──> DeadlockDetector ─ needs stacks ─> StackDump ── poll ──> note, Stalled, hang
+    pipes ────> full_queues ────── needs stacks ─> StackDump ── poll ──> note
 
 What counts as a hang is in ``diagnosis/hang.py``.
 """
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from nblaunch import formatting
-from nblaunch.diagnosis import deadlock
+from nblaunch.diagnosis import deadlock, full_queues
 from nblaunch.diagnosis.deadlock import DeadlockDetector
+from nblaunch.diagnosis.full_queues import FullQueueDetector
 from nblaunch.diagnosis.hang import (
     BUSY_FOR_LONG,
     Check,
@@ -77,6 +79,8 @@ class HangWatch:
         self._dumps: list[tuple[StackDump, _Use]] = []
         self._deadlocks = DeadlockDetector()
         self._deadlocked: dict[int, Position] = {}
+        self._full_queues = FullQueueDetector()
+        self._blocked: dict[int, Position] = {}
         self.begin_anew()
 
     @property
@@ -112,6 +116,8 @@ class HangWatch:
             self._dump_stacks(pids, partial(self._judge, pids=pids))
         if deadlocked := self._deadlocks.observe(now, pids):
             self._dump_stacks(pids, partial(self._report_deadlock, deadlocked=deadlocked))
+        if blocked := self._full_queues.observe(now, pids):
+            self._dump_stacks(pids, partial(self._report_full_queues, blocked=blocked))
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
         """Answer a query where all ranks are, when their stacks are there; ``pids`` as in :meth:`inspect`."""
@@ -165,6 +171,22 @@ class HangWatch:
         is_certain = any(deadlocked[rank] for rank in waiting)
         return Hung(positions, lines, "") if is_certain else None
 
+    def _report_full_queues(
+        self, positions: Positions, done: Collection[int], blocked: Collection[int]
+    ) -> Hung | None:
+        """Report ranks that wait for room in a queue of this process; another process may still read it."""
+        waiting = {
+            rank: positions[rank]
+            for rank in blocked
+            if rank in positions and full_queues.is_confirmed(positions[rank])
+        }
+        self._blocked.update(waiting)
+        for rank, at in waiting.items():
+            self._emit(Stalled(rank, time.time(), at.place, "", full_queues.LONG_S))
+        if waiting:
+            self._report(f"no progress for {full_queues.LONG_S:g} s:", self._describe(positions, done))
+        return None
+
     def _judge(self, positions: Positions, done: Collection[int], pids: Mapping[int, int]) -> Hung | None:
         """Report what the detector finds in the stacks that it wanted; return it where it is a hang for certain."""
         now = time.monotonic()
@@ -180,12 +202,19 @@ class HangWatch:
             return None
         lines = self._describe(positions, done, finding.busy)
         self._report(self._headline(finding), lines)
-        return Hung(positions, lines, BUSY_FOR_LONG) if finding.hung else None
+        advice = "" if self._still_blocked(positions) else BUSY_FOR_LONG
+        return Hung(positions, lines, advice) if finding.hung else None
+
+    def _still_blocked(self, positions: Positions) -> list[int]:
+        """Return the ranks that wait for room in a queue, as before."""
+        return [rank for rank, at in self._blocked.items() if positions.get(rank) == at]
 
     def _describe(self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()) -> list[str]:
         steps = {reading.rank: reading.step for reading in self._board.read()}
         lines = describe_hang(positions, steps, gone=sorted(done), busy=busy)
         start_method = self._attempt.plan.start_method
+        if blocked := self._still_blocked(positions):
+            return [*lines, full_queues.explain(blocked)]
         deadlocked = {rank: at for rank, at in self._deadlocked.items() if positions.get(rank) == at}
         if deadlocked:
             lines += [*deadlock.explain(deadlocked), deadlock.advice(start_method)]

@@ -46,6 +46,7 @@ from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
+from nblaunch.launcher.unread_queues import UnreadQueues
 from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
@@ -62,7 +63,6 @@ _POLL_S = 0.02
 
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
-
 
 _BOUNDARY_S = 1.0
 """How long an interrupt waits for ranks that train to come to the same optimizer step."""
@@ -126,6 +126,7 @@ class Supervisor:
         self._started: set[int] = set()
         self._memory_sampler = MemorySampler()
         self._hangs = HangWatch(running, requests, emit)
+        self._queues = UnreadQueues(running.board, emit)
 
     @property
     def _alive(self) -> set[int]:
@@ -195,6 +196,7 @@ class Supervisor:
     def close(self) -> None:
         """End workers that still run, and release what the attempt holds."""
         self._running.close()
+        self._queues.end()
         found = self._running.left_running
         if found:
             named = formatting.first(found, _MAX_NAMED)
@@ -308,6 +310,7 @@ class Supervisor:
                     self._post_mortem_since_s = self._post_mortem_since_s or time.monotonic()
                 else:
                     self._begin_escalation()
+            self._queues.receive(event)
             self._hangs.count(rank, event)
             self._emit(event)
         return is_closed
@@ -522,6 +525,7 @@ class Supervisor:
             self._emit(use)
         self._poll_termination()
         self._inspect(readings)
+        self._queues.collect(self._alive)
         self._check_lingering()
 
     def _read_logs(self) -> None:

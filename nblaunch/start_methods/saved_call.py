@@ -6,6 +6,7 @@ returned saves it at the launch: whatever the kernel does meanwhile, every attem
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ class SavedCall:
         path: where modules are looked for.
         folder: the working folder; None where it had been removed.
         argv: ``sys.argv``, which a function may parse.
+        authkey: by which processes of ``multiprocessing`` know each other: a manager of the kernel answers workers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
         has_shell: this process is an IPython shell, so ``display`` shall work there, too.
     """
@@ -51,6 +53,7 @@ class SavedCall:
     path: Sequence[str]
     folder: str | None
     argv: Sequence[str]
+    authkey: bytes
     sources: Mapping[str, str]
     has_shell: bool
 
@@ -66,6 +69,7 @@ class SavedCall:
             path=tuple(sys.path),
             folder=present_folder(),
             argv=tuple(sys.argv),
+            authkey=bytes(multiprocessing.current_process().authkey),
             sources=capture_sources(),
             has_shell="IPython.core.interactiveshell" in sys.modules,
         )
@@ -80,6 +84,7 @@ class SavedCall:
     def load(self) -> tuple[FunctionCall, int]:
         """Return the call, and the address of its memory file; put settings and random states back."""
         find_at(self.modules)
+        multiprocessing.current_process().authkey = self.authkey
         loaded = payload.load_mapped_with_address(self.fd)
         self.settings.restore()
         self.random_states.restore()

@@ -4,7 +4,7 @@
     worker 1 ──writes──> slot 1 ├── one anonymous memory file ──sampled 10 times a second──> launcher
     worker N ──writes──> slot N ┘
 
-Each field has a single writer (the worker; for two fields the launcher) and is one aligned 8-byte word, so that there
+Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so that there
 is nothing to lock: a reading may combine fields of two neighbouring steps, but each number in it is whole. The curve of
 losses has many words, and a version number that is odd while the worker writes it. Writing a step costs well under a
 microsecond, and no system call.
@@ -76,6 +76,7 @@ _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31
 _KEEPS_WEIGHTS = 31
 _BOUNDARY_CHECKS, _BOUNDARY_REPLY, _BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(32, 36)
 _JOB_STEPS, _JOB_TOTAL = 36, 37
+_HANDING_OVER = 38
 
 _MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
 
@@ -193,6 +194,8 @@ class Slot:
     """The check at which the launcher proposes to stop; 0 without a request. Written by the launcher."""
     keeps_weights = _Word(_KEEPS_WEIGHTS)
     """1 where the user interrupts the rank, which then sends what it has trained. Written by the launcher."""
+    handing_over = _Word(_HANDING_OVER)
+    """1 while the rank waits until tensors that it has put into queues are taken. The launcher writes 0."""
     stop_decision = _Word(_STOP_DECISION)
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 

@@ -14,7 +14,8 @@
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
                      (or, where the function raised: ──> Failed; after ``sys.exit(n)``, n not 0: an exit code alone;
                      where the user has interrupted it: ──> Interrupted, the states, Failed)
-    finish           after success threads are joined; exit handlers run; files that are left open are written;
+    finish           after success threads are joined; exit handlers run; values in queues of the kernel are read, if
+                     by nobody else by the launcher; files that are left open are written;
                      after success groups are left, but gloo's; ``os._exit``
 
 A worker never returns into the code it was forked from.
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nblaunch import attached_debugger, backends, context, env
 from nblaunch.backends import process_group
 from nblaunch.context import ProcessContext
-from nblaunch.events import Fact, Note, Started, WorkerState
+from nblaunch.events import Fact, Note, PutUnread, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.progress import frameworks, plain_loops
 from nblaunch.wire.assignment import Assignment, FunctionCall
@@ -52,7 +53,7 @@ from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
-from nblaunch.worker.inheritance import kernel_only
+from nblaunch.worker.inheritance import kernel_only, queues
 from nblaunch.worker.inheritance.files import KernelFiles
 
 if TYPE_CHECKING:
@@ -298,6 +299,10 @@ class _Worker:
         """Warn about the job as a whole, from the rank that has noticed."""
         self.sender.send(Note.of_job(text, "warning"))
 
+    def _report_unread(self, pipes: tuple[int, ...], has_tensors: bool) -> None:
+        """Report that this rank waits until others have read what it has put into queues."""
+        self.sender.send(PutUnread(self.assignment.rank, time.time(), pipes, has_tensors))
+
     def _report_fact(self, name: str, text: str) -> None:
         """Report a fact for the head of the table from the first rank."""
         if self.assignment.rank == 0:
@@ -318,6 +323,7 @@ class _Worker:
             if exit_code == 0:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
+            queues.hand_over(self.slot, self._report_unread, self._warn)
             if multiprocessing.process._children or multiprocessing.util._finalizer_registry:  # type: ignore[attr-defined]
                 multiprocessing.util._exit_function()  # type: ignore[attr-defined]
             open_files.write_left_open()

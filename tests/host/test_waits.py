@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -102,3 +104,41 @@ def test_a_process_that_has_ended_has_no_waits() -> None:
     with process("pass") as pid:
         pass
     assert waits.endless_waits(pid) is None
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_full_pipe_is_known_to_be_that_of_the_caller_or_not(is_shared: bool) -> None:
+    reading, writing = os.pipe()
+    fd = writing if is_shared else "os.pipe()[1]"
+    code = f"import os; os.write({fd}, bytes(1 << 20))"
+    with subprocess.Popen([sys.executable, "-c", code], pass_fds=[writing] if is_shared else []) as writer:
+        try:
+            assert_waits_for(writer.pid, is_shared)
+        finally:
+            writer.kill()
+            os.close(reading)
+            os.close(writing)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_semaphore_between_processes_is_known_to_be_that_of_the_caller_or_not(is_shared: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    semaphore = context.Semaphore(0)
+
+    def wait() -> None:
+        (semaphore if is_shared else context.Semaphore(0)).acquire()
+
+    process = context.Process(target=wait)
+    process.start()
+    try:
+        assert process.pid is not None
+        assert_waits_for(process.pid, is_shared)
+    finally:
+        process.kill()
+        process.join()
+
+
+def assert_waits_for(pid: int, is_shared: bool) -> None:
+    while waits.wait_for_others(pid) is None:
+        time.sleep(0.01)
+    assert waits.has_what_is_awaited(pid) is is_shared

@@ -12,6 +12,7 @@ from typing import Any
 
 from nblaunch.user_code import captured_variables
 from nblaunch.wire.pickling.payload import pickling_error
+from nblaunch.wire.pickling.process_bound import NotPicklable
 
 _KINDS_OF_FUNCTION = (FunctionType, MethodType, functools.partial)
 _MAX_DEPTH = 4
@@ -49,7 +50,7 @@ def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]
     if error is None:
         return
     is_explained = False
-    if depth > 0:
+    if depth > 0 and not isinstance(error, NotPicklable):
         for part_name, part in _parts(value, name):
             for found in _search(part, part_name, depth - 1):
                 is_explained = True

@@ -1,9 +1,12 @@
-"""Objects of the kernel that can't be pickled as they are, and that a fresh process makes anew with the same settings.
+"""Objects that belong to the kernel's process. A fresh process makes some of them anew, with the same settings:
 
 compiled functions   torch pickles compiled modules, but not compiled functions, whose closures hold the state of a
                      thread; the fresh process finds the compiled code again in inductor's cache on the disk
 executors            pools of threads and of processes, which start both when the first task comes
 data loaders         without the iterator and its processes that ``persistent_workers`` keeps
+
+Others are refused, with a reason: a connection would arrive as the number of a descriptor, which belongs to another
+file in the fresh process; queues and locks between processes hold connections and semaphores.
 """
 
 from __future__ import annotations
@@ -18,8 +21,16 @@ from typing import Any
 Reduction = tuple[Any, ...]
 
 
+class NotPicklable(TypeError):
+    """An object can't be pickled as a whole. Which of its parts can't is of no use to know."""
+
+
 def reduction(obj: Any) -> Reduction | None:
-    """Return how to pickle ``obj`` for a fresh process; None where pickle knows."""
+    """Return how to pickle ``obj`` for a fresh process; None where pickle knows.
+
+    Raises:
+        NotPicklable: it can reach other processes by a fork alone.
+    """
     if isinstance(obj, types.FunctionType):
         return _of_compiled(obj)
     for name, cls, reduce in _OF_CLASSES:
@@ -92,6 +103,13 @@ def _make_process_executor(
     return kind(max_workers, get_context(start_method), initializer, initargs, **options)
 
 
+def _refuse(what: str) -> Callable[[Any], Reduction]:
+    def refuse(obj: Any) -> Reduction:
+        raise NotPicklable(f"{what} between processes reaches workers by a fork alone")
+
+    return refuse
+
+
 def _of_loader(loader: Any) -> Reduction | None:
     if getattr(vars(loader).get("_iterator"), "_workers", None) is None:
         return None
@@ -103,5 +121,12 @@ _OF_CLASSES: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor", _of_thread_executor),
     ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
+    ("multiprocessing.queues", "Queue", _refuse("a queue")),
+    ("multiprocessing.queues", "SimpleQueue", _refuse("a queue")),
+    ("multiprocessing.connection", "_ConnectionBase", _refuse("a connection")),
+    ("multiprocessing.synchronize", "SemLock", _refuse("a lock or semaphore")),
+    ("multiprocessing.synchronize", "Condition", _refuse("a condition")),
+    ("multiprocessing.synchronize", "Event", _refuse("an event")),
+    ("multiprocessing.sharedctypes", "SynchronizedBase", _refuse("a shared value")),
 )
 """Module, class, how to pickle its objects."""

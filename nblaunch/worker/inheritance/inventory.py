@@ -87,6 +87,19 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.REFUSED, f"a connection {_NOT_PICKLED}"),
     ),
     Kind(
+        "queues between processes",
+        fork=Way(
+            Treatment.KEPT,
+            "shared with the kernel and all ranks. What ranks have put into a `multiprocessing.Queue` and nobody has "
+            "read when they end, tensors too, is kept for the kernel. `put()` into a full `SimpleQueue`, `Pipe` or "
+            "queue with a size waits, and a note names it after two seconds. Proxies of a `Manager` work",
+        ),
+        fresh=Way(
+            Treatment.REFUSED,
+            f"a queue, lock or value between processes {_NOT_PICKLED}; proxies of a `Manager` work",
+        ),
+    ),
+    Kind(
         "memory maps",
         fork=Way(Treatment.KEPT, "shared with the kernel, as the map was made"),
         fresh=Way(

@@ -1,0 +1,87 @@
+"""Ranks that wait for room in a queue or pipe of the kernel.
+
+A ``multiprocessing.SimpleQueue`` or ``Pipe`` takes 64 kB that nobody has read, a queue with a size as many values. Then
+``put()`` and ``send()`` wait for a reader. The kernel reads nothing while it waits for a launch. But another rank, a
+process or a thread of the kernel may read, so the hang is not certain: a note names the line.
+
+    FullQueueDetector  processes -> observe() -> ranks that wait for something that the kernel has as well
+    is_confirmed       a rank's stack -> whether it puts a value
+    explain            what to do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from nblaunch import formatting
+from nblaunch.diagnosis.stacks import Position, frames_inside_user_code
+from nblaunch.host.waits import Wait, has_what_is_awaited, wait_for_others
+
+_PERIOD_S = 0.5
+LONG_S = 2.0
+"""How long a rank must have waited."""
+
+_PUTTING = (
+    ("process/queues.py", {"put", "join"}),
+    ("processing/queues.py", {"put", "join"}),
+    ("process/connection.py", {"_send"}),
+    ("processing/connection.py", {"_send"}),
+)
+"""Files of ``multiprocessing`` and ``multiprocess``, and their functions that wait until others have read."""
+
+
+class FullQueueDetector:
+    """Finds ranks that wait to write, each wait once. A look at a rank that runs reads one small file."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._seen: dict[int, tuple[float, Wait]] = {}
+        self._reported: dict[int, str] = {}
+
+    def observe(self, now_s: float, pids: Mapping[int, int]) -> set[int]:
+        """Look at the running ranks, twice a second at most; return those that wait for what this process has, too.
+
+        Args:
+            now_s: ``time.monotonic()``.
+            pids: rank -> process.
+        """
+        if now_s < self._next_s:
+            return set()
+        self._next_s = now_s + _PERIOD_S
+        return {rank for rank, pid in pids.items() if self._has_begun_to_wait_long(now_s, rank, pid)}
+
+    def _has_begun_to_wait_long(self, now_s: float, rank: int, pid: int) -> bool:
+        wait = wait_for_others(pid)
+        if wait is None:
+            self._seen.pop(rank, None)
+            return False
+        since_s, before = self._seen.get(rank, (now_s, None))
+        if wait != before:
+            self._seen[rank] = (now_s, wait)
+            return False
+        _, address, _ = wait  # the number of sleeps grows when a rank is asked for its stack
+        if now_s - since_s < LONG_S or self._reported.get(rank) == address:
+            return False
+        self._reported[rank] = address
+        return has_what_is_awaited(pid)
+
+
+def is_confirmed(position: Position) -> bool:
+    """Return whether a rank is in ``put()``, ``send()`` or ``join()`` of a queue or pipe."""
+    return any(
+        frame.filename.endswith(file) and frame.name in names
+        for frame in frames_inside_user_code(position)
+        for file, names in _PUTTING
+    )
+
+
+def explain(ranks: Iterable[int]) -> str:
+    """Return what ranks wait for that put values, and what to do."""
+    return _FULL.format(formatting.ranks(ranks))
+
+
+_FULL = (
+    "{} can't put a value into a queue or pipe that a cell has made: it is full, and nobody reads it. The kernel reads "
+    "nothing while it waits for the launch. Return the value instead, or put it into a multiprocessing.Queue() without "
+    "a size, which the kernel can read after the launch."
+)

@@ -1,0 +1,252 @@
+"""What ranks have put into queues of the kernel and no process has read when the ranks end.
+
+    rank ── PutUnread ──> UnreadQueues: once all ranks that live wait like this
+                            └── thread: reads the pipes, and with that lets the ranks end
+                                        writes all of it into the pipes again, as far as there is room
+                                        writes the rest when the kernel reads (for as long as that takes)
+
+While the thread reads, it holds the queue's lock for readers, so that no reader gets a later value before an earlier
+one. A rank that still runs its function may be a reader: as long as there is one, the queues are left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from nblaunch.events import Event, Note, PutUnread
+from nblaunch.host import descriptors
+from nblaunch.wire.board import Board
+from nblaunch.worker.inheritance.queues import queues_of_this_process
+
+_POLL_MS = 20
+_SETTLED_S = 0.2
+"""How long the pipes are empty before tensors that no process has taken are given up."""
+_LOCK_S = 2.0
+"""How long to wait for the lock for writers. A rank that was killed while it wrote holds the lock for ever."""
+_REFILL_S = 10.0
+
+_INT, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # source: Connection._send_bytes of multiprocessing
+
+_UNKNOWN = (
+    "the function has put values into a queue that this process does not have, so that nobody reads them, and the rank "
+    "can't end: return the values instead"
+)
+_CUT = "a value that a rank has put into a queue of the kernel is lost: the rank was killed while it wrote the value"
+
+
+class UnreadQueues:
+    """The queues of the kernel in which ranks of one attempt have left values.
+
+    Args:
+        board: of the attempt.
+        emit: receives notes.
+    """
+
+    def __init__(self, board: Board, emit: Callable[[Event], None]) -> None:
+        self._board = board
+        self._emit = emit
+        self._waiting: dict[int, PutUnread] = {}
+        self._thread: _KeepingThread | None = None
+
+    def receive(self, event: Event) -> None:
+        """Take an event of a rank: it may wait for readers."""
+        if isinstance(event, PutUnread):
+            self._waiting[event.rank] = event
+
+    def collect(self, alive: Collection[int]) -> None:
+        """Begin to keep what ranks have put, if each of those that are alive waits for readers. Never blocks."""
+        if self._thread is not None or not alive or not self._waiting.keys() >= set(alive):
+            return
+        pipes = {pipe for event in self._waiting.values() for pipe in event.pipes}
+        queues = {pipe: queue for pipe, queue in queues_of_this_process() if pipe in pipes}
+        if pipes - queues.keys():
+            self._emit(Note.of_job(_UNKNOWN, "warning"))
+        has_tensors = any(event.has_tensors for event in self._waiting.values())
+        self._thread = _KeepingThread(
+            [_Kept(queue, has_tensors) for queue in queues.values()], self._release_ranks
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Put back what was kept, as far as the queues have room, when all ranks have ended."""
+        if self._thread is None:
+            return
+        num_cut = self._thread.put_back()
+        self._thread = None
+        if num_cut:
+            self._emit(Note.of_job(_CUT, "warning"))
+
+    def _release_ranks(self) -> None:
+        for rank in self._waiting:
+            self._board.slot(rank).handing_over = 0
+
+
+class _KeepingThread(threading.Thread):
+    """Reads queues until :meth:`put_back` is called, then writes to them what it has read.
+
+    Args:
+        queues: the queues.
+        release_ranks: called while they are empty: no tensor is left in them.
+    """
+
+    def __init__(self, queues: Sequence[_Kept], release_ranks: Callable[[], None]) -> None:
+        super().__init__(name="nblaunch-queues", daemon=True)
+        self._queues = queues
+        self._release_ranks = release_ranks
+        self._ranks_have_ended = threading.Event()
+        self._is_put_back = threading.Event()
+
+    def put_back(self) -> int:
+        """Write what was read, as far as there is room; the thread goes on with the rest.
+
+        Returns:
+            The number of values that were lost, because their rank was killed.
+        """
+        queues = self._queues
+        self._ranks_have_ended.set()
+        self._is_put_back.wait(_REFILL_S)
+        return sum(queue.is_cut for queue in queues)
+
+    def run(self) -> None:
+        self._read()
+        rest = [writer for queue in self._queues if (writer := queue.put_back()) is not None]
+        self._is_put_back.set()
+        for write in rest[1:]:
+            threading.Thread(target=write, name=self.name, daemon=True).start()
+        self._queues = ()
+        if rest:
+            rest[0]()
+
+    def _read(self) -> None:
+        last_s = time.monotonic()
+        while True:
+            has_ended = self._ranks_have_ended.is_set()  # asked first: all that they wrote is read afterwards
+            now = time.monotonic()
+            num_read = sum(queue.read() for queue in self._queues)
+            if num_read:
+                last_s = now
+            elif has_ended:
+                return
+            elif now - last_s > _SETTLED_S:
+                self._release_ranks()
+            _wait_for_input([queue.reader for queue in self._queues])
+
+
+class _Kept:
+    """What is kept of one queue.
+
+    Args:
+        queue: the kernel's.
+        has_tensors: values may refer to memory of a rank, which has to be taken over while the rank lives.
+    """
+
+    def __init__(self, queue: Any, has_tensors: bool) -> None:
+        self._read_lock, self._write_lock = queue._rlock, queue._wlock
+        self._has_tensors = has_tensors
+        self._is_locked = False
+        # Copies, since the user may drop the queue: a pipe without a reader then ends the thread that writes.
+        self.reader, self._writer = os.dup(queue._reader.fileno()), os.dup(queue._writer.fileno())
+        descriptors.keep_from_children(self.reader, self._writer)
+        self._messages: list[bytes | bytearray] = []
+        self._begin_message()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last value is incomplete."""
+        return bool(self._message)
+
+    def _begin_message(self) -> None:
+        self._message, self._num_missing = bytearray(), _INT.size
+
+    def read(self) -> bool:
+        """Read what has come; return whether that is anything."""
+        if not self._is_locked:
+            self._is_locked = self._read_lock.acquire(False)
+        has_read = False
+        while self._is_locked and _wait_for_input([self.reader], 0):
+            part = os.read(self.reader, self._num_missing)
+            self._message += part
+            self._num_missing -= len(part)
+            has_read = True
+            if not self._num_missing:
+                self._end_part()
+        return has_read
+
+    def _end_part(self) -> None:
+        """Find out how much comes after a part of a message that is complete."""
+        size = len(self._message)
+        if size == _INT.size:
+            number = _INT.unpack(self._message)[0]
+            self._num_missing = _LONG.size if number == -1 else number
+        elif size == _INT.size + _LONG.size and _INT.unpack_from(self._message)[0] == -1:
+            self._num_missing = _LONG.unpack_from(self._message, _INT.size)[0]
+        if not self._num_missing:
+            self._messages.append(_taken_over(self._message) if self._has_tensors else self._message)
+            self._begin_message()
+
+    def put_back(self) -> Callable[[], None] | None:
+        """Write the first bytes, as many as the pipe takes at once; return a function that writes the others."""
+        descriptors.close(self.reader)
+        if not self._messages:
+            self._end()
+            return None
+        has_lock = self._write_lock.acquire(timeout=_LOCK_S)
+        data = memoryview(b"".join(self._messages))
+        self._messages = []
+        num_first = fcntl.fcntl(self._writer, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else 0
+        num_first = min(num_first or select.PIPE_BUF, len(data))
+        _write(self._writer, data[:num_first])
+
+        def write_rest() -> None:
+            try:
+                _write(self._writer, data[num_first:])
+            except BrokenPipeError:  # the user has dropped the queue
+                pass
+            finally:
+                descriptors.close(self._writer)
+                if has_lock:
+                    self._write_lock.release()
+
+        self._end_reading()
+        return write_rest
+
+    def _end(self) -> None:
+        descriptors.close(self._writer)
+        self._end_reading()
+
+    def _end_reading(self) -> None:
+        if self._is_locked:
+            self._is_locked = False
+            self._read_lock.release()
+
+
+def _write(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _wait_for_input(fds: Sequence[int], timeout_ms: int = _POLL_MS) -> bool:
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_ms))
+
+
+def _taken_over(message: bytearray) -> bytes | bytearray:
+    """Return the same message with memory that this process shares, in place of the memory of the rank that sent it."""
+    body = message[_INT.size + (_LONG.size if _INT.unpack_from(message)[0] == -1 else 0) :]
+    try:
+        own = bytes(ForkingPickler.dumps(ForkingPickler.loads(body)))
+    except Exception:  # it is the user's code; the kernel gets the error when it reads the message
+        return message
+    if len(own) > 0x7FFFFFFF:
+        return _INT.pack(-1) + _LONG.pack(len(own)) + own
+    return _INT.pack(len(own)) + own
