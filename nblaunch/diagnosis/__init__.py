@@ -6,6 +6,7 @@ the facts.
 
 hang.py         whether the job hangs, and which rank waits for which
 deadlock.py     which ranks wait for a thread that their process does not have
+full_queues.py  which ranks wait for room in a queue that only the kernel could read
 stacks.py       the ranks' Python stacks, collected when one makes no progress
 report.py       the facts of an attempt
 root_cause.py   the earliest failure that no other failure explains; what it means

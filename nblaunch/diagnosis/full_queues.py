@@ -1,6 +1,6 @@
 """Ranks that wait for room in a queue or pipe of the kernel.
 
-A ``multiprocessing.SimpleQueue`` or ``Pipe`` takes 64 kB that nobody has read, a queue with a size as many values. Then
+A ``multiprocessing.SimpleQueue`` or ``Pipe`` takes 64 kB that no process has read, a queue with a size as many values. Then
 ``put()`` and ``send()`` wait for a reader. The kernel reads nothing while it waits for a launch. But another rank, a
 process or a thread of the kernel may read, so the hang is not certain: a note names the line.
 
@@ -81,7 +81,7 @@ def explain(ranks: Iterable[int]) -> str:
 
 
 _FULL = (
-    "{} can't put a value into a queue or pipe that a cell has made: it is full, and nobody reads it. The kernel reads "
+    "{} can't put a value into a queue or pipe that a cell has made: it is full, and no process reads it. The kernel reads "
     "nothing while it waits for the launch. Return the value instead, or put it into a multiprocessing.Queue() without "
     "a size, which the kernel can read after the launch."
 )

@@ -14,8 +14,8 @@
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
                      (or, where the function raised: ──> Failed; after ``sys.exit(n)``, n not 0: an exit code alone;
                      where the user has interrupted it: ──> Interrupted, the states, Failed)
-    finish           after success threads are joined; exit handlers run; values in queues of the kernel are read, if
-                     by nobody else by the launcher; files that are left open are written;
+    finish           after success threads are joined; exit handlers run; what it has put into queues of the
+                     kernel is read, by the launcher if need be; files that are left open are written;
                      after success groups are left, but gloo's; ``os._exit``
 
 A worker never returns into the code it was forked from.

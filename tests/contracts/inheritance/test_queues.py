@@ -69,7 +69,7 @@ def test_proxies_of_a_manager_reach_it(kernel: Kernel, start_method: str) -> Non
     ],
     ids=["simple", "bounded", "pipe"],
 )
-def test_a_put_that_nobody_reads_is_named(kernel: Kernel, start_method: str, make: str, put: str) -> None:
+def test_a_put_that_no_process_reads_is_named(kernel: Kernel, start_method: str, make: str, put: str) -> None:
     kernel.run(f"{SETUP}ends = multiprocessing.Pipe()\nchannel = {make}\ndef train(): {put}")
     if start_method != "fork":
         assert "channel" in launch(kernel, start_method, raises="PayloadError").raised.value
