@@ -1,7 +1,7 @@
 """Ranks that wait for room in a queue or pipe of the kernel.
 
-A ``multiprocessing.SimpleQueue`` or ``Pipe`` takes 64 kB that no process has read, a queue with a size as many values. Then
-``put()`` and ``send()`` wait for a reader. The kernel reads nothing while it waits for a launch. But another rank, a
+A ``multiprocessing.SimpleQueue`` or ``Pipe`` has room for 64 kB, a queue with a size for as many values. When it is
+full, ``put()`` and ``send()`` wait for a reader. The kernel reads nothing while it waits for a launch. But another rank, a
 process or a thread of the kernel may read, so the hang is not certain: a note names the line.
 
     FullQueueDetector  processes -> observe() -> ranks that wait for something that the kernel has as well
@@ -81,7 +81,7 @@ def explain(ranks: Iterable[int]) -> str:
 
 
 _FULL = (
-    "{} can't put a value into a queue or pipe that a cell has made: it is full, and no process reads it. The kernel reads "
-    "nothing while it waits for the launch. Return the value instead, or put it into a multiprocessing.Queue() without "
-    "a size, which the kernel can read after the launch."
+    "{} can't put a value into a queue or pipe that a cell has made: it is full, and no process reads it. The kernel "
+    "reads nothing while it waits for the launch. Return the value instead, or put it into a multiprocessing.Queue() "
+    "without a size, which the kernel can read after the launch."
 )

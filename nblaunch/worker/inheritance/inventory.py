@@ -91,8 +91,9 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.KEPT,
             "shared with the kernel and all ranks. What ranks have put into a `multiprocessing.Queue` and no "
-            "process has read when they end, tensors too, is kept for the kernel. `put()` into a full `SimpleQueue`, `Pipe` or "
-            "queue with a size waits, and a note names it after two seconds. Proxies of a `Manager` work",
+            "process has read when they end, tensors too, is kept for the kernel. `put()` into a full "
+            "`SimpleQueue`, `Pipe` or queue with a size waits, and a note names it after two seconds. Proxies of a "
+            "`Manager` work",
         ),
         fresh=Way(
             Treatment.REFUSED,
