@@ -1,8 +1,8 @@
 """Ranks that wait for room in a queue or pipe of the kernel.
 
 A ``multiprocessing.SimpleQueue`` or ``Pipe`` has room for 64 kB, a queue with a size for as many values. When it is
-full, ``put()`` and ``send()`` wait for a reader. The kernel reads nothing while it waits for a launch. But another rank, a
-process or a thread of the kernel may read, so the hang is not certain: a note names the line.
+full, ``put()`` and ``send()`` wait for a reader. The kernel reads nothing while it waits for a launch. But another
+rank, a process or a thread of the kernel may read, so the hang is not certain: a note names the line.
 
     FullQueueDetector  processes -> observe() -> ranks that wait for something that the kernel has as well
     is_confirmed       a rank's stack -> whether it puts a value
