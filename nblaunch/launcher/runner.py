@@ -82,6 +82,7 @@ class JobRunner(Job):
         plan: how its workers start now; of a job that has ended, without the modules in the arguments.
         command_connections: rank -> connection for commands, in the present attempt; empty where none are sent.
         past_failures: one line for each attempt that failed.
+        slots: rank -> its slot of the board, in the present attempt.
 
     Raises:
         LaunchError: the system refused a pipe or the log folder.
@@ -101,7 +102,7 @@ class JobRunner(Job):
         super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
         self.command_connections: Mapping[int, CommandConnection] = {}
         self.past_failures: list[str] = []
-        self._slots: list[Slot] = []
+        self.slots: Mapping[int, Slot] = {}
         self._has_begun = False
         self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
@@ -357,7 +358,7 @@ class JobRunner(Job):
         running = self._start_from_launch_states()
         connections = running.connections
         self.command_connections = connections.commands
-        self._slots = [running.board.slot(rank) for rank in running.attempt.ranks]
+        self.slots = {rank: running.board.slot(rank) for rank in running.attempt.ranks}
         self.debugger = DebugClient(connections.debug) if connections.debug else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
@@ -382,7 +383,7 @@ class JobRunner(Job):
     def keep_weights(self, wanted: bool) -> None:
         """Say whether ranks send what they have trained when they are interrupted. Safe in signal handlers."""
         with suppress(ValueError):  # the attempt has ended
-            for slot in self._slots:
+            for slot in self.slots.values():
                 slot.keeps_weights = int(wanted)
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:

@@ -51,7 +51,7 @@ from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.stop_agreement import Agreement, StopAgreement, on_boundary
+from nblaunch.wire.stop_agreement import BOUNDARY_S, Agreement, StopAgreement, on_boundary
 
 TICK_S = 0.1
 _INSPECTION_S = 0.25
@@ -63,9 +63,6 @@ _POLL_S = 0.02
 
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
-
-_BOUNDARY_S = 1.0
-"""How long an interrupt waits for ranks that train to come to the same optimizer step."""
 
 _SENDING_S = 5.0
 """How long a rank that was interrupted may send its weights without any progress."""
@@ -389,7 +386,7 @@ class Supervisor:
             if self._peers is None:
                 running = self._alive - self._report.returned.keys()
                 self._boundary = on_boundary({rank: self._board.slot(rank) for rank in running}, now)
-            patience_s = 0.0 if self._boundary is None else min(_BOUNDARY_S, grace_s)
+            patience_s = 0.0 if self._boundary is None else min(BOUNDARY_S, grace_s)
             self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
 
     def _is_decided(self) -> bool:

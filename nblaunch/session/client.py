@@ -25,6 +25,7 @@ from nblaunch.session.output import BUSY, SessionOutput
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.pickling import payload, pickle_errors
+from nblaunch.wire.stop_agreement import BOUNDARY_S, StopAgreement, on_boundary
 from nblaunch.wire.worker_commands import (
     Close,
     Execute,
@@ -38,6 +39,9 @@ from nblaunch.wire.worker_commands import (
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
 """From the first failure until ranks that still run are freed: they may wait for those that do not."""
+
+_BOUNDARY_TICK_S = 0.01
+"""While ranks agree on a last optimizer step: they reply through memory, which wakes nothing."""
 
 _INTERRUPTED_PATIENCE_S = 0.1
 """The same from an interrupt on."""
@@ -71,6 +75,9 @@ class SessionClient:
         self._group = 1
         self._has_torch = False
         self._replies_to_skip: Counter[int] = Counter()
+        self._boundary: StopAgreement | None = None
+        """On the optimizer step before which an interrupt ends the command on all ranks."""
+        self._boundary_until_s = 0.0
         self._preliminary: dict[int, tuple[Reply, list[int]]] = {}
         """Rank -> its last preliminary reply to the present command, and the files that came with it."""
         self.busy: set[int] = set()
@@ -133,7 +140,19 @@ class SessionClient:
         if self.num_interrupts > 1 and self.busy:
             self._runner.requests.cancel()
         self._runner.keep_weights(True)
-        self._signal(self.busy)
+        if self.num_interrupts == 1 and not self.debugger.prompts:
+            self._propose_boundary()
+        if self._boundary is None:
+            self._signal(self.busy)
+
+    def _propose_boundary(self) -> None:
+        """Propose a last optimizer step to the busy ranks, if all of them train."""
+        if any(self._replies_to_skip.values()):
+            return  # a rank may run an earlier command still, whose steps are others
+        now_s = time.monotonic()
+        with suppress(ValueError, KeyError):  # the workers have ended
+            self._boundary = on_boundary({rank: self._runner.slots[rank] for rank in self.busy}, now_s)
+            self._boundary_until_s = now_s + BOUNDARY_S
 
     def close(self) -> None:
         """Let the workers end, and close the connections; workers that are busy are killed."""
@@ -189,6 +208,10 @@ class SessionClient:
             )
             self.debugger.forget_stops()
         self._runner.keep_weights(False)
+        self._boundary = None
+        with suppress(ValueError):  # the workers have ended
+            for slot in self._runner.slots.values():
+                slot.boundaries.clear_proposal()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
             self._send(rank, command, files)
@@ -219,7 +242,7 @@ class SessionClient:
             self._do_between_waits()
             if self.num_interrupts or failed_ranks(replies):
                 failed_since_s = failed_since_s or time.monotonic()
-            if self.busy and self._is_over(failed_since_s):
+            if self.busy and self._is_over(failed_since_s) and not self._awaits_boundary():
                 self._free_waiting(leaving)
         has_failed = leaving or self.num_interrupts or (is_joint and failed_ranks(replies))
         if has_failed and len(self._connections) > 1:
@@ -279,7 +302,8 @@ class SessionClient:
         debugged = self.debugger.connections  # the end of the job replaces them, in another thread
         prompting = [debugged[rank].fileno() for rank in self.busy & debugged.keys() - self.debugger.gone]
         descriptors = {rank: self._connections[rank].fileno() for rank in ranks}
-        ready = wait([*descriptors.values(), *prompting], _TICK_S)
+        timeout_s = _BOUNDARY_TICK_S if self._awaits_boundary() else _TICK_S
+        ready = wait([*descriptors.values(), *prompting], timeout_s)
         return [rank for rank, descriptor in descriptors.items() if descriptor in ready]
 
     def _do_between_waits(self) -> None:
@@ -289,8 +313,22 @@ class SessionClient:
         signal_handlers.run_arrived()  # an exception of the user's handler ends the command here
         if self.debugger.prompts and not self.num_interrupts:
             debugging.answer_prompt(self.debugger, self.interrupt)
-        if self.num_interrupts:
+        if self.num_interrupts and not self._awaits_boundary():
             self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
+
+    def _awaits_boundary(self) -> bool:
+        """Go on with agreeing on a last optimizer step; return whether ranks may still come to it by themselves."""
+        boundary = self._boundary
+        if boundary is None:
+            return False
+        now_s = time.monotonic()
+        with suppress(ValueError):  # the workers have ended
+            if now_s < self._boundary_until_s:
+                boundary.poll(self.busy, now_s)
+                return True
+            boundary.withdraw()
+        self._boundary = None
+        return False
 
     def _is_over(self, failed_since_s: float | None) -> bool:
         """Return whether ranks that still run had the time to end by themselves since the first failure."""

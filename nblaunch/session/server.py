@@ -73,6 +73,7 @@ class _Server:
         self._interrupted = Reply()
         self._pid = os.getpid()
         self._child_handler = ChildHandler()
+        steps.raise_interrupt = self._raise_interrupt
         signal.signal(signal.SIGINT, self._on_interrupt)
 
     def run(self) -> None:
@@ -97,7 +98,7 @@ class _Server:
         """Raise in the code of a command alone, and once: what follows it must not be cut in two."""
         if os.getpid() != self._pid:
             raise KeyboardInterrupt  # a process that the code forked
-        if self._is_interruptible and not steps.is_held(frame, self._raise_interrupt):
+        if not steps.is_held(frame) and self._is_interruptible:
             self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
@@ -113,6 +114,7 @@ class _Server:
         if is_code:
             context.current().num_commands += 1
             self._slot.clear_progress()
+            self._slot.boundaries.begin_anew()
             context.current().forget_losses()
             self._slot.set_state(WorkerState.RUNNING)
             self._slot.note_progress()

@@ -176,6 +176,14 @@ class StepBoundaries:
         self.num_checks += 1
         return self.num_checks
 
+    def begin_anew(self) -> None:
+        """Count from 0 again, in the worker: ranks of a session need not have run the same code before."""
+        self.num_checks = self.stop_reply = 0
+
+    def clear_proposal(self) -> None:
+        """Forget the last proposal, in the launcher."""
+        self.stop_proposal = self.stop_decision = 0
+
 
 class Slot:
     """The writer's side: a rank's own slot. Methods are cheap enough to be called at every step."""

@@ -29,6 +29,9 @@ _PATIENCE_S = 0.25
 _FIRST_MARGIN = 2
 _AHEAD_S = 0.3
 
+BOUNDARY_S = 1.0
+"""How long an interrupt waits for ranks that train to come to the same optimizer step."""
+
 
 def should_stop(slot: Ballot) -> bool:
     """Return in a worker whether every rank stops at this check. Called at the same steps on every rank."""

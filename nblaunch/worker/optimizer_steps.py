@@ -38,6 +38,7 @@ class OptimizerSteps:
         num_done: number of steps that have ended. A step that an optimizer takes within another optimizer's step is
             part of the latter.
         is_cut: whether an interrupt was raised inside a step, and no step has ended since.
+        raise_interrupt: raises a KeyboardInterrupt that was held back, or on which all ranks have agreed.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class OptimizerSteps:
         self.is_cut = False
         self._active: Any = None
         self._held_since_s: float | None = None
-        self._raise: Callable[[], None] = _raise_interrupt
+        self.raise_interrupt: Callable[[], None] = _raise_interrupt
         self._is_reminded = False
         self._num_sent = 0
 
@@ -80,7 +81,7 @@ class OptimizerSteps:
         self._active = None
         self._num_sent += 1
         os.killpg(os.getpgrp(), signal.SIGINT)
-        raise KeyboardInterrupt
+        self.raise_interrupt()
 
     def _end(self, optimizer: Any) -> None:
         if self._active is not optimizer:
@@ -90,17 +91,12 @@ class OptimizerSteps:
         self.is_cut = False
         if self._held_since_s is not None:
             self._held_since_s = None
-            self._raise()
+            self.raise_interrupt()
 
     # --- the handler of SIGINT ---------------------------------------------------------------------------------------
 
-    def is_held(self, frame: FrameType | None, raise_later: Callable[[], None] | None = None) -> bool:
-        """Return whether an interrupt that has come in ``frame`` must not be raised now.
-
-        Args:
-            frame: what the signal has interrupted.
-            raise_later: called at the end of the step; None = raise KeyboardInterrupt.
-        """
+    def is_held(self, frame: FrameType | None) -> bool:
+        """Return whether an interrupt must not be raised now, in ``frame``, which the signal has interrupted."""
         if self._num_sent:
             self._num_sent -= 1
             return True  # it is raised by what has sent it
@@ -114,7 +110,6 @@ class OptimizerSteps:
         now = time.monotonic()
         if self._held_since_s is None:
             self._held_since_s = now
-            self._raise = raise_later or _raise_interrupt
             # Not by ``threading``: the signal may have come while that holds its lock.
             _thread.start_new_thread(self._remind, (now,))
             return True

@@ -239,3 +239,36 @@ session = nblaunch.Session(2)
         assert value_of(shared, "weights()") == [float(found[1])]
     shared.run("session.close()")
     assert_as_before(shared)
+
+
+def test_ranks_of_a_session_end_at_the_same_step(shared: Kernel) -> None:
+    """Shards are of one model then, though rank 0 has done a step when the interrupt comes before it on rank 1."""
+    shared.run(
+        """
+def train_shards(model):
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    for number in range(10**9):
+        optimizer.zero_grad()
+        model(torch.ones(())).backward()
+        if number == 5 and dist.get_rank() == 1:
+            time.sleep(0.2)                        # rank 0 does its step meanwhile
+            os.kill(KERNEL, signal.SIGINT)
+            time.sleep(0.2)
+        optimizer.step()
+
+session = nblaunch.Session(2)
+"""
+    )
+    shared.run(
+        "session.ranks(0).execute('parts = torch.nn.Linear(1, 1); torch.optim.SGD(parts.parameters(), 1.0).step()')"
+    )
+    for _ in range(2):
+        shared.run("model = Net()")
+        cell = shared.run("session.run(train_shards, (model,))", raises="KeyboardInterrupt", timeout_s=40)
+        found = _STEP.search(shown(cell))
+        assert found, cell.describe()
+        assert value_of(shared, "weights()") == [float(found[1])]
+    shared.run("session.close()")
+    assert_as_before(shared)
