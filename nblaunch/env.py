@@ -59,11 +59,19 @@ def _as_one_of(text: str, choices: Sequence[str]) -> str:
     return text
 
 
+def _as_left_out(text: str) -> frozenset[str]:
+    names = frozenset(text.lower().replace(",", " ").split())
+    if not (names <= {"on", "off"} or all(name.startswith("-") for name in names)):
+        raise ValueError(text)
+    return names
+
+
 def _one_of(*choices: str) -> VariableType:
     return VariableType(partial(_as_one_of, choices=choices), f"one of {', '.join(choices)}")
 
 
 _TEXT = VariableType(str, "a text")
+_LEFT_OUT = VariableType(_as_left_out, "on, off, or names with a minus, as in -replicas_differ")
 _FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
 _NUMBER = VariableType(partial(_as_whole, least=0), "a whole number of at least 0")
@@ -83,6 +91,7 @@ TABLE = {
         Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "MB that the log of a rank may take; its beginning goes"),
+        Variable("NBLAUNCH_CHECKS", _LEFT_OUT, frozenset(), "off: no checks of training loops; -NAME: not that one"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in ~/.config"),
         Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: ranks choose among the same GPUs"),
         Variable("TERM", _TEXT, "", "kind of terminal; a dumb one has no colours"),

@@ -216,6 +216,32 @@ class Fact(Event):
 
 
 @dataclass(frozen=True)
+class Observation(Event):
+    """What a check of the training loop has seen on a rank (``nblaunch/training/checks``).
+
+    Args:
+        check: its name.
+        problem: what is wrong, as the beginning of a sentence.
+        remedy: what to do, as a sentence without its full stop.
+        step: steps that optimizers had taken.
+        value: what ranks are compared by.
+        judged_by: ``"itself"``: it is wrong. ``"equal"``: it is wrong if the values of all ranks at this step differ.
+            ``"first"``: it is wrong on the ranks with the lowest value.
+        filename: file of the user's line.
+        lineno: number of the user's line.
+    """
+
+    check: str = ""
+    problem: str = ""
+    remedy: str = ""
+    step: int = 0
+    value: Any = None
+    judged_by: str = "itself"
+    filename: str = ""
+    lineno: int = 0
+
+
+@dataclass(frozen=True)
 class ValueLocation:
     """Where the return value lies in a rank's outbox (``wire/outbox.py``).
 

@@ -12,5 +12,6 @@ report.py       the facts of an attempt
 root_cause.py   the earliest failure that no other failure explains; what it means
 memory.py       memory of the host; the evidence where it ran out
 failure.py      which exception the kernel raises, with its evidence
+silent_errors.py  errors that raise nothing: what ranks have seen, compared
 exceptions.py   the worker's exception, made again in the kernel with its frames; which of them IPython shows
 """

@@ -24,6 +24,7 @@ from functools import partial
 from nblaunch import formatting
 from nblaunch.diagnosis.hang import cause
 from nblaunch.diagnosis.report import AttemptReport, Hang
+from nblaunch.diagnosis.silent_errors import SilentErrors
 from nblaunch.events import (
     EpochEnded,
     Event,
@@ -108,9 +109,7 @@ class Supervisor:
         self._on_prompts = on_prompts or _nothing
         self._post_mortem_since_s: float | None = None
         self._report = AttemptReport(memory=running.memory)
-        self._watched_ends: set[int] = set()
-        self._next_tick = 0.0
-        self._next_inspection = 0.0
+        self._next_tick = self._next_inspection = 0.0
         self._agreement: Agreement | None = None
         self._boundary: StopAgreement | None = None
         self._termination: Termination | None = None
@@ -120,10 +119,10 @@ class Supervisor:
         self._outbox_sizes: dict[int, tuple[int, float]] = {}
         """Rank -> bytes of what it sends after an interrupt, and since when there are so many."""
         self._lingering_since: float | None = None
-        self._started: set[int] = set()
+        self._watched_ends, self._started = set[int](), set[int]()
         self._memory_sampler = MemorySampler()
         self._hangs = HangWatch(running, requests, emit)
-        self._queues = UnreadQueues(running.board, emit)
+        self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit))
 
     @property
     def _alive(self) -> set[int]:
@@ -193,7 +192,8 @@ class Supervisor:
     def close(self) -> None:
         """End workers that still run, and release what the attempt holds."""
         self._running.close()
-        self._queues.end()
+        for watcher in self._watchers:
+            watcher.end()
         found = self._running.left_running
         if found:
             named = formatting.first(found, _MAX_NAMED)
@@ -307,7 +307,8 @@ class Supervisor:
                     self._post_mortem_since_s = self._post_mortem_since_s or time.monotonic()
                 else:
                     self._begin_escalation()
-            self._queues.receive(event)
+            for watcher in self._watchers:
+                watcher.receive(event)
             self._hangs.count(rank, event)
             self._emit(event)
         return is_closed
@@ -522,7 +523,8 @@ class Supervisor:
             self._emit(use)
         self._poll_termination()
         self._inspect(readings)
-        self._queues.collect(self._alive)
+        for watcher in self._watchers:
+            watcher.collect(self._alive)
         self._check_lingering()
 
     def _read_logs(self) -> None:

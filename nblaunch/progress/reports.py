@@ -19,12 +19,14 @@ class Reports:
         loops: the running loops over loaders and iterables.
         losses: the losses, and the memory of the device.
         busy_time: the time per step spent without waiting for other ranks.
+        at_begin: called when another command of a session begins.
         at_end: called when the function has returned, before the last losses are shown.
     """
 
     loops: LoopStack
     losses: LossReport
     busy_time: BusyTime
+    at_begin: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     def report_epoch(self, loop: Loop) -> None:
@@ -33,6 +35,13 @@ class Reports:
         duration_s = time.monotonic() - loop.began_s
         mean = self.losses.take_mean()
         here.emit(EpochEnded(here.topology.rank, time.time(), loop.epoch, mean, duration_s))
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier command of a session has shown."""
+        self.losses.begin_anew()
+        self.loops.begin_anew()
+        for begin in self.at_begin:
+            begin()
 
     def finish(self) -> None:
         """Show the losses and the memory of the device as they are at the end of the function."""
@@ -45,13 +54,8 @@ def get_reports() -> Reports:
     """Return the reports of this process; the first call makes them."""
     here = context.current()
     if here.reports is None:
-        losses, loops = LossReport(here.slot, here.backend), LoopStack(here.slot)
-
-        def forget() -> None:
-            losses.begin_anew()
-            loops.begin_anew()
-
-        here.reports = Reports(loops, losses, BusyTime(here.slot))
-        here.flush_losses, here.forget_losses = here.reports.finish, forget
+        losses = LossReport(here.slot, here.backend)
+        here.reports = Reports(LoopStack(here.slot), losses, BusyTime(here.slot))
+        here.flush_losses, here.forget_losses = here.reports.finish, here.reports.begin_anew
     reports: Reports = here.reports
     return reports

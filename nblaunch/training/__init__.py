@@ -28,6 +28,7 @@ The :class:`Accelerator`, and what it is built of:
     checkpoints/     saved states and models
     trusted_types.py which classes files of checkpoints may name
     tracking/        metrics and trackers
+    checks/          errors of a loop that raise nothing
     utilities/       what scripts import beside the Accelerator
 
 The way of objects through ``prepare``:

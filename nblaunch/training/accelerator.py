@@ -444,8 +444,7 @@ class Accelerator(AcceleratorProperties):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
-        parameters = gradients.bring_to_true_size(self._preparer, parameters)
-        return self._preparer.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+        return gradients.clip_grad_norm(self._preparer, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync.
@@ -454,8 +453,7 @@ class Accelerator(AcceleratorProperties):
             parameters: a parameter or an iterable of them.
             clip_value: the largest absolute value of an element.
         """
-        parameters = gradients.bring_to_true_size(self._preparer, parameters)
-        self._preparer.strategy.clip_grad_value(parameters, clip_value)
+        gradients.clip_grad_value(self._preparer, parameters, clip_value)
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 

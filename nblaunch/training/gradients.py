@@ -8,6 +8,7 @@ decided in ``accumulation.py``, how by the strategy, and in which number format 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ def backward(preparer: Preparer, loss: torch.Tensor, **kwargs: Any) -> None:
     shared, divisor = preparer.shared, preparer.accumulation.num_steps
     if not shared.has_checked_models:
         shared.check_models()
+    if shared.process.slot.num_updates >= shared.watch.due_at:
+        shared.watch.before_backward(preparer)
     shared.busy_time.begin_backward()
     if "learning_rate" in kwargs and _lomo_optimizers(preparer):
         lomo_backward(preparer, loss / divisor, kwargs["learning_rate"])
@@ -162,10 +165,25 @@ def unscale(preparer: Preparer, optimizer: Any) -> None:
         preparer.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
 
-def bring_to_true_size(
+def clip_grad_norm(preparer: Preparer, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip gradients by their total norm; see ``Accelerator.clip_grad_norm_``."""
+    listed, owners = _bring_to_true_size(preparer, parameters)
+    if max_norm != math.inf:  # by which a norm is measured
+        preparer.shared.watch.before_clip(owners)
+    return preparer.strategy.clip_grad_norm(listed, max_norm, norm_type)
+
+
+def clip_grad_value(preparer: Preparer, parameters: Any, clip_value: float) -> None:
+    """Clip gradients elementwise; see ``Accelerator.clip_grad_value_``."""
+    listed, owners = _bring_to_true_size(preparer, parameters)
+    preparer.shared.watch.before_clip(owners)
+    preparer.strategy.clip_grad_value(listed, clip_value)
+
+
+def _bring_to_true_size(
     preparer: Preparer, parameters: torch.Tensor | Iterable[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Bring gradients of ``parameters`` to their true size, and return these as a list.
+) -> tuple[list[torch.Tensor], list[AcceleratedOptimizer]]:
+    """Bring gradients of ``parameters`` to their true size; return these as a list, and the optimizers that have any.
 
     They are averaged over ranks, where backward has not done it, and unscaled. The optimizers that have none of the
     parameters are left alone: they may have no gradients yet. Where no prepared optimizer has any of them, those of
@@ -178,4 +196,4 @@ def bring_to_true_size(
         if optimizer.is_due:
             optimizer.reduce_gradients()
     unscale(preparer, owners or None)
-    return listed
+    return listed, owners

@@ -16,6 +16,7 @@ from nblaunch.progress.board_reports import BusyTime, LoopStack, LossReport, len
 from nblaunch.progress.reports import get_reports
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
+from nblaunch.training.checks.watch import Watch
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import InitProcessGroupKwargs
@@ -40,6 +41,7 @@ class SharedState:
         loops: the running loops over loaders and iterables, shown on the board.
         losses: reports losses there, and the memory of the device.
         busy_time: reports time per step spent without waiting for other ranks.
+        watch: runs the checks for errors that raise nothing.
         models: prepared models, by whose mode training and evaluating differ.
         precision: of the latest Accelerator; None before there is one.
         plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
@@ -58,6 +60,7 @@ class SharedState:
     loops: LoopStack
     losses: LossReport
     busy_time: BusyTime
+    watch: Watch
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
     plugin: StrategyPlugin | None = None
@@ -164,6 +167,8 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
         process = joining.join(cpu, init)
         reports, loaders = get_reports(), LoaderStack()
         reports.losses.backend = process.backend  # it may compute on the CPU beside a device
+        watch = Watch(here)
+        reports.at_begin.append(watch.begin_anew)
         here.training = SharedState(
             process,
             loaders,
@@ -171,6 +176,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
             reports.loops,
             reports.losses,
             reports.busy_time,
+            watch,
             init=init,
         )
     shared: SharedState = here.training

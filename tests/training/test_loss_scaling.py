@@ -228,3 +228,19 @@ def test_a_model_in_fp16_is_copied_and_pickled_without_its_optimizer() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickled)):
         assert torch.equal(other(_batches()[0]), model(_batches()[0]))
     assert not optimizer.step_was_skipped
+
+
+def _overflow() -> None:
+    accelerator = _accelerator("fp16")
+    model = _layer(1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(16):
+        accelerator.backward(model(torch.ones(1, 3)).sum() * float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_scale_that_collapses_is_named() -> None:
+    with pytest.warns(UserWarning, match="loss_scale_collapsed") as caught:
+        _overflow()
+    assert len(caught) == 1

@@ -157,6 +157,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
             shared.losses.flush()
             shared.busy_time.pause()
+            if loop.state is WorkerState.EVALUATING and is_complete:
+                shared.watch.after_evaluation()
             # What trained after another training loop had begun was trained by that one.
             has_trained = (
                 shared.losses.num_trained > num_trained and shared.loops.last_training == loop.number

@@ -59,6 +59,7 @@ class LocalSGD:
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
+            self.accelerator._shared.watch.leave_out(self.model)
             self._stack.enter_context(self.accelerator.no_sync(self.model))
         return self
 

@@ -1,0 +1,135 @@
+"""Errors that raise nothing: what the checks of ranks have seen, compared over ranks and put into a sentence, once.
+
+The checks are in :mod:`nblaunch.training.checks`. Ranks send observations; only here are they judged.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from nblaunch import formatting
+from nblaunch.events import Event, Note, Observation
+from nblaunch.user_code import cell_name
+
+_GATHER_S = 1.0
+"""How long a rank's observation waits for those of other ranks, which name it together."""
+
+_MAX_PENDING = 256
+_TOLERANCE = 1e-3
+"""Largest difference of equal numbers, of the largest of them: devices of different kinds round differently."""
+
+
+class SilentErrors:
+    """Judges the observations of the ranks of an attempt.
+
+    Args:
+        ranks: all ranks that may send observations.
+        emit: receives a warning for each error.
+    """
+
+    def __init__(self, ranks: Sequence[int], emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        self._ranks = set(ranks)
+        self._seen: dict[tuple[Any, ...], dict[int, Observation]] = {}
+        self._since_s: dict[tuple[Any, ...], float] = {}
+        self._reported: set[str] = set()
+
+    def receive(self, observation: Event) -> None:
+        """Take an observation of a rank; nothing else is of interest."""
+        if not isinstance(observation, Observation) or observation.check in self._reported:
+            return
+        # A model's weights and its gradients are compared apart; the problem says which.
+        at = (observation.step, observation.problem) if observation.judged_by == "equal" else ()
+        key = (observation.check, *at)
+        self._seen.setdefault(key, {}).setdefault(observation.rank, observation)
+        self._since_s.setdefault(key, time.monotonic())
+        if len(self._seen) > _MAX_PENDING:
+            self._forget(next(iter(self._seen)))
+
+    def collect(self, alive: Collection[int]) -> None:
+        """Warn of each error that is certain by now."""
+        self._warn(is_end=False)
+
+    def end(self) -> None:
+        """Warn of each error that is certain where no more observations will come."""
+        self._warn(is_end=True)
+
+    def _warn(self, is_end: bool) -> None:
+        for key in list(self._seen):
+            text = self._judge(key, is_end)
+            if text:
+                self._emit(Note.of_job(text, "warning"))
+
+    def _judge(self, key: tuple[Any, ...], is_end: bool) -> str:
+        by_rank = self._seen[key]
+        how = next(iter(by_rank.values())).judged_by
+        is_complete = by_rank.keys() >= self._ranks
+        is_late = is_end or time.monotonic() - self._since_s[key] >= _GATHER_S
+        if not (is_complete or (is_late and how != "equal")):
+            return ""
+        self._forget(key)
+        blamed = _BLAMED[how](by_rank)
+        if not blamed or key[0] in self._reported:
+            return ""
+        self._reported.add(key[0])
+        return _sentence(by_rank, blamed, key[0])
+
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        del self._seen[key], self._since_s[key]
+
+
+def _sentence(by_rank: Mapping[int, Observation], blamed: Sequence[int], check: str) -> str:
+    seen = by_rank[min(blamed)]
+    who = formatting.ranks(blamed)
+    others = by_rank.keys() - set(blamed)
+    if seen.judged_by == "equal" and others:
+        who += f" against {formatting.ranks(others)}"
+    place = f", {cell_name(seen.filename)}, line {seen.lineno}" if seen.filename else ""
+    return f"{seen.problem} ({who}{place}). {seen.remedy}. (NBLAUNCH_CHECKS=-{check} silences this)"
+
+
+def _all(by_rank: Mapping[int, Observation]) -> list[int]:
+    return sorted(by_rank)
+
+
+def _first(by_rank: Mapping[int, Observation]) -> list[int]:
+    """Return the ranks with the lowest value."""
+    lowest = min(seen.value for seen in by_rank.values())
+    return sorted(rank for rank, seen in by_rank.items() if seen.value == lowest)
+
+
+def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
+    """Return the ranks whose values differ from the majority's; all without a majority; none if all are equal."""
+    groups: list[list[int]] = []
+    for rank in sorted(by_rank):
+        value = by_rank[rank].value
+        group = next((group for group in groups if _are_close(by_rank[group[0]].value, value)), None)
+        if group is None:
+            groups.append([rank])
+        else:
+            group.append(rank)
+    if len(groups) == 1:
+        return []
+    groups.sort(key=len)
+    has_majority = 2 * len(groups[-1]) > len(by_rank)
+    return sorted(rank for group in (groups[:-1] if has_majority else groups) for rank in group)
+
+
+def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two lists are equal, numbers but for rounding."""
+    if len(one) != len(other):
+        return False
+    numbers = [abs(value) for value in (*one, *other) if isinstance(value, float) and math.isfinite(value)]
+    limit = _TOLERANCE * max(numbers, default=0.0)
+    return all(
+        abs(a - b) <= limit
+        if isinstance(a, float) and isinstance(b, float) and math.isfinite(a) and math.isfinite(b)
+        else str(a) == str(b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+_BLAMED = {"itself": _all, "equal": _minority, "first": _first}

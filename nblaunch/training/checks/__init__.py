@@ -1,0 +1,13 @@
+"""Checks for errors of a training loop that raise nothing: the training goes on, and its result is wrong.
+
+    watch.py       when the checks look: at the first steps, and now and then later
+    check.py       what a check is
+    gradients.py   gradients that are never cleared, never computed, or clipped too late
+    schedules.py   learning rates of 0, schedulers that advance between steps
+    replicas.py    ranks whose gradients, weights or statistics differ
+    scaling.py     a gradient scaler that has collapsed
+
+A check sends an :class:`~nblaunch.events.Observation`. The launcher compares those of all ranks, and says what is wrong
+once, with the ranks, the line and what to do (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not communicate for a
+check, and nothing is added to the steps between its looks.
+"""

@@ -1,0 +1,122 @@
+"""Checks of gradients: never cleared, never computed, or clipped after they were used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+from nblaunch.training.collectives import dtensor
+
+_NUM_SAMPLED = 3  # parameters whose gradients are looked at
+_NUM_UNCLEARED = 2  # steps in a row
+_NUM_EMPTY = 3  # steps in a row
+
+
+@dataclass(eq=False)
+class _LastStep:
+    """What is known of an optimizer's gradients since its last step.
+
+    Args:
+        sample: parameters that had a gradient then.
+        is_cleared: these gradients were gone, or zero, before a backward pass.
+        is_added_to: there was a backward pass.
+    """
+
+    sample: list[torch.nn.Parameter]
+    is_cleared: bool = False
+    is_added_to: bool = False
+
+
+class UnclearedGradients(Check):
+    """An optimizer steps again and again, and backward passes add to the gradients of all steps before."""
+
+    name = "gradients_not_cleared"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._last: weakref.WeakKeyDictionary[Any, _LastStep] = weakref.WeakKeyDictionary()
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def before_backward(self, prepared: Prepared) -> None:
+        for last in self._last.values():
+            last.is_added_to = True
+            # Looked at here alone: an optimizer may leave its gradients until it is used again, as those of a GAN do.
+            last.is_cleared = last.is_cleared or not all(map(_has_gradient, last.sample))
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        last = self._last.get(optimizer)
+        if last is not None and last.is_added_to:
+            self._counts[optimizer] = 0 if last.is_cleared else self._counts.get(optimizer, 0) + 1
+            if self._counts[optimizer] >= _NUM_UNCLEARED:
+                self.report(
+                    f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum of those "
+                    "of all steps before",
+                    "Call optimizer.zero_grad() after optimizer.step()",
+                )
+        with_gradients = filter(_has_gradient, parameters_of(optimizer))
+        sample = list(islice(with_gradients, _NUM_SAMPLED))
+        if sample:
+            self._last[optimizer] = _LastStep(sample)
+
+
+def _has_gradient(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a parameter has a gradient that is not zero everywhere; waits for the device."""
+    return parameter.grad is not None and bool(dtensor.local(parameter.grad).any())
+
+
+class ForeignParameters(Check):
+    """An optimizer steps and none of its parameters has a gradient: they belong to no model that is trained."""
+
+    name = "optimizer_without_gradients"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        is_empty = all(parameter.grad is None for parameter in parameters_of(optimizer))
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1 if is_empty else 0
+        if self._counts[optimizer] == _NUM_EMPTY:
+            self.report(
+                f"no parameter of the {type(optimizer).__name__} has a gradient, so its steps change nothing",
+                "It was built from parameters of another model, or before the model was replaced or its layers were: "
+                "build it from model.parameters() of the model that you train",
+            )
+
+
+class LateClipping(Check):
+    """Gradients are clipped after the step that has used them, and before the next backward pass."""
+
+    name = "clipping_after_step"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def before_backward(self, prepared: Prepared) -> None:
+        self._stepped.clear()
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped.add(optimizer)
+
+    def before_clip(self, prepared: Prepared, optimizers: Sequence[Any]) -> None:
+        if optimizers and all(one.optimizer in self._stepped for one in optimizers):
+            self.report(
+                "gradients are clipped after optimizer.step() has used them, which has no effect",
+                "Clip between accelerator.backward(loss) and optimizer.step()",
+            )

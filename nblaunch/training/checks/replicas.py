@@ -1,0 +1,103 @@
+"""Checks of models that every rank holds whole: gradients, weights and statistics that should be equal on all ranks.
+
+Ranks send a few elements each, which the launcher compares.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+
+_NUM_TENSORS = 64
+_NUM_ELEMENTS = 2  # of each
+
+
+class DifferentReplicas(Check):
+    """Ranks step by different gradients, or from different weights, so that each trains a model of its own.
+
+    Models that a user averages in another way are left out: those with a communication hook, and those of
+    :class:`~nblaunch.LocalSGD` (``left_out``).
+    """
+
+    name = "replicas_differ"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.left_out: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        owned = {id(parameter) for parameter in parameters_of(optimizer)}
+        for model in _replicated(prepared):
+            if model in self.left_out:
+                continue
+            trained = [one for one in _averaged(model) if id(one) in owned]
+            if not trained:
+                continue
+            name = type(model.module).__name__
+            # Weights first: where these differ, gradients do as well.
+            self.report(
+                f"the weights of the {name} differ between ranks",
+                "Load or change weights before prepare(), which sends those of rank 0 to all ranks, or on every rank",
+                value=("weights", *_elements(trained)),
+                judged_by="equal",
+            )
+            self.report(
+                f"the gradients of the {name} differ between ranks when the optimizer steps: nothing has averaged them",
+                "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave "
+                "no_sync() before the last backward pass of a step",
+                value=("gradients", *_elements([one.grad for one in trained if one.grad is not None])),
+                judged_by="equal",
+            )
+
+
+class DifferentStatistics(Check):
+    """Ranks have evaluated a model with different statistics of its batch normalisation."""
+
+    name = "statistics_differ"
+
+    def after_evaluation(self, prepared: Prepared) -> None:
+        for model in _replicated(prepared):
+            layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+            means = [layer.running_mean for layer in layers if layer.running_mean is not None]
+            if means and not model.training:
+                self.report(
+                    f"ranks have evaluated the {type(model.module).__name__} with different statistics of "
+                    f"{type(layers[0]).__name__}",
+                    "Leave broadcast_buffers=True, convert the model by torch.nn.SyncBatchNorm.convert_sync_batchnorm, "
+                    "or evaluate the model that accelerator.prepare() returned",
+                    value=tuple(_elements(means)),
+                    judged_by="equal",
+                )
+
+
+def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:
+    """Yield the models that torch averages in its own way, over all ranks of the job."""
+    if prepared.shared.parallelism is not None:
+        return
+    for model in prepared.models:
+        wrapper = getattr(model, "_orig_mod", model)
+        if isinstance(wrapper, DistributedDataParallel) and not getattr(wrapper, "_comm_hooks", ()):
+            yield wrapper
+
+
+def _averaged(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    ignored = getattr(model, "parameters_to_ignore", ())
+    return [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
+
+
+def _elements(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return a few elements of a few of ``tensors``; waits for the device once."""
+    step = max(1, -(-len(tensors) // _NUM_TENSORS))
+    taken = [
+        tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _NUM_ELEMENTS)][:_NUM_ELEMENTS].double()
+        for tensor in tensors[::step]
+        if tensor.numel() and tensor.layout is torch.strided
+    ]
+    elements: list[float] = torch.cat(taken).cpu().tolist() if taken else []
+    return elements

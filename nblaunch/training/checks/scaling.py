@@ -1,0 +1,40 @@
+"""Check of fp16's gradient scaler."""
+
+from __future__ import annotations
+
+import torch
+
+from nblaunch.training.checks.check import Check, Prepared, Report
+
+_NUM_OVERFLOWS = 10  # in a row: a scaler that starts too high needs a few
+
+
+class CollapsedScale(Check):
+    """Gradients of fp16 overflow at every step: the scaler halves its scale, and no step is taken."""
+
+    name = "loss_scale_collapsed"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._scale = 0.0
+        self._num_overflows = 0
+
+    def before_backward(self, prepared: Prepared) -> None:
+        scaler = prepared.precision.scaler
+        if scaler is None:
+            return
+        scale = scaler.get_scale()
+        self._num_overflows += scale < self._scale
+        self._scale = scale
+        if self._num_overflows == _NUM_OVERFLOWS:
+            self.report(
+                f"gradients of fp16 overflow at each step, and {_NUM_OVERFLOWS} steps in a row were skipped: the loss "
+                f"scale has fallen to {scale:g}",
+                "Look for a loss or an activation that is not finite, or use mixed_precision='bf16'",
+            )
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        self._num_overflows = 0  # it steps

@@ -1,0 +1,88 @@
+"""Checks of learning rates: zero for several steps, or changed where no optimizer steps."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from nblaunch.training.checks.check import Check, Prepared, Report
+
+_NUM_ZERO = 5  # steps in a row: a warm-up from 0 has one
+_NUM_WINDOWS = 2
+
+
+class ZeroLearningRate(Check):
+    """All groups of an optimizer have a learning rate of 0."""
+
+    name = "zero_learning_rate"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        rates = _rates(optimizer)
+        is_zero = bool(rates) and not any(rates)
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1 if is_zero else 0
+        if self._counts[optimizer] == _NUM_ZERO:
+            self.report(
+                f"the learning rate of the {type(optimizer).__name__} is 0 for {_NUM_ZERO} steps, which change nothing",
+                "Check the scheduler. A prepared one advances by the number of ranks at each step, so its total counts "
+                "the batches of all ranks: compute it from the length of the loader before prepare",
+            )
+
+
+class ScheduledMicroSteps(Check):
+    """A scheduler that was not prepared advances at micro-steps, at which no optimizer steps."""
+
+    name = "scheduler_per_micro_step"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._rates: dict[int, list[float]] = {}
+        self._num_windows = 0
+        self._is_counted = True
+
+    def before_backward(self, prepared: Prepared) -> None:
+        if prepared.accumulation.num_steps == 1:
+            return
+        owned = {
+            id(one.scheduler.optimizer) for one in prepared.schedulers if hasattr(one.scheduler, "optimizer")
+        }
+        optimizers = [one.optimizer for one in prepared.optimizers]
+        for optimizer in optimizers:
+            is_loose = _has_scheduler(optimizer) and id(optimizer) not in owned
+            before, now = self._rates.get(id(optimizer)), _rates(optimizer)
+            self._rates[id(optimizer)] = now
+            if is_loose and not self._is_counted and before is not None and before != now:
+                self._is_counted = True  # once for each window
+                self._num_windows += 1
+                if self._num_windows == _NUM_WINDOWS:
+                    self.report(
+                        f"the learning rate of the {type(optimizer).__name__} changes between the micro-steps of an "
+                        "accumulation window: its scheduler advances at each of them",
+                        "Pass the scheduler to accelerator.prepare(), or call it where accelerator.sync_gradients",
+                    )
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        self._rates.clear()
+        self._is_counted = False
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rates of all groups; none where the optimizer chooses them itself."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [] if None in rates else [float(rate or 0) for rate in rates]
+
+
+def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scheduler of torch was made for an optimizer: it marks the optimizer's ``step``."""
+    return any(hasattr(optimizer.step, mark) for mark in ("_wrapped_by_lr_sched", "_with_counter"))

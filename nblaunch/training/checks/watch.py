@@ -1,0 +1,141 @@
+"""When the checks look: :class:`Watch` calls them in the first steps of a training, and in a few steps now and then.
+
+    steps of optimizers   0 ... 9      16 ... 21      32 ... 37      64 ... 69      128 ...
+
+Between these windows a backward pass costs one comparison of numbers, and a step of an optimizer nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nblaunch import env
+from nblaunch.context import ProcessContext
+from nblaunch.errors import user_frame, warn
+from nblaunch.events import Observation
+from nblaunch.training.checks.check import Check, Prepared
+from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, UnclearedGradients
+from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics
+from nblaunch.training.checks.scaling import CollapsedScale
+from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearningRate
+
+CHECKS: tuple[type[Check], ...] = (
+    UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
+    DifferentStatistics, CollapsedScale,
+)  # fmt: skip
+"""All checks."""
+
+_FIRST_WINDOW = 10
+_WINDOW = 6
+_NEVER = 1 << 62
+
+
+class Watch:
+    """Runs the checks of this process.
+
+    ``NBLAUNCH_CHECKS=off`` runs none of them, ``NBLAUNCH_CHECKS=-name`` all but those that it names.
+
+    Args:
+        process: says how many steps optimizers have taken, and sends what the checks have seen.
+    """
+
+    def __init__(self, process: ProcessContext) -> None:
+        settings = env.read("NBLAUNCH_CHECKS")
+        self._process = process
+        self._checks = [] if process.backend.is_lazy else [
+            kind(self.report) for kind in CHECKS if not {"off", f"-{kind.name}"} & settings
+        ]  # fmt: skip
+        self._prepared: Prepared | None = None
+        self._remove_hook: Callable[[], None] | None = None
+        self._reported: set[str] = set()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Look at the next steps: they are the first ones of a command."""
+        self._num_looked_at = 0
+        self.due_at = 0 if self._checks else _NEVER
+        self._until = _FIRST_WINDOW
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the present step is looked at."""
+        return self._remove_hook is not None
+
+    def before_backward(self, prepared: Prepared) -> None:
+        """Look before a backward pass; called from ``due_at`` steps of optimizers on."""
+        # Without a launcher, nothing counts steps that are not looked at: there, only the first window is.
+        num_steps = max(self._process.slot.num_updates, self._num_looked_at)
+        if num_steps >= self._until:
+            self._end_window(num_steps)
+            return
+        self._prepared = prepared
+        if self._remove_hook is None:
+            self._remove_hook = register_optimizer_step_pre_hook(self._before_step).remove
+            self._call("begin_window")
+        self._call("before_backward", prepared)
+
+    def before_clip(self, optimizers: Sequence[Any]) -> None:
+        """Look before gradients of prepared ``optimizers`` are clipped."""
+        if self.is_looking:
+            self._call("before_clip", self._prepared, optimizers)
+
+    def after_evaluation(self) -> None:
+        """Look after a loop over a prepared loader that has trained nothing."""
+        if self._prepared is not None:
+            self._call("after_evaluation", self._prepared)
+
+    def leave_out(self, model: torch.nn.Module) -> None:
+        """Let ranks hold different weights of ``model``."""
+        for check in self._checks:
+            if isinstance(check, DifferentReplicas):
+                check.left_out.add(model)
+
+    def report(self, check: str, problem: str, remedy: str, value: Any, judged_by: str) -> None:
+        """Send what a check has seen; without a launcher, warn of what is wrong in itself."""
+        if judged_by == "itself" and check in self._reported:
+            return
+        self._reported.add(check)
+        if not self._process.is_launched:
+            if judged_by == "itself":
+                warn(f"{problem}. {remedy} (NBLAUNCH_CHECKS=-{check} silences this)")
+            return
+        frame = user_frame()
+        self._process.emit(
+            Observation(
+                self._process.topology.rank,
+                time.time(),
+                check,
+                problem,
+                remedy,
+                self._process.slot.num_updates,
+                value,
+                judged_by,
+                frame.f_code.co_filename,
+                frame.f_lineno,
+            )
+        )
+
+    def _end_window(self, num_steps: int) -> None:
+        if self._remove_hook is not None:
+            self._remove_hook()
+            self._remove_hook = None
+        self.due_at = max(16, 1 << num_steps.bit_length())
+        self._until = self.due_at + _WINDOW
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._num_looked_at += 1
+            self._call("before_step", self._prepared, optimizer)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Call a method of all checks; one that fails is dropped: it must not end a training."""
+        for check in list(self._checks):
+            try:
+                getattr(check, method)(*arguments)
+            except Exception:
+                self._checks.remove(check)

@@ -1,0 +1,360 @@
+"""Errors of a training loop that raise nothing: each is named once with ranks, line and remedy; odd loops are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Kernel
+
+SETUP = """
+import contextlib, copy
+from torch.utils.data import DataLoader, TensorDataset
+from nblaunch import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, LocalSGD
+
+def parts(rows=192, rate=0.01, norm=False):
+    torch.manual_seed(0)
+    middle = nn.BatchNorm1d(8) if norm else nn.Tanh()
+    model = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    data = TensorDataset(torch.randn(rows, 4), torch.randn(rows, 1))
+    return model, optimizer, DataLoader(data, 8, shuffle=True)
+
+def loss_of(model, batch):
+    return (model(batch[0]) - batch[1]).pow(2).mean()
+"""
+
+WRONG = {
+    "gradients_not_cleared": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()  # here""",
+    "optimizer_without_gradients": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    model = copy.deepcopy(model)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()  # here
+        optimizer.zero_grad()""",
+    "clipping_after_step": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)  # here
+        optimizer.zero_grad()""",
+    "zero_learning_rate": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 6))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()  # here
+        scheduler.step()
+        optimizer.zero_grad()""",
+    "scheduler_per_micro_step": """
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))  # here
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()""",
+    "replicas_differ": """
+    accelerator = Accelerator()
+    plain, optimizer, loader = parts()
+    model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(plain, batch))
+        optimizer.step()  # here
+        optimizer.zero_grad()""",
+    "replicas_differ=weights": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    if accelerator.process_index == 2:
+        nn.init.ones_(accelerator.unwrap_model(model)[0].weight)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()  # here
+        optimizer.zero_grad()""",
+    "statistics_differ": """
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    model, optimizer, loader = accelerator.prepare(*parts(norm=True))
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        for batch in loader:  # here
+            loss_of(model, batch)""",
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, error: str) -> None:
+    name, _, subject = error.partition("=")
+    program = f"def train():{WRONG[error]}\nnotebook_launcher(train, num_processes=3)"
+    line = next(number for number, text in enumerate(program.splitlines(), 1) if "# here" in text)
+    shared.run(SETUP)
+    shown = " ".join(shared.run(program).shown.split())
+    warnings = shown.partition("warning: ")[2]  # of the summary
+    assert f"NBLAUNCH_CHECKS=-{name} silences" in warnings
+    assert warnings.count("NBLAUNCH_CHECKS") == 1
+    assert f"], line {line})" in warnings
+    assert ("(rank 2 against ranks 0-1, " if subject else "(ranks 0-2, ") in warnings
+
+
+RIGHT = {
+    "a GAN": """
+    accelerator = Accelerator()
+    first, second = parts()[0], parts()[0]
+    for_first, for_second = (torch.optim.Adam(model.parameters()) for model in (first, second))
+    first, second, for_first, for_second, loader = accelerator.prepare(first, second, for_first, for_second, parts()[2])
+    for batch in loader:
+        for_first.zero_grad()
+        accelerator.backward(first(batch[0]).mean() - first(batch[0] + second(batch[0]).detach()).mean())
+        for_first.step()
+        for_second.zero_grad()
+        accelerator.backward(first(batch[0] + second(batch[0])).mean())
+        for_second.step()""",
+    "frozen layers, and a group with a rate of 0": """
+    accelerator = Accelerator()
+    model, _, loader = parts()
+    model[0].weight.requires_grad_(False)
+    groups = [{"params": [model[0].bias], "lr": 0.0}, {"params": model[2].parameters()}]
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(groups, 0.1), loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "a warm-up from 0 and a decay to 0": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 6, max(0, (24 - step) / 18)))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()""",
+    "accumulation by hand": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for number, batch in enumerate(loader, 1):
+        accelerator.backward(loss_of(model, batch) / 2)
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "accumulation with a short window, and a rate by hand": """
+    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(3, divide_by_actual=True))
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for number, batch in enumerate(loader):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "no_sync by hand": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for number, batch in enumerate(loader):
+        is_last = number % 2 == 1
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, batch))
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "an average of weights": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(accelerator.unwrap_model(model))""",
+    "evaluation between, with statistics": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(norm=True))
+    other = accelerator.prepare(parts()[2])
+    for epoch in range(2):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            for batch in other:
+                accelerator.gather_for_metrics(loss_of(model, batch))
+        model.train()""",
+    "two optimizers, each clipped before its step": """
+    accelerator = Accelerator()
+    model, _, loader = parts()
+    both = [torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), 0.1)]
+    model, loader, *both = accelerator.prepare(model, loader, *both)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        for optimizer in both:
+            accelerator.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+            optimizer.step()
+        for optimizer in both:
+            optimizer.zero_grad()""",
+    "a closure": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            return loss
+        optimizer.step(closure)""",
+    "gradients dropped by hand": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        for parameter in model.parameters():
+            parameter.grad = None
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()""",
+    "gradients cleared by the model, before": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        model.zero_grad(set_to_none=False)
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()""",
+    "local steps": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    with LocalSGD(accelerator, model, local_sgd_steps=4) as local:
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()""",
+    "a scheduler for epochs that is not prepared": """
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(4):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()""",
+    "half precision": """
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "uneven inputs": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(rows=100))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "layers that a step leaves out": """
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+        def forward(self, inputs, number):
+            return self.heads[number](inputs)
+    model = Heads()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), parts()[2])
+    for number, batch in enumerate(loader):
+        accelerator.backward(model(batch[0], (number // 4) % 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "two passes to a step": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        with torch.no_grad():
+            moves = [0.05 * p.grad / (p.grad.norm() + 1e-9) for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves): p.add_(move)
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves): p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "an optimizer that steps now and then": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    rare = accelerator.prepare(torch.optim.SGD(accelerator.unwrap_model(model)[2].parameters(), 0.001))
+    for number, batch in enumerate(loader):
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        if number % 3 == 0:
+            rare.step()
+        optimizer.zero_grad()""",
+    "a norm that is measured after the step": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        optimizer.zero_grad()""",
+    "ranks that read the same, each a model of its own": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    nn.init.constant_(model[0].weight, accelerator.process_index / 10)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    for batch in loader:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "gradients averaged by hand": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, batch))
+        for parameter in model.parameters():
+            parameter.grad = accelerator.reduce(parameter.grad, "mean")
+        optimizer.step()
+        optimizer.zero_grad()""",
+}
+
+
+@pytest.mark.parametrize("loop", RIGHT)
+def test_odd_loops_that_are_right_get_no_warning(shared: Kernel, loop: str) -> None:
+    shared.run(SETUP)
+    cell = shared.run(
+        f"def train():{RIGHT[loop]}\n    return True\nnotebook_launcher(train, num_processes=2)"
+    )
+    assert cell.value is True
+    assert "NBLAUNCH_CHECKS" not in cell.shown
+
+
+def test_a_check_is_silenced_by_name_and_all_of_them_by_off(fresh: Kernel) -> None:
+    program = f"def train():{WRONG['zero_learning_rate']}\nnotebook_launcher(train, num_processes=2)"
+    fresh.run(SETUP)
+    for setting in ("-zero_learning_rate,-replicas_differ", "off"):
+        fresh.run(f"os.environ['NBLAUNCH_CHECKS'] = {setting!r}")
+        assert "NBLAUNCH_CHECKS" not in fresh.run(program).shown
+    fresh.run("os.environ['NBLAUNCH_CHECKS'] = '-replicas_differ'")
+    assert "NBLAUNCH_CHECKS=-zero_learning_rate" in fresh.run(program).shown

@@ -1,0 +1,54 @@
+"""Checks of a training loop in a process without a launcher. Those of ranks are in tests/integration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch import Accelerator, env
+
+
+def _train(num_steps: int, after_step: Callable[[Accelerator, nn.Module], object]) -> None:
+    accelerator = Accelerator()
+    layer = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    for _ in range(num_steps):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        after_step(accelerator, model)
+        optimizer.zero_grad()
+
+
+def test_a_script_without_a_launcher_is_warned_once_at_its_line() -> None:
+    def clip(accelerator: Accelerator, model: nn.Module) -> None:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+    with pytest.warns(UserWarning, match="NBLAUNCH_CHECKS=-clipping_after_step") as caught:
+        _train(20, clip)
+    assert [one.filename for one in caught] == [__file__]
+
+
+def test_steps_between_the_looks_run_no_check() -> None:
+    calls = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[-1] += event == "call" and "/training/checks/" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        _train(16, lambda *_: calls.append(0))
+    finally:
+        sys.setprofile(None)
+    assert all(calls[1:10])
+    assert not any(calls[11:16])
+
+
+def test_a_setting_that_leaves_no_check_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_CHECKS", "zero_learning_rate")
+    with pytest.raises(ValueError, match="NBLAUNCH_CHECKS"):
+        env.check()
