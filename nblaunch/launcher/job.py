@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
-from nblaunch.events import Event, Metric, Started
+from nblaunch.events import Event, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.outcome import JobOutcome
@@ -154,6 +154,7 @@ class Job(Generic[T]):
         self.debugger: DebugClient | None = None
         self.kept: KeptFailure | None = None
         self._metrics: list[dict[str, Any]] = []
+        self._warnings: set[str] = set()
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
@@ -408,6 +409,15 @@ class Job(Generic[T]):
             self._launch_settled.set()
         elif isinstance(event, Metric):
             self._metrics.append(_row_of(event, self.attempt))
+        elif (
+            isinstance(event, Note)
+            and event.kind == "warning"
+            and event.rank < 0
+            and not self.spec.is_session
+        ):
+            if event.text in self._warnings:  # several ranks have noticed the same
+                return
+            self._warnings.add(event.text)
         for listener in self._listeners:
             listener.on_event(event)
 

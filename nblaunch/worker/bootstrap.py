@@ -53,7 +53,7 @@ from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
-from nblaunch.worker.inheritance import kernel_only, queues
+from nblaunch.worker.inheritance import kernel_only, queues, studies
 from nblaunch.worker.inheritance.files import KernelFiles
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ class _Worker:
         )
         plain_loops.watch()
         frameworks.watch(assignment.rank)
+        studies.watch(self._warn)
         if self.files is not None:
             self.files.watch(assignment.rank, self.locks, self._warn)
         self._prepare_debugger()

@@ -216,6 +216,14 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.KEPT, "the same"),
     ),
     Kind(
+        "studies of optuna",
+        fork=Way(
+            Treatment.NOTED,
+            "a study in memory is copied to each worker: a line says that what the function writes to it is lost",
+        ),
+        fresh=Way(Treatment.NOTED, "the same"),
+    ),
+    Kind(
         "debuggers",
         fork=Way(
             Treatment.DROPPED,
@@ -251,7 +259,7 @@ KINDS: tuple[Kind, ...] = (
         "process pools",
         fork=Way(
             Treatment.RENEWED,
-            "`ProcessPoolExecutor` and `multiprocessing.Pool` start processes at the first use in a worker",
+            "`ProcessPoolExecutor`, `multiprocessing.Pool` and joblib's processes start at the first use in a worker",
         ),
         fresh=Way(
             Treatment.RENEWED,

@@ -1,4 +1,4 @@
-"""Pools of the standard library that the kernel has made, which a worker may use as its own.
+"""Pools of the standard library, and of loky and joblib, that the kernel has made. A worker may use them as its own.
 
 A fork copies a pool's bookkeeping, but not its threads; its processes are the kernel's, and take no tasks from others.
 A pool whose bookkeeping lists threads starts none, so that its first task would wait for ever. So nblaunch makes a pool
@@ -83,6 +83,38 @@ def _watch_process_executors(module: Any) -> None:
     module._threads_wakeups = type(module._threads_wakeups)()
 
 
+def _watch_loky(module: Any) -> None:
+    """Watch the executors of loky, which joblib brings a copy of and keeps for all its calls."""
+    cls = module.ProcessPoolExecutor
+    make = cls.__init__
+
+    def renew(pool: Any) -> None:
+        if _is_own(pool):
+            return
+        setattr(pool, _MARK, os.getpid())
+        if pool._flags.shutdown:
+            return
+        _kept.append(dict(vars(pool)))
+        initializer, initargs = pool._initializer, pool._initargs
+        make(
+            pool,
+            max_workers=pool._max_workers,
+            job_reducers=pool._call_queue._reducers,
+            result_reducers=pool._result_queue._reducers,
+            timeout=pool._timeout,
+            context=pool._context,
+            env=pool._env,
+        )
+        pool._initializer, pool._initargs = initializer, initargs  # which loky has wrapped already
+
+    _before(cls, "__init__", _mark)
+    _before(cls, "submit", renew)
+    _before(cls, "shutdown", renew)
+    reusable = sys.modules.get(module.__name__.replace("process_executor", "reusable_executor"))
+    if reusable is not None:
+        _before(reusable._ReusablePoolExecutor, "_resize", renew)
+
+
 def _watch_pools(module: Any) -> None:
     """Watch the pools of ``multiprocessing.pool``, ``ThreadPool`` included, or of a package with the same classes."""
     cls = module.Pool
@@ -137,4 +169,6 @@ _WATCHES: tuple[tuple[str, Callable[[Any], None]], ...] = (
     ("concurrent.futures.process", _watch_process_executors),
     ("multiprocessing.pool", _watch_pools),
     ("multiprocess.pool", _watch_pools),
+    ("loky.process_executor", _watch_loky),
+    ("joblib.externals.loky.process_executor", _watch_loky),
 )

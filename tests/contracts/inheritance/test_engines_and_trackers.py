@@ -1,4 +1,4 @@
-"""Ray and Weights & Biases, of which this suite has stand-ins with the names that are used of them."""
+"""Ray, Weights & Biases and optuna, of which this suite has stand-ins with the names that are used of them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,28 @@ sdk = SimpleNamespace(lib=SimpleNamespace(module=SimpleNamespace(set_global=set_
 """
 
 
+OPTUNA = """
+class InMemoryStorage:
+    def __init__(self): self.values = {}
+    def set_trial_intermediate_value(self, trial_id, step, value): self.values[step] = value
+    def get_trial(self, trial_id): return self.values
+
+class Trial:
+    def __init__(self): self.storage = InMemoryStorage()
+    def report(self, value, step): self.storage.set_trial_intermediate_value(0, step, value)
+    def values(self): return self.storage.get_trial(0)
+"""
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     folder: Path = tmp_path_factory.mktemp("libraries")
     (folder / "ray.py").write_text(RAY)
     (folder / "wandb.py").write_text(WANDB)
+    (folder / "optuna" / "storages").mkdir(parents=True)
+    for package in ("optuna", "optuna/storages"):
+        (folder / package / "__init__.py").touch()
+    (folder / "optuna" / "storages" / "_in_memory.py").write_text(OPTUNA)
     with Kernel.start(cwd=folder) as kernel:
         kernel.run(
             "import os, torch\n"
@@ -83,3 +100,24 @@ def test_a_run_of_the_kernel_takes_what_workers_log(shared: Kernel, start_method
         assert shared.run(f"launch(log, {start_method!r})").value == [("r1", {"loss": 1})] * 2
     finally:
         shared.run("wandb.run = None")
+
+
+@contract("studies of optuna")
+def test_a_write_to_a_study_in_the_kernels_memory_is_named_once(shared: Kernel, start_method: str) -> None:
+    shared.run(
+        "import optuna.storages._in_memory as optuna\n"
+        "trial = optuna.Trial()\n"
+        "def report():\n"
+        "    for step in range(3): trial.report(0.5, step)\n"
+        "def read(): return trial.values()\n"
+        "def search():\n"
+        "    own = optuna.Trial()\n"
+        "    own.report(0.5, 0)\n"
+        "    return own.values()"
+    )
+    assert (
+        shared.run(f"launch(report, {start_method!r})").shown.count("optuna study in the kernel's memory")
+        == 1
+    )
+    for function in ("read", "search"):
+        assert "optuna study" not in shared.run(f"launch({function}, {start_method!r})").shown

@@ -81,6 +81,23 @@ def test_a_pool_of_multiprocessing_starts_its_own_processes_by_fork_and_is_refus
     assert kernel.run("result = train(); pool.terminate(); pool.join(); result").result == "(3, True)"
 
 
+@contract("process pools")
+def test_processes_of_joblib_are_started_in_a_worker(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import os, joblib, nblaunch\n"
+        "pool = joblib.Parallel(2)\n"
+        "def use(parallel): return sum(parallel(joblib.delayed(abs)(-number) for number in range(5)))\n"
+        "pool.__enter__()\n"  # the pool keeps its processes from now on
+        "assert use(pool) == use(joblib.Parallel(2)) == 10\n"
+        "def train(): return use(joblib.Parallel(2))\n"
+        "def train_with_pool(): return use(pool)"
+    )
+    assert launch(kernel, "train", start_method).result == "[10, 10]"
+    if start_method == "fork":
+        assert launch(kernel, "train_with_pool", start_method).result == "[10, 10]"
+    assert kernel.run("result = use(pool); pool.__exit__(None, None, None); result").result == "10"
+
+
 def test_a_pool_that_a_worker_only_ends_goes_on_in_the_kernel(kernel: Kernel) -> None:
     kernel.run(
         "import nblaunch, multiprocessing\n"

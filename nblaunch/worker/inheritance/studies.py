@@ -1,0 +1,72 @@
+"""Studies of optuna in the memory of the kernel: what a worker writes to its copy is lost, and a line says so.
+
+A study without a storage keeps its trials in an object of the kernel, of which each worker has a copy. So values that the
+function reports, attributes that it sets and parameters that it asks for never reach the study. Storages in files and
+databases are shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from nblaunch import packages
+
+_MARK = "_nblaunch_made_in"
+"""Attribute with the id of the process that has made a storage."""
+
+_WRITES = (
+    "create_new_study",
+    "create_new_trial",
+    "set_study_user_attr",
+    "set_trial_intermediate_value",
+    "set_trial_param",
+    "set_trial_state_values",
+    "set_trial_user_attr",
+)
+_LOST = (
+    "an optuna study in the kernel's memory never gets what the function writes to it, as by report(), set_user_attr() "
+    "and suggest_float(): return the values and write them in the kernel, or give the study a storage in a file"
+)
+
+
+def watch(warn: Callable[[str], None]) -> None:
+    """Report the first write of this worker to a study of the kernel.
+
+    Args:
+        warn: takes a sentence for the user.
+    """
+    packages.when_imported("optuna.storages._in_memory", functools.partial(_watch_storages, warn))
+
+
+def _watch_storages(warn: Callable[[str], None], module: Any) -> None:
+    cls = module.InMemoryStorage
+    make = cls.__init__
+    has_warned = False
+
+    @functools.wraps(make)
+    def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        setattr(self, _MARK, os.getpid())
+        make(self, *args, **kwargs)
+
+    def report(self: Any) -> None:
+        nonlocal has_warned
+        if not has_warned and vars(self).get(_MARK) != os.getpid():
+            has_warned = True
+            warn(_LOST)
+
+    cls.__init__ = make_here
+    for name in _WRITES:
+        if hasattr(cls, name):
+            setattr(cls, name, _reporting(getattr(cls, name), report))
+
+
+def _reporting(method: Callable[..., Any], report: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        report(self)
+        return method(self, *args, **kwargs)
+
+    return call
