@@ -33,6 +33,7 @@ _NATIVE_ERROR = re.compile(r"\s*what\(\): |F\d{4} ")
 _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
 _OPENMP_REFUSAL = "fork() called from a process already using GNU OpenMP"
+_CLOSED_DESCRIPTORS = ("nfds != -1", "[Errno 9] Bad file descriptor")  # gloo; Python
 _HEADLINE = 500  # characters
 _LOOK_THERE = (
     "Look at the launcher's output there and at the network between the machines; with --max_restarts, the job starts "
@@ -99,7 +100,12 @@ def failure_of(
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
     printed = logs.read(root.rank, attempt, _LAST_BYTES)
-    evidence = _device_evidence(root) or memory_evidence(report, root) or _openmp_evidence(printed)
+    evidence = (
+        _device_evidence(root)
+        or memory_evidence(report, root)
+        or _openmp_evidence(printed)
+        or _descriptor_evidence(root, printed)
+    )
     notes = [*_notes(report, root, pid, logs, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
@@ -245,6 +251,16 @@ def _openmp_evidence(printed: str) -> list[str]:
     return [
         "GNU OpenMP, which numba's parallel functions use, ran threads in the kernel before the worker was forked, and "
         "refuses to run in the fork. Launch with start_method='forkserver'."
+    ]
+
+
+def _descriptor_evidence(root: RootCause, printed: str) -> list[str]:
+    """Return why a rank died whose descriptors were closed, if its last lines say that they were."""
+    if root.failed is not None or not any(text in printed for text in _CLOSED_DESCRIPTORS):
+        return []
+    return [
+        "Descriptors that its libraries or nblaunch need were closed: look for os.closerange() and os.close() in the "
+        "function, and close only what the function has opened."
     ]
 
 

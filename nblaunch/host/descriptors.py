@@ -97,6 +97,14 @@ def high_copy(fd: int) -> int:
         return fd
 
 
+def moved_high(fd: int) -> int:
+    """Return a descriptor in place of ``fd``, as :func:`high_copy` does; ``fd`` is closed."""
+    high = high_copy(fd)
+    if high != fd:
+        os.close(fd)
+    return high
+
+
 def _close_in_child() -> None:
     global _forking
     _forking = threading.RLock()  # the other may be held by a thread that does not exist here

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import WorkerState
+from nblaunch.host import descriptors
 from nblaunch.user_code import ipython_shell
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.board import create_memory_file
@@ -85,14 +86,16 @@ class _Server:
                 return
             if isinstance(command, Close):
                 return
-            outbox_fd = create_memory_file(f"nblaunch-outbox-{self._topology.rank}")
+            files = [descriptors.moved_high(fd) for fd in files]
+            outbox_fd = descriptors.moved_high(create_memory_file(f"nblaunch-outbox-{self._topology.rank}"))
             try:
                 self._send(self._reply(command, files, outbox_fd), outbox_fd)
             except OSError:
                 return
             finally:
                 for fd in (*files, outbox_fd):
-                    os.close(fd)
+                    with suppress(OSError):  # the command has closed it
+                        os.close(fd)
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Raise in the code of a command alone, and once: what follows it must not be cut in two."""

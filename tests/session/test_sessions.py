@@ -804,6 +804,16 @@ def test_the_death_of_a_rank_is_in_the_table(
     kernel.run("session.close()")
 
 
+def test_a_command_that_closes_descriptors_is_named_as_the_cause_of_death(kernel: Kernel) -> None:
+    kernel.run(
+        "import os\nfrom nblaunch import Session\nsession = Session(2)\ndef close(): os.closerange(3, 65536)"
+    )
+    assert "os.closerange()" in kernel.run("session.run(close)", raises="WorkerDied").raised.value
+    kernel.run("session.restart()")
+    assert kernel.run("session.run(lambda: 5)").value == 5
+    kernel.run("session.close()")
+
+
 def test_a_call_on_a_session_that_has_ended_shows_no_table(kernel: Kernel) -> None:
     kernel.run("from nblaunch import Session\nsession = Session(2)\nsession.close()")
     assert kernel.run("session.run(print)", raises="LaunchError").displays == []

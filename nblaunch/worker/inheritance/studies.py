@@ -1,8 +1,8 @@
 """Studies of optuna in the memory of the kernel: what a worker writes to its copy is lost, and a line says so.
 
-A study without a storage keeps its trials in an object of the kernel, of which each worker has a copy. So values that the
-function reports, attributes that it sets and parameters that it asks for never reach the study. Storages in files and
-databases are shared.
+A study without a storage keeps its trials in an object of the kernel, of which each worker has a copy. So values that
+the function reports, attributes that it sets and parameters that it asks for never reach the study. Storages in files
+and databases are shared.
 """
 
 from __future__ import annotations

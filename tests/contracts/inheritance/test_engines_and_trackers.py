@@ -115,9 +115,7 @@ def test_a_write_to_a_study_in_the_kernels_memory_is_named_once(shared: Kernel, 
         "    own.report(0.5, 0)\n"
         "    return own.values()"
     )
-    assert (
-        shared.run(f"launch(report, {start_method!r})").shown.count("optuna study in the kernel's memory")
-        == 1
-    )
+    cell = shared.run(f"launch(report, {start_method!r})")
+    assert cell.stdout.count("optuna study in the kernel's memory") == 1
     for function in ("read", "search"):
         assert "optuna study" not in shared.run(f"launch({function}, {start_method!r})").shown
