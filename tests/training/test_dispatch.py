@@ -105,6 +105,36 @@ def test_each_sample_is_seen_as_promised(world_size: int) -> None:
             assert sizes[0][-1] == math.ceil(rest / world_size)
 
 
+def _rest(kind: str, options: dict[str, Any], num_skipped: int) -> list[Any]:
+    """Return the second epoch, and what is read of it behind the first rounds."""
+    read = []
+    for skipped in (0, num_skipped):
+        accelerator, data = _accelerator(**options), torch.arange(19)
+        if kind == "stream":
+            loader = DataLoader(_Stream(19), 4)
+        else:
+            generator = torch.Generator().manual_seed(3)
+            loader = DataLoader(data, 4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+        prepared = accelerator.prepare(loader)
+        _ = list(prepared)
+        torch.manual_seed(1)
+        rest = accelerator.skip_first_batches(prepared, skipped)
+        read.append([batch.tolist() for batch in rest])
+        read.append(torch.rand(1).item())
+    return read
+
+
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"use_stateful_dataloader": True}])
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_the_rest_of_an_epoch_is_completed_as_the_whole_is(kind: str, options: dict[str, Any]) -> None:
+    for whole, drawn, rest, drawn_by_rest in ranks.run(_rest, 2, kind, options, 2):
+        assert rest == whole[2:]
+        assert drawn_by_rest == drawn
+    whole = [one[0] for one in ranks.run(_rest, 2, kind, options, 1)]
+    assert whole[1][-1][-1] == whole[0][0][0], "the first row completes the last batch"
+
+
 class _Texts(IterableDataset):
     def __init__(self, count: int) -> None:
         self.count = count

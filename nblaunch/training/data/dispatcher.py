@@ -15,11 +15,13 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from nblaunch.progress.board_reports import Loop
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.samplers import index_sampler_of
 from nblaunch.training.shared_state import SharedState, get_shared_state
 
 
@@ -157,8 +159,12 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
 
     def _rounds(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
-        batches = self._read(shared, skipped)
-        head: Any = None
+        skipped += self._take_batches_to_drop()
+        batches = self._read(shared, 0)
+        # Rows of the first round complete the last one, wherever this loader begins.
+        dropped = list(islice(batches, min(skipped, self.batches_per_round)))
+        head = self._join(dropped)
+        batches = islice(batches, skipped - len(dropped), None)
         current = self._join(list(islice(batches, self.batches_per_round)))
         while current is not None:
             self._note_position()
@@ -173,11 +179,25 @@ class DataLoaderDispatcher(PreparedLoader):
                     "or use dispatch_batches=False."
                 )
             if missing:
-                current = nested.concatenate([current, _first_rows(head, missing)])
+                first = self._skipped_round()
+                current = nested.concatenate(
+                    [current, _first_rows(head if first is None else first, missing)]
+                )
             if upcoming is None:
                 self._note_position(is_end=True)
             yield current, num_rows, upcoming is None
             current = upcoming
+
+    def _skipped_round(self) -> Any:
+        """Return the first round of an epoch of which this loader reads the rest; None where it has read that round."""
+        kept = getattr(index_sampler_of(self), "kept", None)
+        if not kept:
+            return None
+        # A generator of its own: to make an iterator draws a number.
+        first: Any = DataLoader(
+            self.dataset, batch_sampler=kept, collate_fn=self.collate_fn, generator=torch.Generator()
+        )
+        return self._join(list(first))
 
     def _join(self, batches: list[Any]) -> Any:
         """Return one round as one batch; None where there is none, or only a part of one that is dropped."""

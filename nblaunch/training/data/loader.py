@@ -442,7 +442,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             index_sampler = index_sampler_of(self)
             sampling = index_sampler_options(
                 self,
-                SkipBatchSampler(index_sampler, num_rounds * self.batches_per_round)
+                SkipBatchSampler(index_sampler, num_rounds * self.batches_per_round, self.batches_per_round)
                 if is_whole
                 else rest_of_index_sampler(index_sampler, position),
             )

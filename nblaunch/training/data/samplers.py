@@ -68,11 +68,14 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: kept as ``.batch_sampler``.
         skip_batches: how many.
+        num_kept: how many of these, the first ones, are kept as ``kept`` while the rest is read.
     """
 
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0, num_kept: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
+        self.num_kept = num_kept
+        self.kept: list[list[int]] = []
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
 
@@ -96,7 +99,9 @@ class SkipBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, which skips once it is read: a DataLoader with worker processes makes two, and drops the first.
         skipped, self.skip_batches = self.skip_batches, 0
-        yield from islice(iter(self.batch_sampler), skipped, None)
+        batches = iter(self.batch_sampler)
+        self.kept = list(islice(batches, min(skipped, self.num_kept)))
+        yield from islice(batches, skipped - len(self.kept), None)
 
 
 def index_sampler_of(loader: DataLoader) -> Any:
