@@ -23,7 +23,8 @@ The :class:`Accelerator`, and what it is built of:
     precision.py     number formats: around the forward, and for backward, clipping and step; fp16's gradient scaler;
                      fp8: layers that torchao converts
     strategies/      how a model is trained on several ranks: replicated, sharded
-    gradients.py     backward, the block of a micro-step, uneven inputs; gradients in their true size, for clipping
+    gradients.py     backward, the block of a micro-step; gradients in their true size, for clipping
+    uneven_inputs.py ranks with unequal numbers of batches
     collectives/     values of all ranks; random states
     checkpoints/     saved states and models
     trusted_types.py which classes files of checkpoints may name

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from nblaunch.training import arguments, gradients, joining
+from nblaunch.training import arguments, gradients, joining, uneven_inputs
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.checkpoints import load_state, model_files
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
@@ -407,14 +407,15 @@ class Accelerator(AcceleratorProperties):
 
         Gradients are divided by the number of all ranks, as in Accelerate: those at their end count as zeros. With
         gradient accumulation the end of a loader of which they have unequal numbers closes no window, so that all
-        synchronise at the same steps; what is left accumulated counts in the next one. Other collectives in the loop
-        (``gather``) are not answered for.
+        synchronise at the same steps; what is left accumulated counts in the next one. At the end of the block, ranks
+        that were at their end early get the state of optimizers, schedules and windows of the others. Other collectives
+        in the loop (``gather``) are not answered for, nor a second forward of a model before the next batch.
 
         Args:
             joinables: the prepared models (and optimizers that communicate) of the loop.
             even_batches: overrides the setting of all prepared loaders over indexed datasets inside the block.
         """
-        return gradients.join_uneven_inputs(self._preparer, joinables, even_batches)
+        return uneven_inputs.join_uneven_inputs(self._preparer, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Run the block in mixed precision: for computations outside of a prepared model, such as a loss.

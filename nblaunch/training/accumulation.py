@@ -269,6 +269,15 @@ class AccumulationState:
         window = self.window_for(optimizer)
         return self.num_steps / window.size if window.sync_gradients and window.size else 1.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the windows are, for a rank that has taken fewer micro-steps."""
+        return {"windows": [(one.step, one.size, one.sync_gradients) for one in self._windows]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the windows of another rank are; those that have not begun here are left out."""
+        for window, (step, size, sync_gradients) in zip(self._windows, state["windows"], strict=False):
+            window.step, window.size, window.sync_gradients = step, size, sync_gradients
+
     @contextmanager
     def joining(self) -> Iterator[None]:
         """Let ranks reach the end of a loader at different micro-steps in the block, and reduce in the same ones.

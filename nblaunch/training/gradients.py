@@ -1,4 +1,4 @@
-"""What a training loop calls for its gradients: backward, the block of a micro-step, uneven inputs, true gradients.
+"""What a training loop calls for its gradients: backward, the block of a micro-step, true gradients.
 
 True gradients are averaged and unscaled, as clipping needs them.
 
@@ -18,7 +18,6 @@ import torch
 from nblaunch.errors import warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
-from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.models import bare_module
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.prepare import Preparer
@@ -115,39 +114,6 @@ def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
             f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. Set it False "
             "to keep this without a warning, as where the loss is a sum that is divided by a count of tokens"
         )
-
-
-@contextmanager
-def join_uneven_inputs(
-    preparer: Preparer, joinables: Iterable[Any], even_batches: bool | None
-) -> Iterator[None]:
-    """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
-    with ExitStack() as stack:
-        if even_batches is not None and preparer.shared.process.topology.world_size > 1:
-            stack.enter_context(_even_batches(preparer.loaders, even_batches))
-        stack.enter_context(preparer.accumulation.joining())
-        stack.enter_context(preparer.strategy.join_uneven_inputs(list(joinables)))
-        yield
-
-
-@contextmanager
-def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
-    """Override the setting in the shards of ``loaders`` inside the block."""
-    shards = [loader.shard for loader in loaders if isinstance(loader.shard, BatchSamplerShard)]
-    if len(shards) < len(loaders):
-        warn(
-            f"join_uneven_inputs(even_batches={even_batches}) is only supported for map-style datasets that every rank "
-            f"reads by itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are of another kind "
-            "and stay as they are"
-        )
-    before = [shard.even_batches for shard in shards]
-    try:
-        for shard in shards:
-            shard.even_batches = even_batches
-        yield
-    finally:
-        for shard, setting in zip(shards, before, strict=True):
-            shard.even_batches = setting
 
 
 @contextmanager

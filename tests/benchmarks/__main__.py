@@ -34,6 +34,7 @@ TITLES = {
     "gpu_launches": "Launches from a kernel that has used its GPU",
     "lotteries": "Lotteries",
     "checkpoints": "Checkpoints under faults",
+    "training": "Training loops drawn at random",
     "sessions": "Sessions",
     "debugging": "Debugger",
     "detached": "Detached jobs",

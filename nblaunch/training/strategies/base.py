@@ -261,7 +261,11 @@ class Strategy(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context manager in which ranks without data left take part in the steps of the others."""
+        """Return a context manager in which ranks without data left take part in the steps of the others.
+
+        It gives an object whose ``is_last`` says, once the block has ended on all ranks, whether this rank took all
+        steps; None where no rank takes part without data.
+        """
         if self.unjoined:
             warn(
                 f"join_uneven_inputs has no effect {self.unjoined}: all ranks take part in every step; keep "

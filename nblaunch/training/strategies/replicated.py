@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.errors import warn
@@ -181,7 +181,8 @@ class DdpStrategy(Strategy):
         finally:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
-    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any]) -> Iterator[_Ending | None]:
         models = [_own(one) for one in joinables]
         answering = [one for one in models if isinstance(one, Joinable)]
         if not answering:
@@ -190,8 +191,50 @@ class DdpStrategy(Strategy):
                 "join_uneven_inputs has no effect: none of what it was given communicates, as a model that was "
                 f"prepared for training does. It was given {given}."
             )
-            return nullcontext()
-        return Join(answering)
+            yield None
+            return
+        ending = _Ending(answering[0])
+        with Join([*answering, ending]):
+            yield ending
+
+
+class _Ending(Joinable):
+    """Learns from ``Join`` whether this rank was among the last to reach the end of their data.
+
+    Args:
+        other: with it in a ``Join``; has the same device and process group.
+    """
+
+    def __init__(self, other: Joinable) -> None:
+        super().__init__()
+        self._other = other
+        self.is_last = True
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what ``Join`` calls at the end."""
+        return _EndingHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device for the collectives of ``Join``."""
+        return self._other.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group for them."""
+        return self._other.join_process_group
+
+
+class _EndingHook(JoinHook):
+    def __init__(self, ending: _Ending) -> None:
+        self._ending = ending
+
+    def main_hook(self) -> None:
+        """Answer for nothing."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Note the answer."""
+        self._ending.is_last = is_last_joiner
 
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:

@@ -1,0 +1,111 @@
+"""Ranks with unequal numbers of batches: those at their end take part in the steps of the others, and catch up.
+
+    rank 0   step  step  step  step          what optimizers, schedules and windows are now
+    rank 1   step  step  (zeros)(zeros)  <── is rank 1's, too
+
+torch's ``Join`` answers for the gradients of a rank that is at its end, and sends it the last weights. It does not step
+the optimizer there. Without the state of the ranks that did, momentum, learning rates and scales would differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable
+
+from nblaunch.errors import warn
+from nblaunch.training.collectives import nested, operations
+from nblaunch.training.collectives.nested import TensorInformation
+from nblaunch.training.data.sharding import BatchSamplerShard
+from nblaunch.training.models import bare_module
+from nblaunch.training.prepare import Preparer
+
+
+@contextmanager
+def join_uneven_inputs(
+    preparer: Preparer, joinables: Iterable[Any], even_batches: bool | None
+) -> Iterator[None]:
+    """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
+    joined = list(joinables)
+    with ExitStack() as stack:
+        if even_batches is not None and preparer.shared.process.topology.world_size > 1:
+            stack.enter_context(_even_batches(preparer.loaders, even_batches))
+        stack.enter_context(preparer.accumulation.joining())
+        ending = stack.enter_context(preparer.strategy.join_uneven_inputs(joined))
+        yield
+    if ending is not None:
+        _catch_up(preparer, joined, ending.is_last)
+
+
+@contextmanager
+def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
+    """Override the setting in the shards of ``loaders`` inside the block."""
+    shards = [loader.shard for loader in loaders if isinstance(loader.shard, BatchSamplerShard)]
+    if len(shards) < len(loaders):
+        warn(
+            f"join_uneven_inputs(even_batches={even_batches}) is only supported for map-style datasets that every rank "
+            f"reads by itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are of another kind "
+            "and stay as they are"
+        )
+    before = [shard.even_batches for shard in shards]
+    try:
+        for shard in shards:
+            shard.even_batches = even_batches
+        yield
+    finally:
+        for shard, setting in zip(shards, before, strict=True):
+            shard.even_batches = setting
+
+
+def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
+    """Give ranks that were at their end early the state of a rank that took all steps. A collective.
+
+    Args:
+        preparer: of the Accelerator.
+        joined: what the block was for.
+        is_last: this rank took all steps.
+    """
+    are_last = operations.gather_object([is_last])
+    if all(are_last):
+        return
+    source = are_last.index(True)
+    modules = [bare_module(one) for one in joined if isinstance(one, torch.nn.Module)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    ids = set(map(id, parameters))
+    optimizers = [one for one in preparer.optimizers if one.has_any(ids)]
+    whole = [
+        one for one in optimizers if not isinstance(one.optimizer, Joinable)
+    ]  # has a state of all ranks' own
+    schedulers = [
+        scheduler
+        for scheduler in preparer.schedulers
+        if any(one is optimizer for one in scheduler.optimizers for optimizer in optimizers)
+    ]
+    scaler = preparer.precision.scaler
+    scalers = [scaler] if scaler is not None and scaler.is_enabled() else []
+    for stateful in (*whole, *schedulers, *scalers, preparer.accumulation):
+        state = _state_of(source, stateful.state_dict())
+        if not is_last:
+            stateful.load_state_dict(state)
+    if preparer.accumulation.plugin.sync_each_batch:
+        # What is left accumulated is averaged already; otherwise each rank has its own.
+        gradients = _state_of(source, [parameter.grad for parameter in parameters])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not is_last:
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _state_of(source: int, state: Any) -> Any:
+    """Return the state that the rank ``source`` has: tensors, in CPU memory, and other objects."""
+    (described,) = operations.broadcast_object_list([nested.get_data_structure(state)], source)
+    if operations.rank() != source:
+        state = nested.recursively_apply(
+            TensorInformation.empty, described, test_type=nested.is_tensor_information
+        )
+    for leaf in nested.leaves(state):
+        if isinstance(leaf, torch.Tensor):
+            operations.broadcast(leaf, source)
+    return state
