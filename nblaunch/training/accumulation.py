@@ -253,6 +253,15 @@ class AccumulationState:
             )
         return windows[0] if windows and self.current not in windows else self.current
 
+    @property
+    def syncs_each_batch(self) -> bool:
+        """Whether ranks average gradients in every micro-step.
+
+        Not where they join: a rank at its end answers with zeros, by which averages of earlier micro-steps would be
+        averaged once more.
+        """
+        return self.plugin.sync_each_batch and not self._is_joining
+
     def forget_owners(self) -> None:
         """Look anew for the models of optimizers, whose parameters have changed."""
         self._of_optimizers.clear()

@@ -82,7 +82,7 @@ class MicroStep(ContextDecorator):
         try:
             if not accumulation.has_named_short_window and accumulation.ends_short:
                 _name_short_window(accumulation, preparer.shared.process.topology.rank)
-            if not (accumulation.sync_gradients or accumulation.plugin.sync_each_batch):
+            if not (accumulation.sync_gradients or accumulation.syncs_each_batch):
                 self._unsynchronised = self._leave_out_reduction()
         except BaseException:
             accumulation.leave(self._outer)

@@ -73,9 +73,8 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
         return
     source = are_last.index(True)
     modules = [bare_module(one) for one in joined if isinstance(one, torch.nn.Module)]
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    ids = set(map(id, parameters))
-    optimizers = [one for one in preparer.optimizers if one.has_any(ids)]
+    parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+    optimizers = [one for one in preparer.optimizers if one.has_any(parameters)]
     whole = [
         one for one in optimizers if not isinstance(one.optimizer, Joinable)
     ]  # has a state of all ranks' own
@@ -90,12 +89,6 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
         state = _state_of(source, stateful.state_dict())
         if not is_last:
             stateful.load_state_dict(state)
-    if preparer.accumulation.plugin.sync_each_batch:
-        # What is left accumulated is averaged already; otherwise each rank has its own.
-        gradients = _state_of(source, [parameter.grad for parameter in parameters])
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if not is_last:
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 def _state_of(source: int, state: Any) -> Any:

@@ -44,7 +44,7 @@ def test_a_random_loop_trains_as_one_process_does(seed: int) -> None:
         {"schedule": "step"},
         {"accumulation": {"num_steps": 2, "sync_with_dataloader": False}},
         {"accumulation": {"num_steps": 2, "divide_by_actual": True}},
-        {"accumulation": {"num_steps": 2, "sync_each_batch": True}},
+        {"accumulation": {"num_steps": 2, "sync_each_batch": True}, "num_rows": 21},
         {"models": "apart", "optimizer": "adam", "world_size": 3, "resumed_world_size": 3, "num_rows": 20},
     ],
     ids=lambda changes: ",".join(changes),
