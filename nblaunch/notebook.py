@@ -74,6 +74,9 @@ def notebook_launcher(
     post_mortem: bool = False,
     log_dir: str | None = None,
     rdzv_timeout_s: float | None = None,
+    hosts: Sequence[str] = (),
+    resources_per_node: Mapping[str, float] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
     session: "Session | None" = None,
 ) -> Any:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
@@ -101,14 +104,14 @@ def notebook_launcher(
         args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once, and
             its trained weights come back. Several models are several arguments, or lie in lists, tuples, dicts or
             dataclasses. Keyword arguments: pass ``functools.partial(function, name=value)`` as the function.
-        num_processes: number of workers; None = ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a
-            CPU-only machine).
+        num_processes: number of workers, of all machines together where an engine starts them; None =
+            ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a CPU-only machine).
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; default of an ``Accelerator()`` in the function.
         use_port: TCP port of the rendezvous; None = a free one, so that two notebooks never collide; with several
             machines 29500.
         master_addr: address on which the rendezvous listens: of machine 0, as the others reach it.
         node_rank: rank of this machine, from 0. Run the same call on every machine, each with its own.
-        num_nodes: number of machines; ``"min:max"`` where fewer will do, with ``rdzv_backend="c10d"``.
+        num_nodes: number of machines; ``"min:max"`` where fewer will do, with ``rdzv_backend="c10d"`` or an engine.
         rdzv_backend: how several machines meet: ``"static"``: a fixed set, at ``master_addr:use_port``; ``"c10d"``: as
             they come and go, at ``rdzv_endpoint``, which one of them hosts. One machine needs none of it: without
             an address, both mean the same there.
@@ -128,7 +131,9 @@ def notebook_launcher(
         engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb,
             which refuses what only processes can do (``background``, ``start_method``, ``max_restarts``, ...);
             ``"elastic"``: worker processes that join those of other machines, which ``"auto"`` means with
-            ``num_nodes`` above 1.
+            ``num_nodes`` above 1. From this one process on ``num_nodes`` machines, with ``num_processes`` in all:
+            ``"ray"``: nodes of a Ray cluster; ``"ssh"``: ``hosts``; ``"slurm"``: nodes of the allocation in which this
+            process runs; ``"processes"``: this machine stands for all of them, to try that out.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices,
             with batches sharded over them by the compiler, and weights, too, with ``Accelerator(fsdp_plugin=...)``.
@@ -165,7 +170,13 @@ def notebook_launcher(
             and ``last_job().compare()`` show variables of every rank. They end with the next launch,
             ``last_job().release()``, or after 30 minutes.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
-        rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
+        rdzv_timeout_s: seconds in which several machines must find each other, or an engine's nodes must be ready;
+            None = 600.
+        hosts: with ``engine="ssh"``, the machines as ``ssh`` names them; they need no password, and have Python and
+            nblaunch.
+        resources_per_node: with ``engine="ray"``, what a node must have free, as ``{"CPU": 8, "GPU": 4}``; None = a
+            core, and a GPU where the cluster has any, for each rank.
+        runtime_env: with ``engine="ray"``, the environment of the nodes, as ``ray.init`` takes it.
         session: run on the workers of a :class:`Session` instead of new ones. Settings of their start are those of
             the session; others are refused.
 
@@ -186,18 +197,15 @@ def notebook_launcher(
     with HiddenLauncherFrames():
         specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
-            backend=backend, engine=engine, start_method=start_method,
-            is_spmd=wants_spmd(strategy),
+            backend=backend, engine=engine, start_method=start_method, is_spmd=wants_spmd(strategy),
             master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, num_nodes=num_nodes,
             rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
-            rdzv_timeout_s=rdzv_timeout_s,
-            max_restarts=max_restarts,
+            rdzv_timeout_s=rdzv_timeout_s, max_restarts=max_restarts,
+            hosts=hosts, resources_per_node=resources_per_node, runtime_env=runtime_env,
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
-            sync_optimizers=sync_optimizers,
+            sync_optimizers=sync_optimizers, post_mortem=post_mortem, threads_per_process=threads_per_process,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
-            threads_per_process=threads_per_process, log_dir=log_dir,
-            post_mortem=post_mortem,
-            is_detached=_checked_detach(detach, background, session),
+            log_dir=log_dir, is_detached=_checked_detach(detach, background, session),
         )]  # fmt: skip
         # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
         del function, args
@@ -334,7 +342,7 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
     """Return the job of a spec: one that is detached runs, any other has not started."""
     __tracebackhide__ = True
     descriptors.occupy_standard_ones()
-    can_break = not (spec.is_elastic or spec.is_detached)
+    can_break = not (spec.is_elastic or spec.is_on_nodes or spec.is_detached)
     if can_break and debugging.takes_breakpoints(background):
         spec = replace(spec, has_breakpoints=True)
     plan = plan_launch(spec, background=background)
@@ -358,6 +366,10 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
 
 def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobRunner:
     """Return the runner of a job that has not started; what several machines need is imported only for them."""
+    if spec.is_on_nodes:
+        from nblaunch.engines.runner import EngineRunner
+
+        return EngineRunner(spec, plan, listeners)
     if not spec.is_elastic:
         return JobRunner(spec, plan, listeners, on_prompts=debugging.on_prompts)
     from nblaunch.nodes.link import NodeRunner

@@ -250,6 +250,37 @@ class Pairs(Converter):
 
 
 @dataclass(frozen=True)
+class Names(Converter):
+    """Names, none of them empty."""
+
+    metavar = "NAME,..."
+
+    def convert(self, value: Any) -> tuple[str, ...]:
+        parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
+        names = tuple(str(part).strip() for part in parts)
+        if not all(names):
+            raise ValueError("must be names such as a,b, none of them empty")
+        return names
+
+    def accept(self, value: Any) -> tuple[str, ...]:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+            raise TypeError(f"must be a list of names such as ['a', 'b'], but is a {type(value).__name__}")
+        return self.convert(value)
+
+
+@dataclass(frozen=True)
+class Amounts(Pairs):
+    """Names with a positive number each, as ``{"CPU": 8, "GPU": 2}``."""
+
+    def accept(self, value: Any) -> Mapping[str, Any]:
+        for name, amount in super().accept(value).items():
+            is_number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
+            if not is_number or not amount > 0:
+                raise ValueError(f"has {name!r}: {amount!r}, which must be a positive number")
+        return value
+
+
+@dataclass(frozen=True)
 class Setting:
     """One row of the table of settings: an option, a key of configuration files, an argument of ``nblaunch.launch``.
 

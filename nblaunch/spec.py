@@ -18,11 +18,13 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from nblaunch.setting import (
+    Amounts,
     Choice,
     Converter,
     Flag,
     Folder,
     Machines,
+    Names,
     Number,
     Pairs,
     Setting,
@@ -31,7 +33,7 @@ from nblaunch.setting import (
 )
 
 MixedPrecision = Literal["no", "fp16", "bf16", "fp8"]
-EngineName = Literal["auto", "local", "inline", "elastic"]
+EngineName = Literal["auto", "local", "inline", "elastic", "processes", "ssh", "slurm", "ray"]
 StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 RendezvousBackend = Literal["static", "c10d"]
 HangPolicy = Literal["report", "stop"]
@@ -39,6 +41,9 @@ BackendName = Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps", "xla", "torch
 """Built-in device families; ``nblaunch.backends.register`` adds names of others."""
 LaunchStrategy = Literal["auto", "spmd"]
 DashboardKind = Literal["auto", "widgets", "html", "text", "none"]
+
+NODE_ENGINES = ("processes", "ssh", "slurm", "ray")
+"""Engines that start ranks on several machines from this one process; see ``nblaunch/engines/``."""
 
 MIXED_PRECISIONS: tuple[str, ...] = get_args(MixedPrecision)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
@@ -179,6 +184,7 @@ class Use:
         is_of_start: whether workers keep the value from their start to their end, as in a session.
         needs_workers: whether ``engine="inline"`` can't honour it.
         not_detached: why a detached job can't have it, or what to do instead; empty = it can.
+        engines: the only engines that take it; empty = all.
     """
 
     converter: Converter | None = None
@@ -189,6 +195,7 @@ class Use:
     is_of_start: bool = True
     needs_workers: bool = False
     not_detached: str = ""
+    engines: tuple[str, ...] = ()
 
 
 def _set(default: Any, converter: Converter | None = None, meaning: str = "", **use: Any) -> Any:
@@ -203,11 +210,16 @@ class LaunchSpec:
     Args:
         function: called as ``function(*args)`` in every worker.
         args: positional arguments; modules among them are in the workers without a copy, until one writes to them.
-        num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
+        num_processes: number of workers, of all machines together where an engine starts them; None = one per device
+            (GPUs; usable cores on a CPU-only machine).
+        hosts: machines, as ``ssh`` names them, for ``engine="ssh"``.
+        resources_per_node: of each machine, as ``{"CPU": 8, "GPU": 4}``, for ``engine="ray"``.
+        runtime_env: environment of the nodes, in Ray's form, for ``engine="ray"``.
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
         num_nodes: number of machines: ``2``, or ``"1:2"``.
         rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
-        rdzv_timeout_s: timeout of the rendezvous in seconds; None = ``rdzv_conf["timeout"]``, or 600.
+        rdzv_timeout_s: timeout in seconds of the rendezvous, or of the wait for an engine's nodes; None =
+            ``rdzv_conf["timeout"]``, or 600.
         has_breakpoints: ``breakpoint()`` in a worker opens pdb there, typed into this process: wherever a user can
             type, as in most notebooks.
         is_session: the workers are those of a session: this process sends them commands while they run.
@@ -244,6 +256,9 @@ class LaunchSpec:
         needs_workers=True,
     )
     engine: str = _set("auto", Choice(get_args(EngineName)))
+    hosts: Sequence[str] = _set((), Names(), engines=("ssh",))
+    resources_per_node: Mapping[str, float] | None = _set(None, Amounts(), engines=("ray",))
+    runtime_env: Mapping[str, Any] | None = _set(None, Pairs(), engines=("ray",))
     is_spmd: bool = _set(False)
     num_nodes: int | str = _set(
         1, Machines(), "number of machines, or min:max with c10d", group="machines", option="num_machines"
@@ -352,6 +367,8 @@ class LaunchSpec:
         _check_call(self.function, self.args)
         _accept_values(self)
         _check_fit(self)
+        if self.engine == "ssh" and self.num_nodes == 1 and self.hosts:
+            object.__setattr__(self, "num_nodes", len(self.hosts))
         _check_nodes(self)
         if self.is_detached:
             _check_detached(self)
@@ -394,8 +411,15 @@ class LaunchSpec:
     @property
     def is_elastic(self) -> bool:
         """Whether the launch uses torch's rendezvous of several machines; one alone may ask for it by an address."""
+        if self.is_on_nodes:
+            return False
         has_address = self.rdzv_backend != "static" and bool(self.rdzv_endpoint)
         return self.engine == "elastic" or self.max_nodes > 1 or has_address
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether an engine starts the ranks, on several machines maybe, from this one process."""
+        return self.engine in NODE_ENGINES
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
@@ -488,6 +512,7 @@ def _check_fit(spec: LaunchSpec) -> None:
 
 
 def _check_nodes(spec: LaunchSpec) -> None:
+    _check_engine(spec)
     if not spec.master_addr:
         raise ValueError("master_addr='' must be a host name or address, such as '127.0.0.1'")
     host, _ = parse_endpoint(spec.rdzv_endpoint)
@@ -499,6 +524,8 @@ def _check_nodes(spec: LaunchSpec) -> None:
         raise ValueError(
             "rdzv_backend='c10d' needs rdzv_endpoint='host:port', the same on every machine: the address of one of them"
         )
+    if spec.is_on_nodes:
+        return
     if spec.rdzv_backend == "static" and spec.min_nodes != spec.max_nodes:
         raise ValueError(
             f"num_nodes={spec.num_nodes!r} leaves the number of machines open, which needs rdzv_backend='c10d'"
@@ -514,6 +541,41 @@ def _check_nodes(spec: LaunchSpec) -> None:
         raise ValueError(
             f"engine={spec.engine!r} is for one machine; leave it out for num_nodes={spec.num_nodes!r} with "
             f"rdzv_backend={spec.rdzv_backend!r}"
+        )
+
+
+_NOT_ON_NODES = (
+    *("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"),
+    "post_mortem",
+)
+"""Settings of launches that meet others, and of one machine, which engines of several machines can't honour."""
+
+
+def _check_engine(spec: LaunchSpec) -> None:
+    """Refuse settings that the engine can't honour, rather than ignore them."""
+    for spec_field, use in uses():
+        value = getattr(spec, spec_field.name)
+        if value == spec_field.default:
+            continue
+        if use.engines and spec.engine not in use.engines:
+            raise ValueError(
+                f"{spec_field.name}={value!r} is for engine={' or '.join(map(repr, use.engines))}, and this launch "
+                f"has engine={spec.engine!r}"
+            )
+        if spec_field.name in _NOT_ON_NODES and spec.is_on_nodes:
+            raise ValueError(
+                f"{spec_field.name}={value!r} can't be combined with engine={spec.engine!r}, which starts the ranks "
+                "of all machines from this one process; leave it out"
+            )
+    if spec.engine == "ssh" and len(spec.hosts) < spec.min_nodes:
+        raise ValueError(
+            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs as many hosts, as ssh names them: "
+            f"hosts=['host1', 'host2'], and hosts={list(spec.hosts)!r}"
+        )
+    if spec.is_on_nodes and spec.num_processes is not None and spec.num_processes % spec.max_nodes:
+        raise ValueError(
+            f"num_processes={spec.num_processes} is the number of ranks of all nodes together, and must be a multiple "
+            f"of the {spec.max_nodes} of num_nodes={spec.num_nodes!r}"
         )
 
 

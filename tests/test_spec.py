@@ -100,7 +100,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"mixed_precision": "fp8", "backend": "cpu"}, ValueError, ("mixed_precision='fp8'", "cpu")),
     ({"start_method": "thread"}, ValueError, ("start_method='thread'", *START_METHODS)),
     ({"start_method": None}, ValueError, ("start_method=None", *START_METHODS)),
-    ({"engine": "slurm"}, ValueError, ("engine='slurm'", "'auto'", "'local'", "'inline'")),
+    ({"engine": "dask"}, ValueError, ("engine='dask'", "'auto'", "'local'", "'inline'")),
     ({"engine": ["local"]}, ValueError, ("engine=['local']", "'auto'", "'local'", "'inline'")),
     ({"strategy": "fsdp"}, ValueError, ("strategy='fsdp'", "'auto', 'spmd'", "Accelerator", "fsdp_plugin=...")),
     ({"strategy": ["spmd"]}, ValueError, ("strategy=['spmd']", "'auto', 'spmd'")),

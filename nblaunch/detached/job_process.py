@@ -187,7 +187,7 @@ class _DetachedJob:
             process_control.unblock_signals()
             spec = self._load()
             plan = plan_launch(spec)
-            self._runner = JobRunner(spec, plan, [self._recorder], log=self._log, requests=self._requests)
+            self._runner = self._make_runner(spec, plan)
             del spec, plan
             self._runner.run()
         except BaseException as error:
@@ -195,6 +195,14 @@ class _DetachedJob:
                 self._end_unstarted(error)
         finally:
             self._server.close()
+
+    def _make_runner(self, spec: LaunchSpec, plan: LaunchPlan) -> JobRunner:
+        listeners = [self._recorder]
+        if spec.is_on_nodes:
+            from nblaunch.engines.runner import EngineRunner
+
+            return EngineRunner(spec, plan, listeners, log=self._log, requests=self._requests)
+        return JobRunner(spec, plan, listeners, log=self._log, requests=self._requests)
 
     def _load(self) -> LaunchSpec:
         """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""

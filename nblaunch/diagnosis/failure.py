@@ -91,7 +91,8 @@ def failure_of(
     """
     if report.hang:
         return _hung(report, report.hang, logs.attempt_path(attempt))
-    remote = _remote_explanation(report, [f"logs of this node: {logs.attempt_path(attempt)}", *past])
+    of_node = "" if report.places else " of this node"
+    remote = _remote_explanation(report, [f"logs{of_node}: {logs.attempt_path(attempt)}", *past])
     if remote is not None:
         return remote
     root = find_root_cause(report)
@@ -116,7 +117,7 @@ def failure_of(
     headline = what_happened(root, report)
     explanation = [] if evidence else [what_it_means(root)]
     who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
-    summary = [f"{who} {headline}.", *explanation, *evidence, *_shm_evidence(root)]
+    summary = [f"{who} {headline}.", *explanation, *evidence, *shm_evidence(report, root)]
     traces = _last_lines(printed, logs.log_path(root.rank, attempt)) + _crash_stack(logs, root.rank, attempt)
     death = WorkerDied(
         "\n".join([*summary, *traces, *notes]),
@@ -148,7 +149,8 @@ def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Failure | N
             return _raised_remotely(remote.failed[rank], label, notes)
         return _died_remotely(remote, rank, notes)
     for rank, why in remote.lost.items():
-        error = NodeLost("\n".join([f"{why}.", _LOOK_THERE, *notes]), rank=rank, exitcode=1)
+        advice = remote.advice or _LOOK_THERE
+        error = NodeLost("\n".join([f"{why}.", advice, *notes]), rank=rank, exitcode=1)
         return Failure(error, rank, f"was lost: {why}")
     return None
 
@@ -210,8 +212,10 @@ def _device_evidence(root: RootCause) -> list[str]:
 def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
     """Return the evidence that memory caused the failure, line by line; empty without evidence."""
     record = report.memory
-    if record is None or root.left_early:
+    if root.left_early:
         return []
+    if record is None:
+        return list(report.evidence[root.rank].memory) if root.rank in report.evidence else []
     return memory.judge(
         record,
         {rank: sample.peak_bytes for rank, sample in report.host_memory.items()},
@@ -221,8 +225,10 @@ def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
     )
 
 
-def _shm_evidence(root: RootCause) -> list[str]:
+def shm_evidence(report: AttemptReport, root: RootCause) -> list[str]:
     """Return evidence that /dev/shm is full: the next process that writes to it is killed by SIGBUS."""
+    if root.rank in report.places:
+        return list(report.evidence[root.rank].shm) if root.rank in report.evidence else []
     if root.status is None or root.status.signal_name != "SIGBUS":
         return []
     line = memory.shm_line(memory.read_facts())
@@ -230,7 +236,8 @@ def _shm_evidence(root: RootCause) -> list[str]:
 
 
 def _notes(report: AttemptReport, root: RootCause, pid: int | None, logs: Logs, attempt: int) -> list[str]:
-    where = f"rank {root.rank}" + (f" (pid {pid})" if pid else "") + f" on {socket.gethostname()}"
+    place = report.places.get(root.rank, socket.gethostname())
+    where = f"rank {root.rank}" + (f" (pid {pid})" if pid else "") + f" on {place}"
     lines = [f"{where}; complete log: {logs.log_path(root.rank, attempt)}"]
     others = others_in_one_line(report, root)
     return [*lines, *([others] if others else []), *report.unkillable.values()]

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nblaunch.diagnosis.memory import MemoryRecord
-from nblaunch.events import EpochEnded, ExitStatus, Failed, HostMemory, Interrupted, Returned, StateSent
+from nblaunch.events import (
+    EpochEnded,
+    ExitStatus,
+    Failed,
+    HostMemory,
+    Interrupted,
+    Returned,
+    StateSent,
+    ValueLocation,
+)
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.board import SlotReading
 
@@ -25,6 +34,7 @@ class RemoteFailures:
         returned: ranks whose function returned.
         lost: rank -> why its node was lost, as a sentence. One rank for each such node.
         wants_restart: the set of nodes changes, so that all workers restart without a failure.
+        advice: what to do about a lost node; empty = look at its launcher, which has a terminal of its own.
     """
 
     labels: Mapping[int, str] = field(default_factory=dict)
@@ -33,6 +43,7 @@ class RemoteFailures:
     returned: dict[int, Returned] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     wants_restart: bool = False
+    advice: str = ""
 
     @property
     def has_cause(self) -> bool:
@@ -57,6 +68,19 @@ class Hang:
     advice: str
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What the machine of a rank says of its failure, line by line.
+
+    Args:
+        memory: that memory ran out.
+        shm: that /dev/shm is full.
+    """
+
+    memory: tuple[str, ...] = ()
+    shm: tuple[str, ...] = ()
+
+
 @dataclass
 class AttemptReport:
     """The facts about one attempt, by rank. Times are wall clock seconds.
@@ -79,6 +103,8 @@ class AttemptReport:
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
         hang: the hang for which the job was stopped; None otherwise.
         remote: failures of ranks on other nodes.
+        places: rank -> label of its node, where an engine has started it; empty on one machine.
+        evidence: rank -> what its own node says of its death or failure, line by line, where an engine has started it.
     """
 
     returned: dict[int, Returned] = field(default_factory=dict)
@@ -98,12 +124,20 @@ class AttemptReport:
     unkillable: dict[int, str] = field(default_factory=dict)
     hang: Hang | None = None
     remote: RemoteFailures = field(default_factory=RemoteFailures)
+    places: Mapping[int, str] = field(default_factory=dict)
+    evidence: dict[int, Evidence] = field(default_factory=dict)
 
     @property
     def is_success(self) -> bool:
         """Whether the function returned on every rank and the job was not stopped."""
         is_stopped = self.interrupted or self.cancelled or self.hang or self.kept
         return not is_stopped and len(self.returned) == len(self.exits)
+
+    @property
+    def value_locations(self) -> dict[int, ValueLocation]:
+        """Rank -> where its return value is, of the ranks that returned, or sent what they had when interrupted."""
+        locations = dict.fromkeys(self.interruptions, ValueLocation())
+        return locations | {rank: event.value_location for rank, event in self.returned.items()}
 
     @property
     def announced(self) -> dict[int, tuple[ArgPath, ...]]:

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nblaunch.host import disk, proc
@@ -191,9 +191,7 @@ def position_of(text: str) -> Position | None:
     thread = _main_thread(parse(text))
     if thread is None:
         return None
-    own = _without_inherited(thread.frames)
-    inner, user = _split_at_user(own)
-    described = describe(user[:1]) or describe(own[:1]) or ["outside of the function"]
+    inner, _ = _split_at_user(_without_inherited(thread.frames))
     waiting_in = _collective_in(inner)
     is_long_work = not waiting_in and any(
         part in frame.filename for part in _LONG_WORK_FILES for frame in inner
@@ -202,13 +200,25 @@ def position_of(text: str) -> Position | None:
     counted = _NUM_THREADS.search(text)
     num_threads = int(counted[1]) if counted else None
     return Position(
-        _stage(thread.frames) + described[0],
+        _where(thread.frames),
         waiting_in,
         is_long_work,
         thread.frames,
         is_importing,
         num_threads,
     )
+
+
+def described_here(position: Position) -> Position:
+    """Return a position that another process has described, with the names and lines of cells that this one has."""
+    return replace(position, where=_where(position.stack)) if position.stack else position
+
+
+def _where(frames: Sequence[StackFrame]) -> str:
+    own = _without_inherited(frames)
+    _, user = _split_at_user(own)
+    described = describe(user[:1]) or describe(own[:1]) or ["outside of the function"]
+    return _stage(frames) + described[0]
 
 
 def _stage(frames: Sequence[StackFrame]) -> str:

@@ -4,7 +4,7 @@
 
 Each worker gets an assignment of its own: event pipe, outbox, log files, environment.
 
-On several machines :class:`Peers` are the other nodes; ``nodes/link.py`` implements it.
+On several machines :class:`Peers` are the other nodes; ``nodes/link.py`` implements it, and ``engines/uplink.py``.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ class Attempt:
         log: the job's log folder.
         saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
         peers: the other nodes of the job, where there are any.
+        store: listening socket of the workers' store, where it was opened before.
+        key: for objects between ranks; b"" = a new one, on one machine.
+        first_collected: rank that sends what all ranks have alike; None = the first of this machine.
     """
 
     spec: LaunchSpec
@@ -96,6 +99,9 @@ class Attempt:
     log: JobLog
     saved: SavedCall | None = None
     peers: Peers | None = None
+    store: StoreHost | None = None
+    key: bytes = field(default=b"", repr=False)
+    first_collected: int | None = None
 
     @property
     def keeps_workers(self) -> bool:
@@ -244,7 +250,7 @@ def _open_store_socket(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
     """Open the socket behind which the supervisor starts the store; None where an agent hosts it."""
     if attempt.topology.master_port:
         return None
-    store = StoreHost(attempt.topology.master_addr, attempt.spec.master_port)
+    store = attempt.store or StoreHost(attempt.topology.master_addr, attempt.spec.master_port)
     stack.callback(store.close)
     return store
 
@@ -296,10 +302,11 @@ def assign(
     spec, plan = attempt.spec, attempt.plan
     connections = WorkerConnections()
     assignments: list[Assignment] = []
-    key = signing.new_key() if attempt.topology.num_nodes == 1 else b""
+    key = attempt.key or (signing.new_key() if attempt.topology.num_nodes == 1 else b"")
+    main_rank = attempt.ranks.start if attempt.first_collected is None else attempt.first_collected
     for local_rank, rank in enumerate(attempt.ranks):
         topology = replace(attempt.topology, rank=rank, local_rank=local_rank)
-        returns_value = local_rank == 0 or spec.return_all
+        returns_value = rank == main_rank or spec.return_all
         assignments.append(
             Assignment(
                 topology=topology,
@@ -322,6 +329,7 @@ def assign(
                 stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
                 num_threads=plan.num_threads,
                 returns_value=returns_value,
+                is_main=rank == main_rank,
                 wanted_modules=tuple(plan.modules),
                 wanted_optimizers=tuple(plan.optimizers),
                 key=key,

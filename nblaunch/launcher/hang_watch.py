@@ -1,11 +1,12 @@
 """HangWatch: finds ranks without progress, reports where they are, and answers where all ranks are.
 
-    progress ──> HangDetector ── needs stacks ──> StackDump ── poll ──> HangDetector ──> notes, Stalled, hang
-    query ──────────────────────────────────────> StackDump ── poll ──> answer
-    threads ──> DeadlockDetector ─ needs stacks ─> StackDump ── poll ──> note, Stalled, hang
-    pipes ────> full_queues ────── needs stacks ─> StackDump ── poll ──> note
+    progress ──> HangDetector ── needs stacks ──> StackQuery ── poll ──> HangDetector ──> notes, Stalled, hang
+    query ──────────────────────────────────────> StackQuery ── poll ──> answer
+    threads ──> DeadlockDetector ─ needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
+    pipes ────> full_queues ────── needs stacks ─> StackQuery ── poll ──> note
 
-What counts as a hang is in ``diagnosis/hang.py``.
+What counts as a hang is in ``diagnosis/hang.py``. Ranks of this machine answer by signals and files
+(:class:`LocalStacks`), those of other machines through their nodes (``engines/coordinator.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from nblaunch import formatting
 from nblaunch.diagnosis import deadlock, full_queues
@@ -34,7 +36,7 @@ from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.events import Event, Metric, Note, Stalled
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
-from nblaunch.launcher.attempt import RunningAttempt
+from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.wire.board import SlotReading
 
@@ -56,27 +58,82 @@ class Hung:
     advice: str
 
 
-_Use = Callable[[Positions, Collection[int]], Hung | None]
-"""What is done with stacks: gets the positions of ranks, and the ranks that have nothing more to do."""
+class StackQuery(Protocol):
+    """Ranks that have been asked for their stacks. ``poll`` it until :attr:`is_done`; it never blocks."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is waited for."""
+
+    def poll(self) -> None:
+        """Look for answers."""
+
+    def checks(self) -> dict[int, Check]:
+        """Return rank -> its position, and its processor time by now."""
+
+
+class LocalStacks:
+    """Ranks of this machine that have been asked for their stacks. Implements :class:`StackQuery`.
+
+    Args:
+        attempt: whose log folder has the files of the stacks.
+        pids: rank -> process.
+    """
+
+    def __init__(self, attempt: Attempt, pids: Mapping[int, int]) -> None:
+        self._pids = pids
+        paths = {rank: attempt.log.stacks_path(rank, attempt.number) for rank in attempt.ranks}
+        self._dump = StackDump(pids, paths)
+        self.poll = self._dump.poll
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all have answered, or have had time enough."""
+        return self._dump.is_done
+
+    def checks(self) -> dict[int, Check]:
+        """Return rank -> its position, and its processor time by now."""
+        posix_session_s = proc.posix_session_cpu_seconds(self._pids.values())
+        positions = self._dump.positions()
+        return {
+            # 0 means that it can't be read.
+            rank: Check(positions[rank], proc.main_thread_cpu_seconds(pid), posix_session_s[pid] or None)
+            for rank, pid in self._pids.items()
+        }
+
+
+_Use = Callable[[Mapping[int, Check], Collection[int]], Hung | None]
+"""What is done with stacks: gets the checks of ranks, and the ranks that have nothing more to do."""
 
 
 class HangWatch:
     """Watches the progress of the ranks of one attempt. Never blocks.
 
     Args:
-        running: the attempt.
+        attempt: which.
+        read_board: returns the readings of all ranks.
         requests: whose queries about stacks are answered.
         emit: receives what is found.
+        ask_ranks: asks ranks for their stacks, rank -> process; None = they are of this machine.
     """
 
-    def __init__(self, running: RunningAttempt, requests: JobRequests, emit: Callable[[Event], None]) -> None:
-        self._attempt = running.attempt
-        self._board = running.board
+    def __init__(
+        self,
+        attempt: Attempt,
+        read_board: Callable[[], Sequence[SlotReading]],
+        requests: JobRequests,
+        emit: Callable[[Event], None],
+        ask_ranks: Callable[[Mapping[int, int]], StackQuery] | None = None,
+    ) -> None:
+        self._attempt = attempt
+        self._read_board = read_board
         self._requests = requests
         self._emit = emit
+        self._is_local = ask_ranks is None
+        self._ask_ranks = ask_ranks or partial(LocalStacks, attempt)
         self._num_messages = Counter[int]()
         self._num_metrics = Counter[int]()
-        self._dumps: list[tuple[StackDump, _Use]] = []
+        self._queries: list[tuple[StackQuery, _Use]] = []
         self._deadlocks = DeadlockDetector()
         self._deadlocked: dict[int, Position] = {}
         self._full_queues = FullQueueDetector()
@@ -86,7 +143,7 @@ class HangWatch:
     @property
     def is_asking(self) -> bool:
         """Whether ranks have been asked for their stacks."""
-        return bool(self._dumps)
+        return bool(self._queries)
 
     def begin_anew(self) -> None:
         """Take it that all ranks make progress now."""
@@ -103,7 +160,8 @@ class HangWatch:
 
         Args:
             readings: of the board.
-            pids: rank -> process, of the ranks of this machine whose function runs, or that still send states.
+            pids: rank -> process, of the ranks whose function runs, or that still send states: those of this
+                machine, or of all where their nodes are asked.
         """
         now = time.monotonic()
         progress = {
@@ -113,15 +171,15 @@ class HangWatch:
             for reading in readings
         }
         if self._detector.observe(now, progress, list(pids)):
-            self._dump_stacks(pids, partial(self._judge, pids=pids))
-        if deadlocked := self._deadlocks.observe(now, pids):
-            self._dump_stacks(pids, partial(self._report_deadlock, deadlocked=deadlocked))
-        if blocked := self._full_queues.observe(now, pids):
-            self._dump_stacks(pids, partial(self._report_full_queues, blocked=blocked))
+            self._ask(pids, self._judge)
+        if self._is_local and (deadlocked := self._deadlocks.observe(now, pids)):
+            self._ask(pids, partial(self._report_deadlock, deadlocked=deadlocked))
+        if self._is_local and (blocked := self._full_queues.observe(now, pids)):
+            self._ask(pids, partial(self._report_full_queues, blocked=blocked))
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
         """Answer a query where all ranks are, when their stacks are there; ``pids`` as in :meth:`inspect`."""
-        self._dump_stacks(pids, partial(self._answer, query=query))
+        self._ask(pids, partial(self._answer, query=query))
 
     def poll(self, done: Collection[int]) -> Hung | None:
         """Handle stacks that are complete; return the last certain hang that they show.
@@ -130,31 +188,31 @@ class HangWatch:
             done: ranks that have nothing more to do.
         """
         hung = None
-        for dump, use in list(self._dumps):
-            dump.poll()
-            if dump.is_done:
-                self._dumps.remove((dump, use))
-                hung = use(dump.positions(), done) or hung
+        for asked, use in list(self._queries):
+            asked.poll()
+            if asked.is_done:
+                self._queries.remove((asked, use))
+                hung = use(asked.checks(), done) or hung
         return hung
 
-    def _dump_stacks(self, pids: Mapping[int, int], use: _Use) -> None:
-        log, number = self._attempt.log, self._attempt.number
-        paths = {rank: log.stacks_path(rank, number) for rank in self._attempt.ranks}
-        self._dumps.append((StackDump(pids, paths), use))
+    def _ask(self, pids: Mapping[int, int], use: _Use) -> None:
+        self._queries.append((self._ask_ranks(pids), use))
 
-    def _answer(self, positions: Positions, done: Collection[int], query: Query) -> None:
+    def _answer(self, checks: Mapping[int, Check], done: Collection[int], query: Query) -> None:
+        positions = _positions(checks)
         is_hang = positions.keys() <= self._detector.still_for(time.monotonic()).keys()
         lines = self._describe(positions, done) if is_hang else describe_positions(positions)
         self._requests.answer(query, "\n".join(lines) or "no rank runs the function at the moment")
 
     def _report_deadlock(
-        self, positions: Positions, done: Collection[int], deadlocked: Mapping[int, bool]
+        self, checks: Mapping[int, Check], done: Collection[int], deadlocked: Mapping[int, bool]
     ) -> Hung | None:
         """Report ranks that wait for ever. One that waits in a collective waits for ranks, whatever its threads do.
 
         Args:
             deadlocked: rank -> whether that is certain without its stack.
         """
+        positions = _positions(checks)
         waiting = {
             rank: positions[rank]
             for rank, is_certain in deadlocked.items()
@@ -172,9 +230,10 @@ class HangWatch:
         return Hung(positions, lines, "") if is_certain else None
 
     def _report_full_queues(
-        self, positions: Positions, done: Collection[int], blocked: Collection[int]
+        self, checks: Mapping[int, Check], done: Collection[int], blocked: Collection[int]
     ) -> Hung | None:
         """Report ranks that wait for room in a queue of this process; another process may still read it."""
+        positions = _positions(checks)
         waiting = {
             rank: positions[rank]
             for rank in blocked
@@ -187,10 +246,10 @@ class HangWatch:
             self._report(f"no progress for {full_queues.LONG_S:g} s:", self._describe(positions, done))
         return None
 
-    def _judge(self, positions: Positions, done: Collection[int], pids: Mapping[int, int]) -> Hung | None:
+    def _judge(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
         """Report what the detector finds in the stacks that it wanted; return it where it is a hang for certain."""
-        now = time.monotonic()
-        finding = self._detector.judge(now, _checks(pids, positions))
+        now, positions = time.monotonic(), _positions(checks)
+        finding = self._detector.judge(now, checks)
         for rank, for_s in self._detector.still_for(now).items():
             at = positions.get(rank)
             is_named = finding is not None and rank in (*finding.hung, *finding.suspected)
@@ -210,7 +269,7 @@ class HangWatch:
         return [rank for rank, at in self._blocked.items() if positions.get(rank) == at]
 
     def _describe(self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()) -> list[str]:
-        steps = {reading.rank: reading.step for reading in self._board.read()}
+        steps = {reading.rank: reading.step for reading in self._read_board()}
         lines = describe_hang(positions, steps, gone=sorted(done), busy=busy)
         start_method = self._attempt.plan.start_method
         if blocked := self._still_blocked(positions):
@@ -236,11 +295,5 @@ class HangWatch:
         )
 
 
-def _checks(pids: Mapping[int, int], positions: Positions) -> dict[int, Check]:
-    posix_session_s = proc.posix_session_cpu_seconds(pids.values())
-    return {
-        # 0 means that it can't be read.
-        rank: Check(positions[rank], proc.main_thread_cpu_seconds(pid), posix_session_s[pid] or None)
-        for rank, pid in pids.items()
-        if rank in positions
-    }
+def _positions(checks: Mapping[int, Check]) -> Positions:
+    return {rank: check.position for rank, check in checks.items()}

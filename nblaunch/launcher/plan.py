@@ -40,7 +40,7 @@ class LaunchPlan:
         optimizers: those in the arguments whose state comes back, and their schedulers, likewise.
         fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
-            starts that wait for other machines.
+            starts that wait for other machines, or happen there.
         warnings: what may go wrong, a sentence each.
     """
 
@@ -84,6 +84,8 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     env.check()
     if spec.engine == "inline":
         _refuse_beside_inline(spec, background)
+    if spec.is_on_nodes:
+        return _plan_on_nodes(spec)
     # Workers of a detached job start in a process of its own, which makes its own plan: this one may be unsafe to fork.
     starts_here = not (spec.is_detached and background)
     starts_later = starts_here and _starts_later(spec, background)
@@ -122,6 +124,24 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             *(() if is_inline else _foreign_accelerators(spec)),
             *(() if is_inline else filter(None, [attached_debugger.note()])),
         ),
+    )
+
+
+def _plan_on_nodes(spec: LaunchSpec) -> LaunchPlan:
+    """Return what this process decides of a launch on other machines: each of these makes a plan of its own.
+
+    The backend is a stand-in until the nodes have answered, and so is the number of processes where it is left open.
+    """
+    return LaunchPlan(
+        backend=backends.find("cpu"),
+        num_processes=spec.num_processes or spec.max_nodes,
+        start_method=spec.start_method,
+        reason="each node decides",
+        num_threads=spec.threads_per_process or 1,
+        modules=modules_in(spec.args) if spec.sync_weights else {},
+        optimizers=_synced_optimizers(spec),
+        starts_later=True,
+        warnings=tuple(_foreign_accelerators(spec)),
     )
 
 

@@ -36,7 +36,6 @@ from nblaunch.events import (
     Returned,
     Started,
     StateSent,
-    ValueLocation,
     WorkerState,
 )
 from nblaunch.host import signal_handlers
@@ -85,6 +84,7 @@ class Supervisor:
         emit_readings: receives readings of the board, one per rank, 10 times a second.
         debugger: client of the debugger in the workers; None where there is none.
         on_prompts: called while ranks wait for a line for pdb.
+        read_outbox: reads what a rank has left, as :func:`nblaunch.wire.outbox.read` does.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Supervisor:
         emit_readings: Callable[[Sequence[SlotReading]], None],
         debugger: DebugClient | None = None,
         on_prompts: Callable[[], None] | None = None,
+        read_outbox: outbox.Reader = outbox.read,
     ) -> None:
         self._running = running
         self._attempt = attempt = running.attempt
@@ -107,6 +108,7 @@ class Supervisor:
         self._emit_readings = emit_readings
         self._debugger = debugger
         self._on_prompts = on_prompts or _nothing
+        self._read_outbox = read_outbox
         self._post_mortem_since_s: float | None = None
         self._report = AttemptReport(memory=running.memory)
         self._next_tick = self._next_inspection = 0.0
@@ -121,7 +123,7 @@ class Supervisor:
         self._lingering_since: float | None = None
         self._watched_ends, self._started = set[int](), set[int]()
         self._memory_sampler = MemorySampler()
-        self._hangs = HangWatch(running, requests, emit)
+        self._hangs = HangWatch(attempt, running.board.read, requests, emit)
         self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit))
 
     @property
@@ -584,10 +586,11 @@ class Supervisor:
     def _collect(self) -> dict[int, RankResult]:
         """Read the outboxes of the ranks that returned, or sent what they had when they were interrupted."""
         report = self._report
-        locations = dict.fromkeys(report.interruptions, ValueLocation())
-        locations |= {rank: event.value_location for rank, event in report.returned.items()}
+        locations = report.value_locations
         return {
-            own.rank: outbox.read(own.outbox_fd, locations[own.rank], report.sent_states.get(own.rank, {}))
+            own.rank: self._read_outbox(
+                own.outbox_fd, locations[own.rank], report.sent_states.get(own.rank, {})
+            )
             for own in self._running.assignments
             if own.outbox_fd >= 0 and own.rank in locations
         }

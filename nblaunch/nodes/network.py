@@ -11,6 +11,7 @@ import psutil
 from nblaunch.backends.base import LOOPBACK
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.store import StoreHost, family_of
+from nblaunch.spec import DEFAULT_PORTS
 
 _SOME_OTHER = "192.0.2.1"
 """An address that no machine has, by whose route that of all others is found. Source: RFC 5737."""
@@ -62,6 +63,15 @@ def address_towards(address: str, port: int) -> str:
                 f"no network interface of this machine reaches the rendezvous at {address}: {error.strerror}"
             ) from error
         return str(probe.getsockname()[0])
+
+
+def default_address() -> str:
+    """Return the address of this machine on its default route.
+
+    Raises:
+        LaunchError: it has none.
+    """
+    return address_towards(_SOME_OTHER, DEFAULT_PORTS["static"])
 
 
 def interface_of(address: str) -> str | None:

@@ -52,6 +52,7 @@ class Assignment:
         has_breakpoints: ``breakpoint()`` opens pdb here, typed into the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
+        is_main: whether it sends what all ranks have alike, as the weights of a model that each of them holds.
         wanted_modules: argument paths of the modules whose weights are wanted back, the same on every rank: which ones
             send them, ``worker/delivery.py`` decides when the function has returned.
         wanted_optimizers: argument paths of the optimizers and schedulers whose states are wanted, in the same way.
@@ -79,6 +80,7 @@ class Assignment:
     has_breakpoints: bool = False
     is_spmd: bool = False
     returns_value: bool = True
+    is_main: bool = True
     wanted_modules: tuple[ArgPath, ...] = ()
     wanted_optimizers: tuple[ArgPath, ...] = ()
     restricts_threads: bool = False

@@ -42,6 +42,10 @@ class RankResult:
     state_errors: Mapping[ArgPath, str] = field(default_factory=dict)
 
 
+Reader = Callable[[int, ValueLocation, Mapping[ArgPath, StateSent]], RankResult]
+"""Gets the descriptor of an outbox, where the value is, and the states that were sent, as :func:`read` does."""
+
+
 class Outbox:
     """What a worker writes its return value and trained states to; :func:`read` is for its launcher.
 

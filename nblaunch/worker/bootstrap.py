@@ -141,6 +141,7 @@ class _Worker:
             originals,
             own.wanted_modules,
             own.wanted_optimizers,
+            own.is_main,
         )
         if own.post_mortem:
             process_group.extend_collective_timeout()

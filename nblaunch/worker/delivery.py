@@ -35,8 +35,8 @@ class Delivery:
     Created before the function is called: it finds modules and notes where their tensors lie, and the function may
     replace modules in containers.
 
-    If every rank holds the whole module, the first rank of each machine sends its weights. If ranks hold shards, each
-    rank sends its own.
+    If every rank holds the whole module, one rank sends its weights: the first of each machine, or of the job where one
+    process collects from all machines. If ranks hold shards, each rank sends its own.
 
     Args:
         topology: topology of the worker.
@@ -46,6 +46,7 @@ class Delivery:
         originals: where tensors of modules can still be read as they are now; None: all are sent.
         wanted_modules: as in ``wire/assignment.py``.
         wanted_optimizers: as in ``wire/assignment.py``.
+        is_main: as in ``wire/assignment.py``; None = the first rank of each machine is.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Delivery:
         originals: Originals | None,
         wanted_modules: Sequence[ArgPath],
         wanted_optimizers: Sequence[ArgPath] = (),
+        is_main: bool | None = None,
     ) -> None:
         self._rank = topology.rank
-        self._is_local_main = topology.local_rank == 0
+        self._is_main = topology.local_rank == 0 if is_main is None else is_main
         self._outbox_fd = outbox_fd
         self._returns_value = returns_value
         self._modules = modules_at(args, wanted_modules)
@@ -67,7 +69,7 @@ class Delivery:
         self._optimizers = optimizers_at(args, wanted_optimizers)
         found = self._modules.keys() | self._optimizers.keys()
         self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in found]
-        if originals is not None and self._is_local_main:
+        if originals is not None and self._is_main:
             originals.remember(self._modules)
 
     @cached_property
@@ -93,8 +95,8 @@ class Delivery:
 
     def _sends(self) -> tuple[ArgPath, ...]:
         # Where every rank holds the whole, one of them is enough.
-        sends = tuple(self._modules) if self._is_local_main or self._holds_shards() else ()
-        return (*sends, *self._optimizers, *self._absent) if self._is_local_main else sends
+        sends = tuple(self._modules) if self._is_main or self._holds_shards() else ()
+        return (*sends, *self._optimizers, *self._absent) if self._is_main else sends
 
     def put_states(self, paths: Sequence[ArgPath]) -> Iterator[StateSent]:
         """Write one state after the other; yield where each is, or why there is none."""
@@ -142,7 +144,7 @@ class Delivery:
                 "fully_shard, come back"
             )
         state = dict(
-            shards_to_send(module.state_dict(keep_vars=True), self._is_local_main)
+            shards_to_send(module.state_dict(keep_vars=True), self._is_main)
             if in_shards
             else module.state_dict()
         )

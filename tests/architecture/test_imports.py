@@ -46,6 +46,12 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.cli.jobs", "nblaunch.cli.script_job"): "only attach shows output; the list comes at once",
     ("nblaunch.notebook", "nblaunch.nodes.link"): "a launch on one machine does not load it",
+    ("nblaunch.notebook", "nblaunch.engines.runner"): "a launch on one machine does not load it",
+    ("nblaunch.detached.job_process", "nblaunch.engines.runner"): "a job on one machine does not load it",
+    (
+        "nblaunch.engines.node",
+        "nblaunch.engines.node_program",
+    ): "libraries read variables at their import, and these come first",
     (
         "nblaunch.dashboard.notebook",
         "nblaunch.dashboard.widget_panel",
@@ -69,7 +75,11 @@ def test_importing_nblaunch_loads_nothing_but_the_standard_library(tmp_path: Pat
 
 def test_a_launch_on_one_machine_loads_nothing_for_several(kernel: Kernel) -> None:
     kernel.run("import sys; from nblaunch import notebook_launcher")
-    kernel.run("def loaded(): return [name for name in sys.modules if name.startswith('nblaunch.nodes')]")
+    kernel.run(
+        "def loaded():\n"
+        "    several = ('nblaunch.nodes', 'nblaunch.engines')\n"
+        "    return [name for name in sys.modules if name.startswith(several)]"
+    )
     cell = kernel.run("print(notebook_launcher(loaded, (), 2, return_all=True, max_restarts=1), loaded())")
     assert "[[], []] []" in cell.stdout
     kernel.run("import nblaunch.nodes.link")

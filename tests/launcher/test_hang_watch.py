@@ -10,16 +10,15 @@ from nblaunch.launcher.requests import JobRequests
 
 
 def test_the_answer_says_that_no_rank_runs_the_function() -> None:
-    attempt = SimpleNamespace(
+    attempt: Any = SimpleNamespace(
         spec=SimpleNamespace(hang_timeout_s=300.0),
         plan=SimpleNamespace(start_method="fork"),
         log=None,
         number=0,
         ranks=range(0),
     )
-    running: Any = SimpleNamespace(attempt=attempt, board=SimpleNamespace(read=list))
     requests = JobRequests()
-    watch = HangWatch(running, requests, print)
+    watch = HangWatch(attempt, list, requests, print)
     with requests.answering():
         answer = requests.ask_stacks()
         (query,) = requests.take_queries()

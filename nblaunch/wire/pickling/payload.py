@@ -25,6 +25,7 @@ import importlib
 import io
 import os
 import pickle
+import pickletools
 import struct
 import sys
 import types
@@ -332,6 +333,20 @@ def _check(fd: int, at: int, key: bytes) -> None:
         signing.check(bytes(file.part(aligned(end), signing.SIGNATURE_BYTES)), key, header, body, table)
     except (ValueError, struct.error) as error:  # an empty file can't be mapped, a short one has no header
         raise Damaged(str(error)) from None
+
+
+def pickles_in(fd: int) -> list[bytes]:
+    """Return the pickles of what :func:`dump` wrote, unread: what describes tensors and arrays, and the value."""
+    file = MappedFile(fd)
+    body, _ = _parts(file, file.part(0, _HEADER.size))
+    data = bytes(body)
+    found = []
+    while data:
+        *_, (_, _, last) = pickletools.genops(data)  # STOP, of one byte
+        assert last is not None, "positions in bytes are known"
+        found.append(data[: last + 1])
+        data = data[last + 1 :]
+    return found
 
 
 def pickling_error(value: Any) -> Exception | None:

@@ -1,0 +1,138 @@
+"""A node program that a command starts: Python itself on this machine, ``ssh`` or ``srun`` on another.
+
+The command's standard input and output are the channel. What it prints besides goes to a file, whose last lines say
+why a node could not be started.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from nblaunch import attached_debugger
+from nblaunch.engines.engine import NODE_MODULE, NodeHandle
+from nblaunch.errors import LaunchError
+from nblaunch.events import ExitStatus
+from nblaunch.host import descriptors
+from nblaunch.worker import process_control
+
+PROGRAM = f"from {NODE_MODULE} import main; main()"
+_EXIT_S = 1.0
+_LAST_BYTES = 4096
+_LAST_LINES = 3
+
+
+def start_all(nodes: Iterable[NodeHandle]) -> list[NodeHandle]:
+    """Return the nodes, each started as it is taken; if one can't be started, end the others and raise that."""
+    started: list[NodeHandle] = []
+    try:
+        for node in nodes:
+            started.append(node)
+    except BaseException:
+        for node in started:
+            node.close(0.0)
+        raise
+    return started
+
+
+class CommandNode(NodeHandle):
+    """A node program that runs as long as a command of this machine.
+
+    Args:
+        command: program and arguments.
+        host: name of the machine, for messages.
+        log_path: for what is printed.
+        address: as of :class:`NodeHandle`.
+        environment: of the command; None = that of this process.
+        folder: to start it in; None = that of this process.
+
+    Raises:
+        LaunchError: the command can't be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        host: str,
+        log_path: Path,
+        *,
+        address: str = "",
+        environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
+    ) -> None:
+        self.host = host
+        self.address = address
+        self._command = command
+        self._log_path = log_path
+        try:
+            # A POSIX session of its own: Ctrl-C in a terminal is for the launcher, which passes it on.
+            with (
+                open(log_path, "ab") as log,
+                process_control.signals_blocked(),
+                descriptors.forks_held_back(),
+                attached_debugger.kept_out(),
+            ):
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    cwd=folder,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+                assert self._process.stdin is not None, "it is a pipe"
+                assert self._process.stdout is not None, "it is a pipe"
+                self.writing_fd = self._process.stdin.fileno()
+                self.reading_fd = self._process.stdout.fileno()
+                descriptors.keep_from_children(self.writing_fd, self.reading_fd)
+        except OSError as error:
+            raise LaunchError(
+                f"the node program on {host} could not be started by {command[0]}: {error}"
+            ) from error
+
+    @property
+    def pid(self) -> int:
+        """The process of the command."""
+        return self._process.pid
+
+    def how_ended(self) -> str:
+        """Return how the command ended, and what it printed last."""
+        try:
+            code = self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return "it has closed its connection"
+        status = ExitStatus(code)
+        how = f"was {status}" if status.signal_name else f"ended with {status}"
+        return f"its process {how}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        try:
+            with open(self._log_path, "rb") as file:
+                file.seek(max(0, self._log_path.stat().st_size - _LAST_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
+        return f" ({' | '.join(lines[-_LAST_LINES:])})" if lines else ""
+
+    def kill(self) -> None:
+        """Kill the command."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+
+    def close(self, patience_s: float) -> None:
+        """Close both pipes; kill the command if it has not ended after ``patience_s`` seconds."""
+        descriptors.forget(self.writing_fd, self.reading_fd)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

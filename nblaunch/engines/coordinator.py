@@ -1,0 +1,599 @@
+"""Coordinator: watches one attempt on all nodes to its end, as the supervisor does with the ranks of one machine.
+
+    nodes ── events, readings, logs, what ranks leave ──> one AttemptReport, over all ranks ──> listeners
+          <── interrupts, end of ranks, proposals, questions for stacks ──
+
+It merges what nodes report as if all ranks were of one machine: their root cause, error, texts and results then follow
+by the same code. One detector of hangs looks at the progress of all of them. The silence of a node is judged as in
+``nodes/``, of whose states it makes use (:class:`PeerStates`: here is a node without ranks).
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from nblaunch import env, formatting
+from nblaunch.diagnosis.hang import Check, cause
+from nblaunch.diagnosis.report import AttemptReport, Hang
+from nblaunch.diagnosis.stacks import described_here
+from nblaunch.engines.link import NodeLink
+from nblaunch.engines.messages import (
+    AskLogs,
+    AskStacks,
+    AttemptOver,
+    DevicesUsed,
+    EndRanks,
+    Happened,
+    LogPart,
+    LogsSent,
+    OutboxPart,
+    Proposal,
+    Refused,
+    Request,
+    Stacks,
+    StartRanks,
+    StoreOpened,
+    Terminate,
+)
+from nblaunch.errors import LaunchError
+from nblaunch.events import (
+    UNKNOWN_EXIT,
+    DeviceUse,
+    EpochEnded,
+    Event,
+    Exited,
+    Failed,
+    HostMemory,
+    Interrupted,
+    Note,
+    Returned,
+    Started,
+    StateSent,
+    WorkerState,
+)
+from nblaunch.host import signal_handlers
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.hang_watch import HangWatch
+from nblaunch.launcher.logtail import LogTail
+from nblaunch.launcher.requests import JobRequests, Query
+from nblaunch.nodes.messages import Heartbeat, Node, StopState
+from nblaunch.nodes.peer_states import PeerStates
+from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
+from nblaunch.wire import outbox
+from nblaunch.wire.board import Slot, SlotReading, create_memory_file, private_slot
+from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.stop_agreement import StopAgreement
+
+_TICK_S = 0.1
+_INSPECTION_S = 0.25
+_STACKS_S = 4.0
+"""How long nodes have to find out where their ranks are: a little more than they take at most."""
+
+_LOST_S = 15.0
+"""How long nodes may take to end their ranks once these have been killed."""
+
+_AHEAD_S, _PATIENCE_S = 2.0, 3.0
+"""Of an agreement on a last step, of which nodes learn twice a second; as in ``nodes/peer_states.py``."""
+
+_LOST_ADVICE = (
+    "Look at that machine and at the network to it. With max_restarts, the job starts again on the nodes that are "
+    "there then."
+)
+
+
+class Coordinator:
+    """Watches the ranks of one attempt on all nodes.
+
+    Args:
+        attempt: with the topology of all ranks.
+        links: to the nodes, by node rank.
+        key: for objects between ranks.
+        requests: to the job.
+        emit: receives every event.
+        emit_readings: receives readings of all ranks, 10 times a second.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        links: Sequence[NodeLink],
+        key: bytes,
+        requests: JobRequests,
+        emit: Callable[[Event], None],
+        emit_readings: Callable[[Sequence[SlotReading]], None],
+    ) -> None:
+        self._attempt = attempt
+        self._links = links
+        self._key = key
+        self._requests = requests
+        self._emit = emit
+        self._emit_readings = emit_readings
+        self._nodes = _places(links)
+        self._owner = {
+            rank: link for link, node in zip(links, self._nodes, strict=True) for rank in node.ranks
+        }
+        self._report = AttemptReport(places={rank: node.label for node in self._nodes for rank in node.ranks})
+        self._report.remote.advice = _LOST_ADVICE
+        self._peers = PeerStates(
+            self._nodes,
+            time.monotonic(),
+            DEFAULT_KEEP_ALIVE_INTERVAL_S,
+            DEFAULT_KEEP_ALIVE_INTERVAL_S * DEFAULT_KEEP_ALIVE_MAX_ATTEMPT,
+            attempt.number,
+        )
+        self._pids: dict[int, int] = {}
+        self._outboxes: dict[int, int] = {}
+        self._tails: dict[int, LogTail] = {}
+        self._queries: list[_NodesStacks] = []
+        self._log_queries: list[tuple[Query, set[int]]] = []
+        self._num_queries = 0
+        self._agreement: StopAgreement | None = None
+        self._copies: dict[int, Slot] = {}
+        self._proposed: StopState | None = None
+        self._interrupts_seen = self._terminations_seen = 0
+        self._ends_since: float | None = None
+        self._kills_since: float | None = None
+        self._next_tick = self._next_inspection = 0.0
+        self._refusals: list[tuple[NodeLink, Refused]] = []
+        self._store_port: int | None = None
+        self._sent_before_start: list[object] = []
+        self._hangs = HangWatch(attempt, self._readings, requests, emit, self._ask_ranks)
+
+    # --- from the start to the end -------------------------------------------------------------------------------
+
+    def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Start the ranks of all nodes and watch them to their end; return the report, and rank -> what it left.
+
+        Raises:
+            LaunchError: ranks could not be started on a node.
+        """
+        number = self._attempt.number
+        self._attempt.log.make_attempt_folder(number, ())
+        max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
+        self._tails = {
+            rank: LogTail(rank, self._attempt.log.log_path(rank, number), max_bytes) for rank in self._owner
+        }
+        try:
+            with self._requests.answering():
+                self._start()
+                while not all(link.is_over for link in self._links):
+                    self._turn()
+            self._drain()
+            self._raise_refusal()
+            return self._report, self._collect()
+        finally:
+            for tail in self._tails.values():
+                tail.close()
+            for fd in self._outboxes.values():
+                os.close(fd)
+
+    def _start(self) -> None:
+        """Have node 0 open the store of the ranks, then start the ranks of all nodes."""
+        for link in self._links:
+            link.is_over = False
+        self._order(0, port=0)
+        while self._store_port is None and not self._links[0].is_over:
+            self._turn()
+        if self._store_port is not None:
+            for index in range(1, len(self._links)):
+                if not self._links[index].is_over:
+                    self._order(index, port=self._store_port)
+        else:  # the first node can't start its ranks, or is lost
+            for link in self._links:
+                link.is_over = True
+
+    def _order(self, index: int, port: int) -> None:
+        node = self._nodes[index]
+        topology = replace(
+            self._attempt.topology,
+            rank=node.first_rank,
+            local_rank=0,
+            node_rank=node.node_rank,
+            local_world_size=node.num_workers,
+            num_nodes=len(self._nodes),
+            master_addr=self._nodes[0].address,
+            master_port=port,
+        )
+        channel = self._links[index].channel
+        channel.send(StartRanks(topology, self._attempt.number, self._key))
+        for request in self._sent_before_start:
+            channel.send(request)
+
+    def _turn(self) -> None:
+        """Wait for the next thing to happen, and handle it."""
+        self._wait()
+        signal_handlers.run_arrived()  # an exception of the user's handler ends the job here
+        for link in self._links:
+            self._receive(link)
+        self._handle_requests()
+        if time.monotonic() >= self._next_tick:
+            self._tick()
+        self._judge_hang()
+        self._poll_agreement()
+        self._give_up_silent()
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._requests, selectors.EVENT_READ)
+            for link in self._links:
+                if not link.loss:
+                    selector.register(link, selectors.EVENT_READ)
+                    if link.channel.wants_to_write:
+                        selector.register(link.channel.writing_fd, selectors.EVENT_WRITE)
+            selector.select(max(0.0, self._next_tick - time.monotonic()))
+        self._requests.acknowledge()
+
+    # --- what nodes send -----------------------------------------------------------------------------------------
+
+    def _receive(self, link: NodeLink) -> None:
+        if link.loss:
+            return
+        link.channel.flush()
+        for message in link.receive():
+            self._handle(link, message)
+        if link.loss and not link.is_over:
+            self._note_loss(link)
+
+    def _handle(self, link: NodeLink, message: object) -> None:
+        if isinstance(message, Happened):
+            for event in message.events:
+                self._handle_event(link.here(event))
+        elif isinstance(message, Heartbeat):
+            self._handle_heartbeat(link, message)
+        elif isinstance(message, LogPart):
+            self._write_log(message)
+        elif isinstance(message, OutboxPart):
+            if message.rank not in self._outboxes:
+                self._outboxes[message.rank] = create_memory_file(f"nblaunch-outbox-{message.rank}")
+            os.pwrite(self._outboxes[message.rank], message.data, message.at)
+        elif isinstance(message, DevicesUsed):
+            for rank, share in message.shares.items():
+                self._emit(DeviceUse(rank, time.time(), share=share))
+        elif isinstance(message, Stacks):
+            for query in self._queries:
+                query.take(message, link)
+        elif isinstance(message, LogsSent):
+            self._answer_logs(message)
+        elif isinstance(message, StoreOpened):
+            self._store_port = message.port
+        elif isinstance(message, Refused):
+            self._refusals.append((link, message))
+            link.is_over = True
+            self._end_ranks()
+        elif isinstance(message, AttemptOver):
+            self._conclude(link, message)
+
+    def _handle_event(self, event: Event) -> None:
+        report = self._report
+        if isinstance(event, Started):
+            self._pids[event.rank] = event.pid
+        elif isinstance(event, Returned):
+            report.returned.setdefault(event.rank, event)
+        elif isinstance(event, Interrupted):
+            report.interruptions[event.rank] = event
+        elif isinstance(event, StateSent):
+            report.sent_states.setdefault(event.rank, {})[event.path] = event
+        elif isinstance(event, EpochEnded):
+            report.epochs.append(event)
+        elif isinstance(event, Failed) and event.rank not in report.returned:
+            report.failed.setdefault(event.rank, event)
+            self._end_ranks()
+        elif isinstance(event, Exited):
+            report.exits[event.rank] = (event.status, event.time_s)
+            if event.rank not in report.returned:
+                self._end_ranks()
+        if event.rank >= 0:
+            self._hangs.count(event.rank, event)
+        self._emit(event)
+
+    def _handle_heartbeat(self, link: NodeLink, heartbeat: Heartbeat) -> None:
+        summary = heartbeat.summary
+        readings = tuple(link.reading_here(reading) for reading in summary.readings)
+        summary = replace(summary, readings=readings)
+        events, notes = self._peers.update([replace(heartbeat, summary=summary)], time.monotonic())
+        for event in events:
+            if isinstance(event, HostMemory):
+                self._report.host_memory[event.rank] = event
+            self._emit(event)
+        for text in notes:
+            self._note(text, "warning")
+        if summary.stop.is_wanted:
+            self._requests.wants_stop = True
+
+    def _write_log(self, part: LogPart) -> None:
+        """Append to the file of a rank here, which is read as on one machine. A full disk ends no job."""
+        log, number = self._attempt.log, self._attempt.number
+        path = (log.stacks_path if part.is_stacks else log.log_path)(part.rank, number)
+        data = part.data
+        if part.left_out:
+            gap = f"... {formatting.size(part.left_out)} of output are only in the file on its node ...\n"
+            data = b"\n" + gap.encode() + data
+        with (
+            suppress(OSError),
+            open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
+        ):
+            file.write(data)
+
+    def _conclude(self, link: NodeLink, over: AttemptOver) -> None:
+        report = self._report
+        report.signalled |= {rank: link.time_here(time_s) for rank, time_s in over.signalled.items()}
+        report.unkillable |= over.unkillable
+        report.evidence |= over.evidence
+        report.hang = report.hang or over.hang
+        report.last_readings += [link.reading_here(reading) for reading in over.last_readings]
+        link.is_over = True
+
+    def _note_loss(self, link: NodeLink) -> None:
+        """Record that a node is lost with all of its ranks."""
+        node = self._nodes[self._links.index(link)]
+        text = f"{node} was lost: {link.loss}"
+        self._report.remote.lost.setdefault(node.first_rank, text)
+        now = time.time()
+        for rank in node.ranks:
+            if rank not in self._report.exits:
+                self._report.signalled.setdefault(rank, now)  # it is no cause of its own
+                self._report.exits[rank] = (UNKNOWN_EXIT, now)
+                self._emit(Exited(rank, now, status=UNKNOWN_EXIT))
+            self._report.returned.pop(rank, None)  # what it returned has not arrived
+        link.is_over = True
+        self._note(text, "warning")
+        self._end_ranks()
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def _handle_requests(self) -> None:
+        requests = self._requests
+        if requests.terminations > self._terminations_seen:
+            self._terminations_seen = requests.terminations
+            self._send_all(Terminate(requests.termination_grace_s))
+        if requests.is_cancelled and not self._report.cancelled:
+            self._report.cancelled = True
+            self._kills_since = time.monotonic()
+            self._send_all(Request("cancel"))
+        while self._interrupts_seen < requests.interrupts:
+            self._interrupts_seen += 1
+            self._interrupt()
+        if requests.wants_stop and self._agreement is None:
+            self._begin_agreement()
+        for query in requests.take_queries():
+            if query.subject == "logs":
+                self._ask_logs(query)
+            else:
+                self._hangs.ask(query, self._active_pids())
+
+    def _interrupt(self) -> None:
+        report = self._report
+        has_failed = report.failed or report.exits.keys() - report.returned.keys()
+        is_decided = bool(has_failed or report.delivered.issuperset(self._owner))
+        report.interrupted = report.interrupted or not is_decided
+        if self._interrupts_seen > 1:
+            self._kills_since = self._kills_since or time.monotonic()
+        self._send_all(Request("interrupt"))
+
+    def _send_all(self, message: object) -> None:
+        if self._store_port is None:  # nodes that have no ranks yet do not listen
+            self._sent_before_start.append(message)
+        for link in self._links:
+            if not link.is_over:
+                link.channel.send(message)
+
+    def _end_ranks(self) -> None:
+        """Have all nodes end their ranks: first with time for others to report failures of their own."""
+        if self._ends_since is None:
+            self._ends_since = time.monotonic()
+            self._send_all(EndRanks())
+
+    def _give_up_silent(self) -> None:
+        """Go on without nodes that are silent for too long, or don't end ranks that are to be killed."""
+        now = time.monotonic()
+        for text in self._peers.check(now):
+            self._note(text, "warning")
+        for link, node in zip(self._links, self._nodes, strict=True):
+            if link.is_over:
+                continue
+            if why := self._peers.failures.lost.get(node.first_rank):
+                link.lose(why.removeprefix(f"{node} "))
+            elif self._kills_since is not None and now - self._kills_since > _LOST_S:
+                link.lose(f"its ranks did not end within {_LOST_S:g} s of being killed")
+            if link.loss:
+                self._note_loss(link)
+
+    # --- what is looked at by the clock --------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._next_tick = now + _TICK_S
+        for rank, tail in self._tails.items():
+            for event in tail.read():
+                self._hangs.count(rank, event)
+                self._emit(event)
+        readings = self._readings()
+        self._emit_readings(readings)
+        if now >= self._next_inspection:
+            self._next_inspection = now + _INSPECTION_S
+            self._hangs.inspect(readings, self._active_pids())
+
+    def _readings(self) -> list[SlotReading]:
+        return self._peers.merged([SlotReading(rank) for rank in sorted(self._owner)])
+
+    def _active_pids(self) -> dict[int, int]:
+        """Return rank -> process of the ranks whose function runs, or that still send states."""
+        report = self._report
+        over = report.exits.keys() | report.failed.keys() | self._done()
+        return {rank: pid for rank, pid in self._pids.items() if rank not in over}
+
+    def _done(self) -> set[int]:
+        done = {reading.rank for reading in self._readings() if reading.state is WorkerState.DONE}
+        return self._report.delivered | done
+
+    def _judge_hang(self) -> None:
+        hang = self._hangs.poll(self._done()) if self._hangs.is_asking else None
+        if hang is None or self._attempt.spec.on_hang != "stop" or self._ends_since is not None:
+            return
+        if running := sorted(self._owner.keys() - self._report.exits.keys() - self._report.returned.keys()):
+            steps = {reading.rank: reading.step for reading in self._readings()}
+            named = cause(hang.positions, steps, running)
+            self._report.hang = Hang(*named, tuple(hang.lines), hang.advice)
+        self._end_ranks()
+
+    def _ask_ranks(self, pids: Mapping[int, int]) -> _NodesStacks:
+        self._num_queries += 1
+        by_link: dict[NodeLink, list[int]] = {}
+        for rank in pids:
+            by_link.setdefault(self._owner[rank], []).append(rank)
+        asked = {link: ranks for link, ranks in by_link.items() if not link.is_over}
+        for link, ranks in asked.items():
+            link.channel.send(AskStacks(self._num_queries, tuple(ranks)))
+        query = _NodesStacks(self._num_queries, set(asked))
+        self._queries = [one for one in self._queries if not one.is_done] + [query]
+        return query
+
+    def _ask_logs(self, query: Query) -> None:
+        self._num_queries += 1
+        asked = {index for index, link in enumerate(self._links) if not link.is_over}
+        for index in asked:
+            self._links[index].channel.send(AskLogs(self._num_queries))
+        self._log_queries.append((query, asked))
+        self._answer_logs(None)
+
+    def _answer_logs(self, sent: LogsSent | None) -> None:
+        """Answer those that wait for logs, once those of all nodes are here."""
+        for query, missing in list(self._log_queries):
+            if sent is not None and missing:
+                missing.pop()
+            if not missing:
+                self._log_queries.remove((query, missing))
+                self._tick()
+                self._requests.answer(query, "")
+
+    # --- an agreed end -------------------------------------------------------------------------------------------
+
+    def _begin_agreement(self) -> None:
+        if self._proposed is None:
+            self._proposed = StopState(is_wanted=True)
+            self._send_all(Proposal(self._proposed))
+        answers = self._answers()
+        running = self._owner.keys() - self._report.returned.keys()
+        if not running <= answers.keys():
+            return  # a proposal has to be ahead of all ranks
+        self._copies = {rank: private_slot() for rank in running}
+        self._copy(answers)
+        self._agreement = StopAgreement(
+            self._copies, time.monotonic(), ahead_s=_AHEAD_S, patience_s=_PATIENCE_S
+        )
+
+    def _answers(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: one for state in self._peers.stop_states.values() for rank, one in state.answers.items()
+        }
+
+    def _copy(self, answers: Mapping[int, tuple[int, int]]) -> None:
+        for rank, (num_checks, reply) in answers.items():
+            if rank in self._copies:
+                self._copies[rank].num_checks, self._copies[rank].stop_reply = num_checks, reply
+
+    def _poll_agreement(self) -> None:
+        """Go on with agreeing on the step at which all ranks leave their loops."""
+        if self._agreement is None or self._agreement.is_settled:
+            return
+        self._copy(self._answers())
+        running = self._copies.keys() - self._report.returned.keys() - self._report.exits.keys()
+        self._agreement.poll(running, time.monotonic())
+        any_slot = next(iter(self._copies.values()))
+        state = StopState(True, any_slot.stop_proposal, any_slot.stop_decision)
+        if state != self._proposed:
+            self._proposed = state
+            self._send_all(Proposal(state))
+        self._report.stopped_early = self._agreement.is_settled
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Read the logs to their end, and make the last readings those of the end."""
+        for tail in self._tails.values():
+            for event in tail.read_rest():
+                self._emit(event)
+        report = self._report
+        if report.returned.keys() >= self._owner.keys():
+            report.interrupted = False  # the function has handled the interrupt, and returned
+        ended = {reading.rank: reading for reading in report.last_readings}
+        report.last_readings = [ended.get(reading.rank, reading) for reading in self._readings()]
+        self._emit_readings(report.last_readings)
+
+    def _raise_refusal(self) -> None:
+        if self._refusals and not self._report.remote.lost and not self._requests.endings:
+            link, refused = self._refusals[0]
+            raise LaunchError(f"{link.label}: {refused.text}")
+
+    def _collect(self) -> dict[int, RankResult]:
+        """Read what ranks have left, as if it had been left here."""
+        report = self._report
+        results = {}
+        for rank, location in report.value_locations.items():
+            fd = self._outboxes.get(rank, -1)
+            is_empty = location.at < 0 and not report.sent_states.get(rank)
+            if fd >= 0:
+                results[rank] = outbox.read(fd, location, report.sent_states.get(rank, {}))
+            elif is_empty:
+                results[rank] = RankResult()
+        return results
+
+    def _note(self, text: str, kind: str = "note") -> None:
+        self._emit(Note.of_job(text, kind))
+
+
+class _NodesStacks:
+    """Nodes that have been asked where their ranks are. Implements ``launcher.hang_watch.StackQuery``."""
+
+    def __init__(self, number: int, asked: set[NodeLink]) -> None:
+        self._number = number
+        self._missing = asked
+        self._checks: dict[int, Check] = {}
+        self._until_s = time.monotonic() + _STACKS_S
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all nodes have answered, are over, or have had time enough."""
+        waiting = [link for link in self._missing if not link.is_over]
+        return not waiting or time.monotonic() > self._until_s
+
+    def poll(self) -> None:
+        """Do nothing: answers arrive by :meth:`take`."""
+
+    def take(self, stacks: Stacks, link: NodeLink) -> None:
+        """Take an answer, if it is one to this question."""
+        if stacks.number == self._number:
+            for rank, check in stacks.checks.items():
+                self._checks[rank] = replace(check, position=described_here(check.position))
+            self._missing.discard(link)
+
+    def checks(self) -> dict[int, Check]:
+        """Return rank -> its position, and its processor time."""
+        return dict(sorted(self._checks.items()))
+
+
+def _places(links: Sequence[NodeLink]) -> list[Node]:
+    """Return the nodes with the ranks that each of them has in this attempt."""
+    nodes: list[Node] = []
+    first_rank = 0
+    for node_rank, link in enumerate(links):
+        node = link.as_node(node_rank, first_rank)
+        nodes.append(node)
+        first_rank += node.num_workers
+    return nodes
+
+
+def world_size(links: Sequence[NodeLink]) -> int:
+    """Return the number of ranks of these nodes."""
+    return sum(link.ready.num_processes for link in links if link.ready is not None)
+
+
+def describe_nodes(links: Sequence[NodeLink]) -> str:
+    """Return the nodes in a line, for the head of the table: ``0: a (ranks 0-3), 1: b (ranks 4-7)``."""
+    parts = [f"{node.node_rank}: {node.host} ({formatting.ranks(node.ranks)})" for node in _places(links)]
+    return formatting.first(parts, 8)

@@ -1,0 +1,200 @@
+"""NodeLink: one node as the coordinator sees it, from the start of its program to its end.
+
+starting ── Hello ──> loading ── Ready, ClockIs ──> ready ── StartRanks ──> running ── AttemptOver ──> ready
+    └───────────────────── the end of its channel, or too long a silence ─────────────────────> lost
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nblaunch import packages
+from nblaunch.engines.channel import Channel, ChannelError
+from nblaunch.engines.engine import NodeHandle
+from nblaunch.engines.messages import PART_BYTES, AskClock, Boot, CallPart, ClockIs, Hello, Ready
+from nblaunch.errors import LaunchError
+from nblaunch.events import Event
+from nblaunch.nodes.messages import Node
+from nblaunch.wire import schema
+from nblaunch.wire.board import SlotReading
+
+_CLOSE_S = 3.0
+_MIN_SHIFT_S = 0.05
+"""A difference of clocks below which times of the node are taken as they are."""
+
+
+class NodeLink:
+    """One node of a job.
+
+    Args:
+        handle: of its program.
+        number: of the node among those that were started; it keeps it as its node rank.
+
+    Attributes:
+        hello: its versions, once it has sent them.
+        ready: its plan, once it has loaded the call.
+        is_over: its ranks of the present attempt have ended, and all that they left has arrived.
+        loss: why it is lost; empty while it lives.
+    """
+
+    def __init__(self, handle: NodeHandle, number: int) -> None:
+        self._handle = handle
+        self.number = number
+        self.channel = Channel(handle.reading_fd, handle.writing_fd, b"c", skips_to_mark=True)
+        self.hello: Hello | None = None
+        self.ready: Ready | None = None
+        self.is_over = True
+        self.loss = ""
+        self._ahead_s = 0.0
+        self._monotonic_ahead_s = 0.0
+        self.has_clock = False
+
+    @property
+    def address_hint(self) -> str:
+        """The address that the engine knows; empty where the program finds it out."""
+        return self._handle.address
+
+    @property
+    def label(self) -> str:
+        """``node 1 (host b)``."""
+        host = self.hello.host if self.hello is not None else self._handle.host
+        return f"node {self.number} (host {host})"
+
+    def fileno(self) -> int:
+        """Return the descriptor at which its bytes arrive."""
+        return self.channel.reading_fd
+
+    # --- its start -----------------------------------------------------------------------------------------------
+
+    def receive_hello(self) -> None:
+        """Take its first words, if they have arrived.
+
+        Raises:
+            LaunchError: it has other versions of what the call depends on.
+        """
+        for body in self.channel.receive_raw(1):
+            try:
+                self.hello = schema.load(Hello, body)
+            except ValueError as error:
+                raise LaunchError(f"{self.label} is no node program of this version: {error}") from None
+            _check_versions(self.label, self.hello)
+
+    def send_boot(self, boot: Boot, body: bytes, call_fd: int) -> None:
+        """Send what it is to run.
+
+        Args:
+            boot: its first message.
+            body: the same, pickled.
+            call_fd: memory file of the call.
+        """
+        self.channel.send_raw(body)
+        self.channel.key = boot.key
+        self.channel.send_bulk(_parts(call_fd, boot.call_bytes))
+
+    def ask_clock(self) -> None:
+        """Ask what time it is there."""
+        self.channel.send(AskClock())
+
+    def set_clock(self, answer: ClockIs) -> None:
+        """Compare its clocks with those of this process: half of the time of the answer is the error."""
+        now_s, now_monotonic = time.time(), time.monotonic()
+        error_s = (now_monotonic - answer.sent_s) / 2
+        ahead_s = answer.time_s - (now_s - error_s)
+        self._ahead_s = ahead_s if abs(ahead_s) > max(_MIN_SHIFT_S, error_s) else 0.0
+        ahead_s = answer.monotonic_s - (now_monotonic - error_s)
+        self._monotonic_ahead_s = ahead_s if abs(ahead_s) > max(_MIN_SHIFT_S, error_s) else 0.0
+        self.has_clock = True
+
+    def how_ended(self) -> str:
+        """Return why nothing more comes from it."""
+        return self.loss or self._handle.how_ended()
+
+    # --- what it sends -------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[object]:
+        """Return its messages since the last call. Where its channel has ended, set :attr:`loss`."""
+        try:
+            messages: list[object] = self.channel.receive()
+        except ChannelError as error:
+            self.lose(str(error))
+            return []
+        if self.channel.is_closed and not self.loss:
+            self.loss = self._handle.how_ended()
+        return messages
+
+    def lose(self, why: str) -> None:
+        """Take it that the node is lost, and end its program as far as that is possible."""
+        if not self.loss:
+            self.loss = why
+            self._handle.kill()
+
+    def here(self, event: Event) -> Event:
+        """Return an event of this node with the time that this process had."""
+        return replace(event, time_s=event.time_s - self._ahead_s) if self._ahead_s else event
+
+    def time_here(self, time_s: float) -> float:
+        """Return a wall clock time of this node as that of this process."""
+        return time_s - self._ahead_s
+
+    def reading_here(self, reading: SlotReading) -> SlotReading:
+        """Return a reading of this node with the clock of this process."""
+        if not self._monotonic_ahead_s or not reading.step_time_s:
+            return reading
+        return replace(reading, step_time_s=reading.step_time_s - self._monotonic_ahead_s)
+
+    # --- its place -----------------------------------------------------------------------------------------------
+
+    def as_node(self, node_rank: int, first_rank: int) -> Node:
+        """Return the node with its place in the world of an attempt."""
+        assert self.ready is not None, "it has loaded the call"
+        assert self.hello is not None, "it has loaded the call"
+        return Node(
+            id=self.ready.id,
+            node_rank=node_rank,
+            host=self.hello.host,
+            address=self.ready.address,
+            first_rank=first_rank,
+            num_workers=self.ready.num_processes,
+        )
+
+    def close(self) -> None:
+        """Close the channel, at which its program ends."""
+        self._handle.close(0.0 if self.loss else _CLOSE_S)
+
+
+def end_all(links: list[NodeLink]) -> None:
+    """End the programs of all nodes: first all channels that can be closed, so that none waits for another."""
+    while links:
+        links.pop().close()
+
+
+def _check_versions(label: str, hello: Hello) -> None:
+    own = Hello.of_this_process()
+    if hello.python != own.python:
+        raise LaunchError(
+            f"{label} has Python {hello.python}, and this process {own.python}: functions of one can't be read by the "
+            "other. Use the same minor version on all machines"
+        )
+    if hello.nblaunch != own.nblaunch:
+        raise LaunchError(
+            f"{label} has nblaunch {hello.nblaunch}, and this process {own.nblaunch}: install the same on all machines"
+        )
+
+
+def torch_notes(links: list[NodeLink]) -> list[str]:
+    """Return a sentence about nodes that have another torch than this process."""
+    own = packages.version("torch") or ""
+    others = [f"{link.label}: {link.ready.torch}" for link in links if link.ready and link.ready.torch != own]
+    if not others:
+        return []
+    return [
+        f"nodes have another torch than this process ({own}), which may compute other numbers: {', '.join(others)}"
+    ]
+
+
+def _parts(fd: int, num_bytes: int) -> Iterator[CallPart]:
+    for at in range(0, num_bytes, PART_BYTES):
+        yield CallPart(os.pread(fd, PART_BYTES, at))

@@ -1,0 +1,69 @@
+"""The first lines of the node program: it says which versions it has, takes the key and the environment, then loads.
+
+    python -c "from nblaunch.engines.node import main; main()"      standard input and output are its channel
+
+Nothing here imports torch: variables that libraries read at their import come with the first message.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+from nblaunch import env
+from nblaunch.engines.channel import Channel
+from nblaunch.engines.messages import Boot, Hello
+from nblaunch.host import descriptors
+from nblaunch.wire import schema
+from nblaunch.worker import process_control
+
+
+def main() -> NoReturn:
+    """Run the node program until the coordinator closes its channel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal or srun; the coordinator sends interrupts
+    process_control.unblock_signals()
+    channel = _take_standard_descriptors()
+    channel.send_mark()
+    channel.send_raw(schema.dump(Hello.of_this_process()))
+    exit_code = 1
+    try:
+        boot = _receive_boot(channel)
+        if boot is not None:
+            channel.key = boot.key
+            env.apply(boot.environment)
+            from nblaunch.engines.node_program import NodeProgram
+
+            NodeProgram(boot, channel).run()
+        exit_code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if exit_code:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(exit_code)  # a thread of the user's modules must not keep it
+
+
+def _take_standard_descriptors() -> Channel:
+    """Return the channel; what is printed from here on goes to standard error."""
+    reading, writing = (descriptors.high_copy(fd) for fd in (0, 1))
+    descriptors.keep_from_children(reading, writing)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return Channel(reading, writing, b"n")
+
+
+def _receive_boot(channel: Channel) -> Boot | None:
+    """Wait for the first message; return None where the coordinator has closed the channel."""
+    while not channel.is_closed:
+        channel.wait_readable()
+        for body in channel.receive_raw(1):
+            boot: Boot = pickle.loads(body)
+            return boot
+    return None

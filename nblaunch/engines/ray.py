@@ -1,0 +1,215 @@
+"""Nodes of a Ray cluster: one placement group, one thin actor on each node, which starts the node program there.
+
+    this process ── pipes of each node ──> driver process ── Ray's calls ──> actor ── pipes ──> node program
+                                           (ray_driver.py)                  (ray_actor.py)
+
+The driver process alone is connected to Ray, apart from the kernel: a process that is connected can't be forked safely,
+and ``ray.init`` of the user stays the user's. The actor moves bytes, and needs neither torch nor the call. Ranks are
+children of the node program, which is a clean process: never of a process that is connected.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from nblaunch import env, packages
+from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
+from nblaunch.engines.ray_messages import Allocated, DriverNote, DriverTask, NodeEnded
+from nblaunch.errors import LaunchError
+from nblaunch.host import descriptors
+from nblaunch.start_methods.interpreter import start_program
+from nblaunch.wire.channel import EventReceiver
+from nblaunch.worker.inheritance import connected_engines
+
+_TICK_S = 0.1
+_END_S = 10.0
+_DRIVER = "nblaunch.engines.ray_driver"
+
+
+class RayEngine(Engine):
+    """Starts each node program through an actor of a Ray cluster."""
+
+    def __init__(self) -> None:
+        self._driver: _Driver | None = None
+        self._notes: Sequence[str] = ()
+
+    def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
+        """Reserve nodes by a placement group, as many up to ``max_nodes`` as fit, and start the program on each."""
+        if not packages.is_installed("ray"):
+            raise LaunchError("engine='ray' needs the package ray: pip install nblaunch[ray]")
+        self.close()  # of nodes that were lost
+        self._driver = driver = _Driver(wanted)
+        allocated = driver.wait_for_nodes(wanted)
+        self._notes = allocated.notes
+        return driver.handles(allocated)
+
+    def notes(self) -> Sequence[str]:
+        """Return what the driver has found out about the cluster."""
+        return self._notes
+
+    def close(self) -> None:
+        """End the driver process, which ends actors and placement group."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close()
+
+
+class _Driver:
+    """The driver process, and the pipes of all nodes that go through it."""
+
+    def __init__(self, wanted: NodesWanted) -> None:
+        spec = wanted.spec
+        self._own: list[socket.socket] = []
+        theirs: list[socket.socket] = []
+        reading, writing = os.pipe()
+        life_reading, self._life_fd = os.pipe()
+        try:
+            for _ in range(spec.max_nodes):
+                one, other = socket.socketpair()
+                self._own.append(one)
+                theirs.append(other)
+                descriptors.keep_from_children(one.fileno())
+            task = DriverTask(
+                address=_address(wanted.environment),
+                min_nodes=spec.min_nodes,
+                max_nodes=spec.max_nodes,
+                resources=dict(spec.resources_per_node or {}),
+                ranks_per_node=None if spec.num_processes is None else spec.num_processes // spec.max_nodes,
+                backend=spec.backend,
+                runtime_env=dict(spec.runtime_env or {}),
+                timeout_s=spec.rendezvous_timeout_s,
+                waits_for_others=spec.rdzv_timeout_s is not None,
+                node_fds=tuple(one.fileno() for one in theirs),
+                event_fd=writing,
+                life_fd=life_reading,
+                log_path=str(wanted.log_path(0).with_name("ray_driver.log")),
+            )
+            inherited = [*task.node_fds, writing, life_reading]
+            self._process = start_program(_DRIVER, task, inherited)
+        except OSError as error:
+            for one in self._own:
+                one.close()
+            raise LaunchError(
+                f"the driver of Ray could not be started ({sys.executable}): {error}"
+            ) from error
+        finally:
+            for one in theirs:
+                one.close()
+            os.close(writing)
+            os.close(life_reading)
+        descriptors.keep_from_children(self._life_fd, reading)
+        self._receiver = EventReceiver(reading, "the driver of Ray")
+        self._log_path = Path(task.log_path)
+        self.ended: dict[int, str] = {}
+
+    def wait_for_nodes(self, wanted: NodesWanted) -> Allocated:
+        """Wait until the cluster has given nodes.
+
+        Raises:
+            LaunchError: it has none, or not enough of them.
+            Exception: of ``wanted.check``.
+        """
+        try:
+            while True:
+                wanted.check()
+                wait([self._receiver.fd], _TICK_S)
+                events, is_closed = self._receiver.receive()
+                for event in events:
+                    if isinstance(event, DriverNote):
+                        wanted.note(event.text)
+                    elif isinstance(event, Allocated):
+                        if event.error:
+                            raise LaunchError(event.error)
+                        return event
+                if is_closed:
+                    raise LaunchError(f"the driver of Ray has ended; its log: {self._log_path}")
+        except BaseException:
+            self.close()
+            raise
+
+    def handles(self, allocated: Allocated) -> list[NodeHandle]:
+        """Return the handles of the nodes that were given."""
+        for one in self._own[len(allocated.hosts) :]:
+            _close(one)
+        return [
+            _RayNode(self, number, host, address, self._own[number])
+            for number, (host, address) in enumerate(zip(allocated.hosts, allocated.addresses, strict=True))
+        ]
+
+    def why_ended(self, number: int) -> str:
+        """Return why the program of a node has ended; empty while that is not known."""
+        wait([self._receiver.fd], _TICK_S)
+        events, is_closed = self._receiver.receive()
+        self.ended |= {event.number: event.why for event in events if isinstance(event, NodeEnded)}
+        if number not in self.ended and is_closed:
+            return f"the driver of Ray has ended; its log: {self._log_path}"
+        return self.ended.get(number, "")
+
+    def close(self) -> None:
+        """End the driver process; what it has not ended on the cluster after ten seconds, the cluster ends with it."""
+        for one in self._own:
+            _close(one)
+        if self._life_fd < 0:
+            return
+        descriptors.close(self._life_fd)
+        self._life_fd = -1
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        descriptors.close(self._receiver.fd)
+
+
+class _RayNode(NodeHandle):
+    def __init__(self, driver: _Driver, number: int, host: str, address: str, own: socket.socket) -> None:
+        self._driver = driver
+        self._number = number
+        self._socket = own
+        self.host = host
+        self.address = address
+        self.reading_fd = own.fileno()
+        self.writing_fd = os.dup(self.reading_fd)  # two, each of which can be waited for
+        descriptors.keep_from_children(self.writing_fd)
+
+    def how_ended(self) -> str:
+        for _ in range(int(_END_S)):
+            if why := self._driver.why_ended(self._number):
+                return why
+        return "its connection was closed"
+
+    def kill(self) -> None:
+        _close(self._socket, keeps_descriptor=True)
+
+    def close(self, patience_s: float) -> None:
+        _close(self._socket)
+        if self.writing_fd >= 0:
+            descriptors.close(self.writing_fd)
+            self.writing_fd = -1
+
+
+def _close(own: socket.socket, *, keeps_descriptor: bool = False) -> None:
+    """Close the connection of a node, at which the driver ends its program."""
+    if own.fileno() < 0:
+        return
+    with suppress(OSError):  # the driver has gone
+        own.shutdown(socket.SHUT_RDWR)
+    if not keeps_descriptor:
+        descriptors.forget(own.fileno())
+        own.close()
+
+
+def _address(environment: Mapping[str, str]) -> str:
+    """Return the address of the cluster: that of the user's connection, or of ``RAY_ADDRESS``; empty = found by Ray."""
+    connected: dict[str, Any] = dict(connected_engines.environment())
+    return str(
+        connected.get("RAY_ADDRESS") or environment.get("RAY_ADDRESS") or env.read("RAY_ADDRESS") or ""
+    )

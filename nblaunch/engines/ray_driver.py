@@ -1,0 +1,363 @@
+"""The driver of Ray: the process that is connected to the cluster. It moves bytes between pipes and actors.
+
+    launching process ── socket of node n ──> thread ── actor n: send ──>    node program
+                      <─ socket of node n ─── thread <─ actor n: poll ───
+
+It ends, with the actors and the placement group, when the launching process closes a pipe or dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nblaunch import env
+from nblaunch.engines.ray_actor import NodeActor
+from nblaunch.engines.ray_messages import Allocated, DriverNote, DriverTask, NodeEnded
+from nblaunch.errors import LaunchError
+from nblaunch.wire.channel import EventSender
+from nblaunch.worker import output, process_control
+
+_READ_BYTES = 1 << 20
+_CONNECT_S = 2.0
+_NOTE_S = 3.0
+_STEP_S = 0.25
+_LEAVE_S = 3.0
+_REMOVAL_S = 5.0
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where Ray keeps the address of the cluster of this machine; also of one that was killed."""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run a driver; the argument is the descriptor of a memory file with its pickled :class:`DriverTask`."""
+    with os.fdopen(int(arguments[0]), "rb") as file:
+        task: DriverTask = pickle.load(file)
+    process_control.unblock_signals()
+    output.capture(task.log_path)
+    driver = Driver(task)
+    try:
+        driver.run()
+    except Exception as error:
+        text = str(error) if isinstance(error, LaunchError) else f"Ray: {type(error).__name__}: {error}"
+        driver.send(Allocated(-1, time.time(), error=text))
+    finally:
+        driver.end()
+        output.flush()
+        os._exit(0)
+
+
+class Driver:
+    """A connection to a cluster, with the nodes of one job."""
+
+    def __init__(self, task: DriverTask) -> None:
+        import ray
+
+        self._ray: Any = ray
+        self._task = task
+        self._sender = EventSender(task.event_fd)
+        self._actors: list[Any] = []
+        self._group: Any = None
+        self._sockets = [socket.socket(fileno=fd) for fd in task.node_fds]
+
+    def send(self, event: Any) -> None:
+        """Send an event to the launching process."""
+        self._sender.send(event)
+
+    def run(self) -> None:
+        """Connect, reserve nodes, start the program on each, and move bytes until the launching process ends that.
+
+        Raises:
+            LaunchError: the cluster can't be reached, or has not enough nodes.
+        """
+        notes = self._connect()
+        bundle, count = self._fitting_nodes()
+        if not self._reserve(bundle, count):
+            return
+        places = self._start_actors(bundle, count)
+        self.send(
+            Allocated(
+                -1,
+                time.time(),
+                hosts=tuple(host for host, _ in places),
+                addresses=tuple(address for _, address in places),
+                notes=tuple(notes),
+            )
+        )
+        for number, actor in enumerate(self._actors):
+            for move in (self._move_up, self._move_down):
+                threading.Thread(target=move, args=(number, actor), daemon=True).start()
+        while not self._is_over(_STEP_S):
+            pass
+
+    def _is_over(self, timeout_s: float) -> bool:
+        """Wait ``timeout_s`` seconds; return whether the launching process has no more use for this one."""
+        poller = select.poll()
+        poller.register(self._task.life_fd, select.POLLIN)
+        return bool(poller.poll(1000 * timeout_s))
+
+    # --- the cluster ---------------------------------------------------------------------------------------------
+
+    def _connect(self) -> list[str]:
+        """Connect with the cluster; return what users should know of it.
+
+        Raises:
+            LaunchError: it can't be reached.
+        """
+        address, origin = self._task.address, "of RAY_ADDRESS or of this process's connection"
+        notes: list[str] = []
+        if not address:
+            address, origin = _current_cluster(), f"which {_CURRENT_CLUSTER} names"
+            if address and not _answers(address):
+                notes.append(
+                    f"the Ray cluster at {address}, {origin}, does not answer (`ray stop` removes it)"
+                )
+                address = ""
+        elif not address.startswith("ray://") and address not in ("auto", "local") and not _answers(address):
+            raise LaunchError(f"no Ray cluster answers at {address}, the address {origin}")
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+        if self._task.runtime_env:
+            settings["runtime_env"] = dict(self._task.runtime_env)
+        if address and address != "local":
+            self._ray.init(address=address, **settings)
+            if env.read("RAY_AUTH_MODE") != "token":
+                notes.append(
+                    f"the Ray cluster at {address} takes commands from every process that reaches it: RAY_AUTH_MODE is "
+                    "not 'token'"
+                )
+        else:
+            self._ray.init(address="local", include_dashboard=False, **settings)
+            notes.append(
+                "no Ray cluster was found; one of this machine was started, which ends with this job"
+            )
+        return notes
+
+    def _fitting_nodes(self) -> tuple[dict[str, float], int]:
+        """Return what each node is asked for, and how many nodes are.
+
+        Raises:
+            LaunchError: the cluster has not enough nodes that could ever give that.
+        """
+        task = self._task
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        totals = [_plain(node["Resources"]) for node in nodes]
+        bundle = dict(task.resources) or _default_bundle(task, totals)
+        able = [node for node, total in zip(nodes, totals, strict=True) if _holds(total, bundle)]
+        free = self._free_by_node()
+        free_now = [node for node in able if _holds(free.get(node["NodeID"], {}), bundle)]
+        if len(able) < task.min_nodes and not task.waits_for_others:
+            raise LaunchError(
+                f"{_needs(task.min_nodes, bundle)}, but of the {len(nodes)} nodes of this Ray cluster "
+                f"{len(able)} could ever give that: {self._describe(nodes, free)}. Ask for less by resources_per_node "
+                "or num_nodes; where an autoscaler may add nodes, rdzv_timeout_s says how long to wait for them"
+            )
+        count = max(task.min_nodes, min(task.max_nodes, len(free_now)))
+        return bundle, count
+
+    def _free_by_node(self) -> Mapping[str, Mapping[str, float]]:
+        try:
+            from ray._private.state import available_resources_per_node
+
+            found: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+        except Exception:  # it is no public interface
+            return {node["NodeID"]: _plain(node["Resources"]) for node in self._ray.nodes()}
+        return found
+
+    def _describe(self, nodes: Sequence[Any], free: Mapping[str, Mapping[str, float]]) -> str:
+        return "; ".join(
+            f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}, free "
+            f"{_amounts(free.get(node['NodeID'], {}))}"
+            for node in nodes[:8]
+        )
+
+    def _reserve(self, bundle: Mapping[str, float], count: int) -> bool:
+        """Reserve nodes, each for one bundle; return False where the launching process has gone meanwhile.
+
+        Raises:
+            LaunchError: they were not free in time.
+        """
+        from ray.util.placement_group import placement_group
+
+        self._group = placement_group([dict(bundle)] * count, strategy="STRICT_SPREAD", name="nblaunch")
+        began_s = time.monotonic()
+        has_noted = False
+        while not self._group.wait(_STEP_S):
+            if self._is_over(0):
+                return False
+            waited_s = time.monotonic() - began_s
+            if waited_s < _NOTE_S:
+                continue
+            nodes = [node for node in self._ray.nodes() if node["Alive"]]
+            text = f"{_needs(count, bundle)}; {self._describe(nodes, self._free_by_node())}"
+            if waited_s > self._task.timeout_s:
+                raise LaunchError(f"nodes were not free within {self._task.timeout_s:g} s: {text}")
+            if not has_noted:
+                has_noted = True
+                self.send(DriverNote(-1, time.time(), text=f"waiting for nodes of the Ray cluster: {text}"))
+        return True
+
+    def _start_actors(self, bundle: Mapping[str, float], count: int) -> list[tuple[str, str]]:
+        """Start an actor, and the program below it, on each node; return the name and address of each.
+
+        Raises:
+            LaunchError: one can't be started.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
+        # Ray sets the former by the number of CPUs of an actor. Ranks may connect to this very cluster by the latter.
+        variables: dict[str, str | None] = {"OMP_NUM_THREADS": None}
+        with suppress(Exception):  # of Ray Client, which does not know it
+            variables["RAY_ADDRESS"] = str(self._ray.get_runtime_context().gcs_address)
+        variables |= {
+            name: value
+            for name, value in dict(self._task.runtime_env.get("env_vars", {})).items()
+            if name in variables
+        }
+        for index in range(count):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            actor = self._ray.remote(NodeActor).options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=others,
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=4,
+                scheduling_strategy=strategy,
+            )
+            self._actors.append(actor.remote(variables))
+        try:
+            asked = [actor.place.remote() for actor in self._actors]
+            places: list[tuple[str, str]] = self._ray.get(asked, timeout=self._task.timeout_s)
+        except Exception as error:
+            first, *_ = str(error).strip().splitlines() or [""]
+            raise LaunchError(
+                f"the actor that starts the program on a node of the Ray cluster failed: {type(error).__name__}: "
+                f"{_cause(error) or first}. nblaunch must be there, too: install it on the nodes, or pass "
+                "runtime_env={'pip': ['nblaunch']}"
+            ) from error
+        return places
+
+    # --- bytes ---------------------------------------------------------------------------------------------------
+
+    def _move_up(self, number: int, actor: Any) -> None:
+        """Move bytes from a node program to the launching process, until it has ended."""
+        why = ""
+        try:
+            while not why:
+                data, why = self._ray.get(actor.poll.remote())
+                if data:
+                    self._sockets[number].sendall(data)
+        except OSError as error:
+            why = f"its connection was closed here: {error}"
+        except Exception as error:
+            why = f"its actor has ended: {type(error).__name__}"
+        self.send(NodeEnded(-1, time.time(), number=number, why=why))
+        with suppress(OSError):
+            self._sockets[number].shutdown(socket.SHUT_RDWR)
+
+    def _move_down(self, number: int, actor: Any) -> None:
+        """Move bytes from the launching process to a node program, until the former closes its end."""
+        with suppress(Exception):  # of an actor that has ended, which the other thread reports
+            while data := self._sockets[number].recv(_READ_BYTES):
+                self._ray.get(actor.send.remote(data))
+            self._ray.get(actor.leave.remote(), timeout=_LEAVE_S)
+
+    def end(self) -> None:
+        """End the programs, the actors, the placement group and the connection."""
+        if not self._ray.is_initialized():
+            return
+        with suppress(Exception):  # what is left ends with the connection
+            leaving = [actor.leave.remote() for actor in self._actors]
+            if leaving:
+                self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
+            for actor in self._actors:
+                self._ray.kill(actor)
+            self._remove_group()
+        self._ray.shutdown()
+
+    def _remove_group(self) -> None:
+        """Remove the placement group; it is gone when this returns, so that the next launch finds its nodes free."""
+        from ray.util.placement_group import placement_group_table, remove_placement_group
+
+        if self._group is None:
+            return
+        remove_placement_group(self._group)
+        deadline = time.monotonic() + _REMOVAL_S
+        while time.monotonic() < deadline:
+            if placement_group_table(self._group).get("state") in (None, "REMOVED"):
+                return
+            time.sleep(_STEP_S / 5)
+
+
+def _current_cluster() -> str:
+    try:
+        return _CURRENT_CLUSTER.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _answers(address: str) -> bool:
+    """Return whether anything listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _default_bundle(task: DriverTask, totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what a node is asked for where the user has left that open: a core, and a GPU if there are any, per rank.
+
+    Where the number of ranks is open, it is all that the smallest of the best nodes has.
+    """
+    with_gpus = [total for total in totals if total.get("GPU", 0) >= 1]
+    uses_gpus = bool(with_gpus) and task.backend not in ("cpu", "xla", "torch_tpu", "mps")
+    best = sorted(with_gpus if uses_gpus else totals, key=lambda total: -total.get("CPU", 0))
+    if task.ranks_per_node is not None:
+        cores = min([float(task.ranks_per_node), *(total.get("CPU", 1.0) for total in best)])
+        return {"CPU": cores, **({"GPU": float(task.ranks_per_node)} if uses_gpus else {})}
+    if not best:
+        return {"CPU": 1.0}
+    last = best[min(len(best), task.max_nodes) - 1]
+    return {"CPU": last.get("CPU", 1.0), **({"GPU": last["GPU"]} if uses_gpus else {})}
+
+
+def _plain(resources: Mapping[str, float]) -> dict[str, float]:
+    """Return resources without those that name a node or a placement group."""
+    return {name: amount for name, amount in resources.items() if ":" not in name and "_group_" not in name}
+
+
+def _holds(resources: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(resources.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def _needs(count: int, bundle: Mapping[str, float]) -> str:
+    nodes = "1 node" if count == 1 else f"{count} nodes"
+    return f"{nodes} with {_amounts(bundle)} each {'is' if count == 1 else 'are'} wanted"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    shown = {
+        name: math.floor(amount * 100) / 100
+        for name, amount in _plain(resources).items()
+        if name not in ("object_store_memory", "memory")
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
+
+
+def _cause(error: BaseException) -> str:
+    """Return the last line of the cause that Ray has put into an error of an actor."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = [line for line in lines if "Error" in line.partition(":")[0]]
+    return found[-1] if found else ""

@@ -1,0 +1,324 @@
+"""EngineRunner: runs a job on nodes that an engine starts, attempt after attempt; and the start of these nodes.
+
+    call, by cloudpickle ──> engine: a node program on each machine ──> all have loaded it, and made their plans
+                         ──> Coordinator, one attempt ──> merged report ──> result, weights and errors, as ever
+    after a failure      ──> the same nodes again; after a lost node, new ones
+
+It is the ordinary runner of a job but for its attempts, so that it runs in a kernel, in the background of one, and in
+the process of a detached job. None of these talks to a cluster: an engine that needs a library for that has a process
+of its own (``ray.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from nblaunch import backends, errors
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.engines import find, shipping
+from nblaunch.engines.coordinator import Coordinator, describe_nodes, world_size
+from nblaunch.engines.engine import Engine, NodesWanted
+from nblaunch.engines.link import NodeLink, end_all, torch_notes
+from nblaunch.engines.messages import Boot, ClockIs, Ready, Refused
+from nblaunch.errors import JobCancelled, LaunchError
+from nblaunch.events import Fact, Note
+from nblaunch.host import signal_handlers
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.spec import LaunchSpec
+from nblaunch.start_methods.interpreter import registered_backend
+from nblaunch.start_methods.saved_call import SavedCall, save_call
+from nblaunch.topology import Topology
+from nblaunch.wire import signing
+from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.pickling import payload
+from nblaunch.worker.inheritance import random_states
+
+_TICK_S = 0.1
+_NOTE_S = 10.0
+"""Seconds until the user learns which nodes are waited for."""
+
+_REMEDY = "on one machine, where workers are forked from the notebook, nothing needs to be pickled"
+
+
+class EngineRunner(JobRunner):
+    """Runs one job on the nodes of an engine, once."""
+
+    _engine: Engine | None = None
+    _key = b""
+
+    def _start_job(self) -> None:
+        """Save the call as it is now; nodes start in :meth:`_finish`."""
+        for warning in self.plan.warnings:
+            self.emit(Note.of_job(warning, "warning"))
+        self._links: list[NodeLink] = []
+        self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
+        random_states.move_on()
+        self._engine = find(self.spec.engine)()
+        self._key = signing.new_key()
+
+    # --- attempts ------------------------------------------------------------------------------------------------
+
+    def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Start the nodes, and run attempts until one succeeds or no restart is left.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted while nodes started.
+            JobCancelled: the job was cancelled while nodes started.
+            LaunchError: nodes, or the ranks on one of them, could not be started.
+        """
+        self._gather()
+        report, rank_results = self._run_attempt()
+        while self._wants_restart(report):
+            failure = self._record_failure(report)
+            self.attempt += 1
+            self.pids = {}
+            text = f"{failure}; starting all ranks again (restart {self.attempt} of at most {self.spec.max_restarts})"
+            self.emit(Note.of_job(text, "warning"))
+            if any(link.loss for link in self._links):
+                end_all(self._links)
+                self._gather()
+            report, rank_results = self._run_attempt()
+        self._leave()
+        return report, rank_results
+
+    def _run_attempt(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        self._announce_attempt()
+        self.emit(Fact(-1, time.time(), name="nodes", text=describe_nodes(self._links)))
+        coordinator = Coordinator(
+            self._make_attempt(),
+            self._links,
+            signing.digest(self._key, b"ranks"),
+            self.requests,
+            self.emit,
+            self.emit_readings,
+        )
+        return coordinator.run()
+
+    def _make_attempt(self) -> Attempt:
+        return replace(super()._make_attempt(), first_collected=0)
+
+    def keep_weights(self, wanted: bool) -> None:
+        """Do nothing: nodes decide that by the interrupts that they get."""
+
+    def _leave(self) -> None:
+        """End the programs of all nodes, and release the engine."""
+        end_all(self._links)
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _release(self) -> None:
+        if self._engine is not None:
+            self._leave()
+        super()._release()
+
+    # --- nodes ---------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Start the nodes, and wait until all have loaded the call; from here on the job has their plan."""
+        assert self._engine is not None, "the job has started"
+        assert self._saved is not None, "the job has started"
+        wanted = NodesWanted(
+            spec=self.spec,
+            log_path=lambda number: self._new_log(f"node_{number}.log"),
+            check=self._check_requests,
+            note=lambda text: self.emit(Note.of_job(text)),
+            path=self._saved.path,
+            folder=self._saved.folder,
+            environment=self._saved.environment,
+        )
+        handles = self._engine.start_nodes(wanted)
+        self._links = [NodeLink(handle, number) for number, handle in enumerate(handles)]
+        for text in self._engine.notes() if self.attempt == 0 else ():
+            self.emit(Note.of_job(text))
+        boots = _Boots(self.spec, self._saved, self._engine.is_this_machine, self._key)
+        deadline = time.monotonic() + self.spec.rendezvous_timeout_s
+        gathering = _Gathering(self._links, self.spec.min_nodes, boots, self._check_requests, wanted.note)
+        gathering.run(deadline, self.spec.rendezvous_timeout_s)
+        self._adopt_plan()
+
+    def _new_log(self, name: str) -> Path:
+        path = self.log.path / name
+        return path if path.exists() else self.log.new_file(name)
+
+    def _check_requests(self) -> None:
+        """Raise if the job was interrupted or cancelled while nodes start."""
+        signal_handlers.run_arrived()
+        self.requests.acknowledge()
+        if self.requests.is_cancelled:
+            raise JobCancelled(f"{self.spec.function_name} was cancelled while its nodes started")
+        if self.requests.interrupts or self.requests.terminations:
+            raise KeyboardInterrupt
+
+    def _adopt_plan(self) -> None:
+        """Take the plans that the nodes have made as that of the job.
+
+        Raises:
+            LaunchError: they have different kinds of devices.
+        """
+        plans = [link.ready for link in self._links if link.ready is not None]
+        first = plans[0]
+        if len({plan.backend for plan in plans}) > 1:
+            kinds = ", ".join(f"{link.label}: {link.ready.backend}" for link in self._links if link.ready)
+            raise LaunchError(
+                f"nodes have different kinds of devices ({kinds}): choose one for all with backend=..."
+            )
+        size = world_size(self._links)
+        self.topology = Topology(world_size=size, local_world_size=size, master_addr=first.address)
+        self.plan = replace(
+            self.plan,
+            backend=backends.find(first.backend),
+            num_processes=size,
+            start_method=first.start_method,
+            reason=first.reason,
+            fallback=first.fallback,
+            num_threads=first.num_threads,
+        )
+        warnings = dict.fromkeys(text for plan in plans for text in plan.warnings)
+        for text in [*warnings, *torch_notes(self._links)] if self.attempt == 0 else ():
+            self.emit(Note.of_job(text, "warning"))
+
+
+class _Boots:
+    """The first messages to nodes, which differ by their numbers alone."""
+
+    def __init__(self, spec: LaunchSpec, saved: SavedCall, is_same_machine: bool, key: bytes) -> None:
+        self.call_fd = saved.fd
+        call_bytes = os.fstat(saved.fd).st_size
+        modules = [] if is_same_machine else shipping.user_modules(saved.folder)
+        required = [] if is_same_machine else shipping.required(payload.pickles_in(saved.fd), modules)
+        per_node = None if spec.num_processes is None else spec.num_processes // spec.max_nodes
+        of_node = replace(
+            spec,
+            engine="local",
+            num_nodes=1,
+            hosts=(),
+            resources_per_node=None,
+            runtime_env=None,
+            num_processes=per_node,
+            # The coordinator judges hangs, over the progress of all nodes.
+            hang_timeout_s=None,
+            rdzv_timeout_s=None,
+            log_dir=None,
+            is_detached=False,
+        ).without_call()
+        environment = saved.environment if is_same_machine else shipping.variables(saved.environment)
+        self._boot = Boot(
+            key=key,
+            spec=of_node,
+            registered_backend=registered_backend(spec.backend),
+            call=replace(saved, fd=-1, environment={}, path=tuple(map(str, saved.path))),
+            call_bytes=call_bytes,
+            modules=modules,
+            required=required,
+            environment=environment,
+            is_same_machine=is_same_machine,
+            address="",
+            number=0,
+        )
+
+    def send(self, link: NodeLink) -> None:
+        """Send its first message to a node, and the call behind it."""
+        boot = replace(self._boot, number=link.number, address=link.address_hint)
+        link.send_boot(boot, pickle.dumps(boot), self.call_fd)
+
+
+class _Gathering:
+    """The wait until all nodes have loaded the call.
+
+    Args:
+        links: to the nodes; those that can't be reached are taken out, as long as enough are left.
+        min_nodes: how many must be ready.
+        boots: makes the first message to each.
+        check: raises if the job was interrupted or cancelled.
+        note: receives a line for the user.
+    """
+
+    def __init__(
+        self,
+        links: list[NodeLink],
+        min_nodes: int,
+        boots: _Boots,
+        check: Callable[[], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._links = links
+        self._min_nodes = min_nodes
+        self._boots = boots
+        self._check = check
+        self._note = note
+
+    def run(self, deadline: float, timeout_s: float) -> None:
+        """Wait until ``deadline``, by ``monotonic()``, which is ``timeout_s`` seconds after the start.
+
+        Raises:
+            LaunchError: a node has ended, can't run the call, or is not there in time.
+            Exception: what ``check`` raises, and what a plan refuses.
+        """
+        note_s = time.monotonic() + _NOTE_S
+        while missing := [link for link in self._links if not link.has_clock]:
+            self._wait()
+            self._check()
+            for link in missing:
+                self._receive(link)
+            now = time.monotonic()
+            labels = ", ".join(link.label for link in missing)
+            if now > deadline:
+                raise LaunchError(
+                    f"not all nodes were ready within {timeout_s:g} s: {labels} did not answer. rdzv_timeout_s allows "
+                    "more time"
+                )
+            if now > note_s:
+                note_s = float("inf")
+                self._note(f"waiting for {labels} to load the call")
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for link in self._links:
+                selector.register(link, selectors.EVENT_READ)
+                if link.channel.wants_to_write:
+                    selector.register(link.channel.writing_fd, selectors.EVENT_WRITE)
+            selector.select(_TICK_S)
+
+    def _receive(self, link: NodeLink) -> None:
+        link.channel.flush()
+        if link.hello is None:
+            link.receive_hello()
+            if link.hello is not None:
+                self._boots.send(link)
+        if link.hello is not None:
+            for message in link.receive():
+                self._handle(link, message)
+        if link.channel.is_closed and not link.has_clock:
+            self._handle_end(link)
+
+    def _handle_end(self, link: NodeLink) -> None:
+        """Go on without a node that was never reached, if that is possible."""
+        text = f"the program of {link.label} ended before it was ready: {link.how_ended()}"
+        if link.hello is not None or len(self._links) <= self._min_nodes:
+            raise LaunchError(text)
+        self._note(f"{text}; going on without that node")
+        self._links.remove(link)
+        link.close()
+        for number, other in enumerate(self._links):
+            other.number = number
+
+    def _handle(self, link: NodeLink, message: object) -> None:
+        if isinstance(message, Ready):
+            link.ready = message
+            link.ask_clock()
+        elif isinstance(message, ClockIs):
+            link.set_clock(message)
+        elif isinstance(message, Refused):
+            kind = getattr(errors, message.kind, None) or _BUILT_IN.get(message.kind, LaunchError)
+            raise kind(f"{link.label}: {message.text}")
+
+
+_BUILT_IN = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}

@@ -1,0 +1,226 @@
+"""What travels to nodes beside the call: modules of the user's as text, variables; and what nodes must have themselves.
+
+    kernel   user_modules()  ── text of each ──>  node   install(): imports find them, with the file names of the kernel
+             required()      ── names ─────────>         missing(): those that are not there, before any rank starts
+
+Modules go as text and are imported on the node, rather than by value inside the call: their classes keep their names,
+so that an exception or a result that comes back is of the kernel's very class. As under ``forkserver``, what cells have
+changed in a module since its import stays behind.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import pickletools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from nblaunch.engines.messages import ModuleSource
+from nblaunch.errors import LaunchError
+from nblaunch.user_code import is_user_file
+
+_MAX_BYTES = 64 << 20
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NBLAUNCH_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+_OTHERS = ("OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "TOKENIZERS_PARALLELISM")
+_STAY = ("NBLAUNCH_LOG_DIR", "NBLAUNCH_CONFIG_FILE", "NBLAUNCH_XLA_CACHE", "TORCH_HOME")
+"""Paths of the launching machine."""
+
+# --- in the launching process ------------------------------------------------------------------------------------
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that nodes on other machines get: settings of libraries, no paths, no secrets."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name.startswith(_PREFIXES) or name in _OTHERS) and name not in _STAY
+    }
+
+
+def user_modules(folder: str | None) -> list[ModuleSource]:
+    """Return the user's modules: those that are loaded, with all of their packages, and those of the notebook's folder.
+
+    Args:
+        folder: of the notebook; None where it was removed.
+
+    Raises:
+        LaunchError: they are larger than what is reasonable to send.
+    """
+    found: dict[str, tuple[str, bool]] = {}
+    for name, module in list(sys.modules.items()):
+        file = _source_of(name, module)
+        if file is None or name.partition(".")[0] in ("__main__", "nblaunch"):
+            continue
+        is_package = hasattr(module, "__path__")
+        found[name] = (file, is_package)
+        if is_package:
+            found.update(_inside(name, os.path.dirname(file)))
+    if folder is not None and any(entry in ("", folder) for entry in sys.path):
+        # A function may import them when it runs.
+        for path in Path(folder).glob("*.py"):
+            if path.stem.isidentifier():
+                found.setdefault(path.stem, (str(path), False))
+    sources = [
+        ModuleSource(name, file, text, is_package)
+        for name, (file, is_package) in sorted(found.items())
+        if (text := _text_of(file)) is not None
+    ]
+    num_bytes = sum(len(source.text) for source in sources)
+    if num_bytes > _MAX_BYTES:
+        largest = max(sources, key=lambda source: len(source.text))
+        raise LaunchError(
+            f"the modules of this notebook, which nodes need, have {num_bytes / 1e6:.0f} MB ({largest.filename} is the "
+            "largest): install them on the nodes instead"
+        )
+    return sources
+
+
+def _source_of(name: str, module: Any) -> str | None:
+    """Return the file of a module of the user's; None for any other."""
+    spec = getattr(module, "__spec__", None)
+    file = getattr(module, "__file__", None)
+    if not isinstance(module, ModuleType) or not isinstance(file, str) or not file.endswith(".py"):
+        return None
+    if not isinstance(spec, ModuleSpec) or spec.name != name or not spec.has_location:
+        return None
+    file = os.path.abspath(file)
+    return file if is_user_file(file) else None
+
+
+def _inside(package: str, folder: str) -> Iterator[tuple[str, tuple[str, bool]]]:
+    """Yield the modules in the folder of a package, those of inner packages as well."""
+    for path in Path(folder).rglob("*.py"):
+        parts = path.relative_to(folder).with_suffix("").parts
+        if not all(part.isidentifier() for part in parts):
+            continue
+        is_package = parts[-1] == "__init__"
+        name = ".".join([package, *(parts[:-1] if is_package else parts)])
+        yield name, (str(path), is_package)
+
+
+def _text_of(file: str) -> str | None:
+    try:
+        return Path(file).read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return (
+            None  # it was removed, or declares another encoding: a node that needs it says that it is missing
+        )
+
+
+def required(pickles: Iterable[bytes], sent: Iterable[ModuleSource]) -> list[str]:
+    """Return the top-level modules that reading these pickles imports, without those that are sent."""
+    top = {name.partition(".")[0] for one in pickles for name in _named_modules(one)}
+    return sorted(top - {source.name.partition(".")[0] for source in sent} - {"__main__", "builtins"})
+
+
+def _named_modules(pickled: bytes) -> Iterator[str]:
+    """Yield the modules that a pickle names: of classes and functions, and those that cloudpickle imports."""
+    memo: list[_Pushed] = []
+    before: _Pushed = None
+    last: _Pushed = None
+    for opcode, arg, _ in pickletools.genops(pickled):
+        if opcode.name in ("FRAME", "PROTO"):
+            continue
+        if opcode.name == "MEMOIZE":
+            memo.append(last)
+            continue
+        pushed: _Pushed = None
+        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
+            pushed = str(arg)
+        elif opcode.name in ("BINGET", "LONG_BINGET") and isinstance(arg, int) and arg < len(memo):
+            pushed = memo[arg]
+        elif opcode.name == "STACK_GLOBAL" and isinstance(before, str) and isinstance(last, str):
+            yield before
+            pushed = (before, last)
+        if last == _IMPORT and isinstance(pushed, str):
+            yield pushed
+        before, last = last, pushed
+
+
+_Pushed = str | tuple[str, str] | None
+"""What an operation of a pickle pushes on the stack: a text, a global by its module and name, or anything else."""
+
+_IMPORT = ("cloudpickle.cloudpickle", "subimport")
+
+
+# --- on a node ---------------------------------------------------------------------------------------------------
+
+
+def install(sources: Sequence[ModuleSource], folder: Path) -> None:
+    """Let imports find the modules that were sent, before those that are installed here.
+
+    Args:
+        sources: the modules.
+        folder: an empty one; gets them as files, for processes that are started afresh here.
+    """
+    files: dict[str, tuple[Path, ModuleSource]] = {}
+    for source in sources:
+        parts = source.name.split(".")
+        path = folder.joinpath(*parts, "__init__.py") if source.is_package else folder.joinpath(*parts)
+        path = path if source.is_package else path.with_name(f"{parts[-1]}.py")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(source.text.encode())
+        files[source.name] = (path, source)
+    if files:
+        sys.meta_path.insert(0, _Finder(files))
+        sys.path.append(str(folder))
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module from its file here, under the file name that it has in the launching process."""
+
+    def __init__(self, name: str, path: str, filename: str) -> None:
+        super().__init__(name, path)
+        self._filename = filename
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self._filename)
+        return code
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, files: Mapping[str, tuple[Path, ModuleSource]]) -> None:
+        self._files = files
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._files:
+            return None
+        file, source = self._files[fullname]
+        return importlib.util.spec_from_file_location(
+            fullname,
+            file,
+            loader=_Loader(fullname, str(file), source.filename),
+            submodule_search_locations=[str(file.parent)] if source.is_package else None,
+        )
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Return the modules of these that imports don't find here."""
+    return [name for name in names if not _is_found(name)]
+
+
+def _is_found(name: str) -> bool:
+    if name in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def adopt_paths(path: Sequence[str], folder: str | None) -> None:
+    """Look for modules where the launching process does, as far as this machine has these folders of the user's."""
+    if folder is not None and os.path.isdir(folder):
+        os.chdir(folder)
+    for entry in path:
+        is_new = isinstance(entry, str) and os.path.isabs(entry) and entry not in sys.path
+        if is_new and os.path.isdir(entry) and is_user_file(os.path.join(entry, "")):
+            sys.path.append(entry)

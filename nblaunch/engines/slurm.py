@@ -1,0 +1,67 @@
+"""Nodes of the Slurm allocation in which this process runs, as a notebook under ``salloc`` does: one ``srun`` for each.
+
+Slurm carries the bytes, encrypted and authenticated as the site has set it up; there is no socket of ours.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from nblaunch import env
+from nblaunch.engines.command_node import PROGRAM, CommandNode, start_all
+from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
+from nblaunch.errors import LaunchError
+
+_TIMEOUT_S = 30.0
+_OPTIONS = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0")
+"""One task on the node, beside the kernel's own step, with all cores and memory of the allocation there."""
+
+
+class SlurmEngine(Engine):
+    """Starts each node program as a step of the present allocation."""
+
+    def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
+        """Start a step on the first ``max_nodes`` nodes of the allocation."""
+        hosts = _allocated()
+        spec = wanted.spec
+        if len(hosts) < spec.min_nodes:
+            raise LaunchError(
+                f"num_nodes={spec.num_nodes!r}, but this Slurm allocation (job {env.read('SLURM_JOB_ID')}) has "
+                f"{len(hosts)}: {', '.join(hosts)}. Allocate more: salloc --nodes={spec.min_nodes}"
+            )
+        return start_all(
+            CommandNode(
+                ["srun", *_OPTIONS, f"--nodelist={host}", sys.executable, "-c", PROGRAM],
+                host,
+                wanted.log_path(number),
+            )
+            for number, host in enumerate(hosts[: spec.max_nodes])
+        )
+
+
+def _allocated() -> list[str]:
+    """Return the hosts of the present allocation.
+
+    Raises:
+        LaunchError: there is none, or Slurm's commands are missing.
+    """
+    nodes = env.read("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise LaunchError(
+            "engine='slurm' starts ranks inside a Slurm allocation, and this process is in none (SLURM_JOB_NODELIST is "
+            "not set): start Jupyter by salloc or sbatch"
+        )
+    try:
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(
+            f"the nodes of the allocation, {nodes}, can't be listed by scontrol: {error}"
+        ) from error
+    return listed.stdout.split()

@@ -1,0 +1,44 @@
+"""Nodes that ``ssh`` reaches: a list of hosts, each with Python and nblaunch, and a key that needs no password.
+
+    ssh host 'exec python -c ...'      encrypted and authenticated by ssh, which alone has a socket
+
+The node program ends with the connection. Users set ports, names and keys in ``~/.ssh/config``.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from nblaunch.engines.command_node import PROGRAM, CommandNode, start_all
+from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
+
+_CONNECT_S = 10
+_ALIVE_S = 5
+_OPTIONS = (
+    "-T",
+    "-oBatchMode=yes",
+    f"-oConnectTimeout={_CONNECT_S}",
+    f"-oServerAliveInterval={_ALIVE_S}",
+    "-oServerAliveCountMax=3",
+)
+"""No terminal, no questions; a silent connection ends after 15 seconds. Source: ssh_config(5)."""
+
+
+class SshEngine(Engine):
+    """Starts each node program by ``ssh``."""
+
+    def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
+        """Connect with the first ``max_nodes`` hosts."""
+        hosts = wanted.spec.hosts[: wanted.spec.max_nodes]
+        command = remote_command(sys.executable)
+        return start_all(
+            CommandNode(["ssh", *_OPTIONS, host, command], host, wanted.log_path(number))
+            for number, host in enumerate(hosts)
+        )
+
+
+def remote_command(python: str) -> str:
+    """Return a shell's command for the node program: by the same interpreter if it is there, else ``python3``."""
+    same, program = shlex.quote(python), shlex.quote(PROGRAM)
+    return f"if [ -x {same} ]; then exec {same} -c {program}; else exec python3 -c {program}; fi"

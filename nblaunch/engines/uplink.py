@@ -1,0 +1,359 @@
+"""Uplink: what ranks of a node do goes up to the coordinator, and its requests come down, while an attempt runs.
+
+    supervisor ── events, readings ──> Uplink ── at once, or twice a second ──> coordinator
+               <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
+
+It takes the place of the other nodes for the supervisor of this one (``launcher.attempt.Peers``). Logs go up as bytes
+of their files, no faster than the channel takes them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from nblaunch import env
+from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
+from nblaunch.engines import messages
+from nblaunch.engines.channel import Channel
+from nblaunch.engines.messages import (
+    AskClock,
+    AskLogs,
+    AskStacks,
+    ClockIs,
+    DevicesUsed,
+    EndRanks,
+    Happened,
+    LogPart,
+    LogsSent,
+    OutboxPart,
+    Proposal,
+    Request,
+    Stacks,
+    Terminate,
+)
+from nblaunch.events import (
+    DeviceUse,
+    Event,
+    Exited,
+    Failed,
+    HostMemory,
+    Interrupted,
+    LogLines,
+    Returned,
+    Started,
+    StateSent,
+    StatusLine,
+    ValueLocation,
+)
+from nblaunch.host import descriptors
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.hang_watch import LocalStacks
+from nblaunch.launcher.requests import JobRequests
+from nblaunch.nodes import network
+from nblaunch.nodes.messages import DONE, RUNNING, Heartbeat, StopState, Summary
+from nblaunch.nodes.peer_states import NodesStopAgreement, answers_of
+from nblaunch.topology import Topology
+from nblaunch.wire.argument_paths import ArgPath
+from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
+from nblaunch.wire.outbox import RankResult
+
+_HEARTBEAT_S = 0.5
+_QUICK_HEARTBEAT_S = 0.05
+"""Seconds between heartbeats while all ranks agree on a last step."""
+
+_LOG_BYTES = 256 << 10
+"""So much of the logs goes up at each of ten looks a second."""
+
+_MAX_LAG_BYTES = 8 << 20
+_KEPT_BYTES = 1 << 20
+"""Of a log that is further behind than the former, the latter is sent, and the rest stays in its file here."""
+
+_STACKS_BYTES = 256 << 10
+_NUM_CURVES = 8
+_COORDINATOR = -1
+_URGENT = (Started, Returned, Failed, Exited, Interrupted, StateSent)
+
+
+class Uplink:
+    """The coordinator, for the supervisor of this node's ranks.
+
+    Args:
+        channel: to it.
+        requests: to the ranks of this node.
+        id: of the node program.
+        host: of this machine.
+        address: of this node, as the others reach it.
+
+    Attributes:
+        must_end: the coordinator wants the ranks of this node to end.
+        outboxes: descriptor of an outbox -> its rank.
+    """
+
+    def __init__(self, channel: Channel, requests: JobRequests, id: str, host: str, address: str) -> None:
+        self._channel = channel
+        self._requests = requests
+        self._id = id
+        self._host = host
+        self._address = address
+        self._attempt: Attempt | None = None
+        self._logs: dict[int, _Log] = {}
+        self._events: list[Event] = []
+        self._pids: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._host_memory: dict[int, HostMemory] = {}
+        self._device_use: dict[int, float] = {}
+        self._stop = StopState()
+        self._leader: dict[int, StopState] = {}
+        self._readings: Sequence[SlotReading] = ()
+        self._queries: list[tuple[int, LocalStacks]] = []
+        self._num_heartbeats = 0
+        self._next_heartbeat_s = 0.0
+        self.must_end = False
+        self.outboxes: dict[int, int] = {}
+
+    def begin(self, attempt: Attempt) -> None:
+        """Take it that the ranks of ``attempt`` are about to start."""
+        self._attempt = attempt
+        self._logs = {rank: _Log(attempt.log.log_path(rank, attempt.number)) for rank in attempt.ranks}
+
+    # --- Peers: what comes down ----------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when the coordinator has sent something."""
+        return self._channel.reading_fd
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the coordinator has gone."""
+        return self._channel.is_closed
+
+    def receive(self) -> None:
+        """Handle what the coordinator has sent. If it has gone, the ranks end at once."""
+        for message in self._channel.receive():
+            self._handle(message)
+        if self._channel.is_closed and not self._requests.is_cancelled:
+            self._requests.cancel()
+
+    def _handle(self, message: object) -> None:
+        if isinstance(message, Request):
+            getattr(self._requests, message.kind)()
+        elif isinstance(message, Terminate):
+            self._requests.terminate(message.grace_s)
+        elif isinstance(message, EndRanks):
+            self.must_end = True
+        elif isinstance(message, Proposal):
+            self._leader[_COORDINATOR] = message.state
+            if message.state.is_wanted and not self._requests.wants_stop:
+                self._requests.stop()
+        elif isinstance(message, AskStacks):
+            self._ask_stacks(message)
+        elif isinstance(message, AskLogs):
+            self._send_events()
+            self._send_logs(_KEPT_BYTES * max(1, len(self._logs)))
+            self._channel.send(LogsSent(message.number))
+        elif isinstance(message, AskClock):
+            self._channel.send(ClockIs(message.sent_s, time.time(), time.monotonic()))
+
+    def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
+        """Follow the coordinator, which leads the agreement on the last step."""
+        # It counts as a node with a lower rank than any here.
+        remote = RemoteFailures(labels={_COORDINATOR: "the coordinator"})
+        return NodesStopAgreement(slots, self._stop, self._leader, remote)
+
+    def worker_settings(self, topology: Topology) -> dict[str, str | None]:
+        """Return environment variables of this node's ranks: the interface by which the others reach it."""
+        if topology.num_nodes == 1:
+            return {}
+        present = env.snapshot()
+        chosen = network.interface_settings(network.interface_of(self._address))
+        return {name: value for name, value in chosen.items() if name not in present}
+
+    def _ask_stacks(self, message: AskStacks) -> None:
+        assert self._attempt is not None, "ranks run"
+        pids = {
+            rank: pid for rank, pid in self._pids.items() if rank in message.ranks and rank not in self._gone
+        }
+        self._queries.append((message.number, LocalStacks(self._attempt, pids)))
+
+    # --- what goes up --------------------------------------------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        """Send an event, at once where others wait for it."""
+        if isinstance(event, (LogLines, StatusLine)):
+            return  # made again of the bytes of the logs
+        if isinstance(event, HostMemory):
+            self._host_memory[event.rank] = event
+            return
+        if isinstance(event, DeviceUse):
+            self._device_use[event.rank] = event.share
+            return
+        if isinstance(event, Started):
+            self._pids[event.rank] = event.pid
+        if isinstance(event, Exited):
+            self._gone.add(event.rank)
+        if isinstance(event, (Exited, Failed)) and event.rank in self._logs:
+            self._send_log(event.rank, _KEPT_BYTES)  # its last lines come before its end
+        self._events.append(event)
+        if isinstance(event, _URGENT):
+            self._send_events()
+
+    def _send_events(self) -> None:
+        if self._events:
+            self._channel.send(Happened(tuple(self._events)))
+            self._events = []
+
+    def exchange(
+        self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
+    ) -> list[SlotReading]:
+        """Send the state of this node's ranks as often as is due; return their readings."""
+        assert self._attempt is not None, "ranks run"
+        self._send_events()
+        self._stop.answers = answers_of(running)
+        self._stop.is_wanted = self._requests.wants_stop
+        self._readings = [reading for reading in readings if reading.rank in self._attempt.ranks]
+        if time.monotonic() >= self._next_heartbeat_s:
+            self._send_heartbeat(RUNNING)
+        if not self._channel.is_full:
+            self._send_logs(_LOG_BYTES)
+        for number, query in list(self._queries):
+            query.poll()
+            if query.is_done:
+                self._queries.remove((number, query))
+                self._channel.send(Stacks(number, query.checks()))
+        self._channel.flush()
+        return self._readings
+
+    def _send_heartbeat(self, state: str) -> None:
+        is_quick = self._stop.is_wanted
+        self._next_heartbeat_s = time.monotonic() + (_QUICK_HEARTBEAT_S if is_quick else _HEARTBEAT_S)
+        if self._channel.is_full and state == RUNNING:
+            return  # what is on its way is a sign of life
+        assert self._attempt is not None, "ranks run"
+        summary = Summary(
+            -1,
+            time.time(),
+            readings=tuple(
+                reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
+                for reading in self._readings
+            ),
+            host_memory=tuple(self._host_memory.values()),
+            stop=StopState(
+                self._stop.is_wanted, self._stop.proposal, self._stop.decision, self._stop.answers
+            ),
+        )
+        if self._device_use:
+            self._channel.send(DevicesUsed(self._device_use))
+            self._device_use = {}
+        self._num_heartbeats += 1
+        self._channel.send(
+            Heartbeat(
+                id=self._id,
+                count=self._num_heartbeats,
+                node_rank=self._attempt.topology.node_rank,
+                host=self._host,
+                state=state,
+                restart_count=self._attempt.restart_count,
+                summary=summary,
+            )
+        )
+
+    def _send_logs(self, max_bytes: int) -> None:
+        """Send what ranks have printed, ``max_bytes`` together at most, of each in turn."""
+        for rank in sorted(self._logs, key=lambda rank: self._logs[rank].sent_s):
+            if max_bytes <= 0:
+                return
+            max_bytes -= self._send_log(rank, max_bytes)
+
+    def _send_log(self, rank: int, max_bytes: int) -> int:
+        data, left_out = self._logs[rank].read(max_bytes)
+        if data:
+            self._channel.send(LogPart(rank, data, left_out=left_out))
+        return len(data)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def send_outbox(
+        self, fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]
+    ) -> RankResult:
+        """Send what a rank has left for the launcher, instead of reading it here."""
+        rank = self.outboxes[fd]
+        end = max(value_location.end, 0, *(event.end for event in sent.values()))
+        at = 0
+        while at < end and not self._channel.is_closed:
+            data = os.pread(fd, min(messages.PART_BYTES, end - at), at)
+            if not data:
+                break
+            self._channel.send(OutboxPart(rank, at, data))
+            at += len(data)
+            while self._channel.is_full and not self._channel.is_closed:
+                self._channel.send_now(_HEARTBEAT_S)
+                self.receive()
+            if time.monotonic() >= self._next_heartbeat_s:
+                self._send_heartbeat(RUNNING)
+        return RankResult()
+
+    def end(self, ranks_with_stacks: Sequence[int]) -> None:
+        """Send the rest of the logs, the stacks that crashed ranks have left, and a last heartbeat."""
+        assert self._attempt is not None, "ranks have run"
+        self._send_events()
+        for rank in self._logs:
+            while not self._channel.is_closed and self._send_log(rank, messages.PART_BYTES):
+                self._channel.send_now(_HEARTBEAT_S)
+        for rank in ranks_with_stacks:
+            path = self._attempt.log.stacks_path(rank, self._attempt.number)
+            if data := _end_of(path, _STACKS_BYTES):
+                self._channel.send(LogPart(rank, data, is_stacks=True))
+        self._send_heartbeat(DONE)
+        for log in self._logs.values():
+            log.close()
+
+
+def _end_of(path: Path, max_bytes: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - max_bytes))
+            return file.read()
+    except OSError:
+        return b""
+
+
+class _Log:
+    """The log file of a rank, read as it grows.
+
+    Attributes:
+        sent_s: when a part of it was read last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self._at = 0
+        self.sent_s = 0.0
+
+    def read(self, max_bytes: int) -> tuple[bytes, int]:
+        """Return what is new, and how many bytes before it were passed over."""
+        if self._fd < 0:
+            with suppress(OSError):  # there may be no descriptor left
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptors.keep_from_children(self._fd)
+        if self._fd < 0:
+            return b"", 0
+        left_out, size = 0, os.fstat(self._fd).st_size
+        if size - self._at > _MAX_LAG_BYTES:
+            left_out = size - _KEPT_BYTES - self._at
+            self._at += left_out
+        data = os.pread(self._fd, max(0, min(max_bytes, size - self._at)), self._at)
+        self._at += len(data)
+        if data:
+            self.sent_s = time.monotonic()
+        return data, left_out
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            descriptors.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,59 @@
+"""Kernels that launch on nodes of this machine, and what they run there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import Kernel
+
+PREAMBLE = """
+import ctypes, os, signal, sys, threading, time
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+import nblaunch
+from nblaunch import Accelerator, notebook_launcher
+
+def rank():
+    return int(os.environ["RANK"])
+
+class MyError(Exception):
+    def __init__(self, text, *, code):
+        super().__init__(text)
+        self.code = code
+    def __reduce__(self):
+        return _made, (self.args[0], self.code)
+
+def _made(text, code):
+    return MyError(text, code=code)
+
+def launch(function, *args, **settings):
+    settings = {"num_processes": 4, "num_nodes": 2, "engine": "processes", **settings}
+    return notebook_launcher(function, args, interrupt_grace_s=1.0, **settings)
+
+def node_programs():
+    me = psutil.Process()
+    return [p.pid for p in me.children(recursive=True) if "nblaunch.engines.node" in " ".join(p.cmdline())]
+"""
+
+
+@pytest.fixture
+def notebook(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel with all that the tests' cells use; whatever it started has ended by itself when the test is over."""
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
+        kernel.run(PREAMBLE)
+        yield kernel
+
+
+def comparable(text: str) -> str:
+    """Return the text of an error without what differs between two launches: processes, folders, labels of nodes."""
+    text = re.sub(r"\(pid \d+\)", "(pid N)", text)
+    text = re.sub(
+        r" on (node \d+ \(host [^)]*\)|[\w.-]+); complete log: \S+", " on HOST; complete log: PATH", text
+    )
+    return re.sub(r"complete logs: \S+", "complete logs: PATH", text)

@@ -1,0 +1,84 @@
+"""What fails on a node is reported as on one machine: same type, same text but for the node's label."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.engines.conftest import comparable
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(240)
+
+CELL = """
+def train(what, who):
+    dist.init_process_group("gloo")
+    print("it begins")
+    if rank() == who:
+        if what == "error":
+            raise MyError("the loss is nan", code=7)
+        if what == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "SIGSEGV":
+            ctypes.string_at(0)
+        if what == "exit 0":
+            os._exit(0)
+        if what == "return":
+            return "early"
+        if what == "hang":
+            time.sleep(3600)
+    dist.all_reduce(torch.ones(2))
+    return threading.Lock() if what == "unpicklable result" else rank()
+
+def error_of(what, who, **settings):
+    limits = {"hang_timeout_s": 3, "on_hang": "stop"} if what == "hang" else {}
+    try:
+        return "nothing", str(launch(train, what, who, dashboard="none", **limits, **settings)), "", [], False
+    except BaseException as error:
+        own = error.code == 7 if isinstance(error, MyError) else False
+        frames = [entry.lineno for entry in __import__("traceback").extract_tb(error.__traceback__)
+                  if entry.name == "train"]
+        return type(error).__name__, str(error), "\\n".join(getattr(error, "__notes__", ())), frames, own
+"""
+
+CASES = [
+    ("error", 1),
+    ("error", 3),
+    ("SIGKILL", 1),
+    ("SIGSEGV", 3),
+    ("exit 0", 3),
+    ("return", 1),
+    ("unpicklable result", -1),
+    ("hang", 3),
+]
+
+
+def test_failures_are_those_of_one_machine(notebook: Kernel) -> None:
+    notebook.run(CELL)
+    for what, who in CASES:
+        local = notebook.run(f"error_of({what!r}, {who}, engine='local', num_nodes=1)").value
+        there = notebook.run(f"error_of({what!r}, {who})").value
+        assert local[0] != "nothing", (what, who)
+        assert [comparable(str(part)) for part in there] == [comparable(str(part)) for part in local], (
+            what,
+            who,
+        )
+        label = f"node {who // 2} (host "
+        assert label in there[1] + there[2] or what in ("hang", "unpicklable result"), there
+        assert notebook.run("node_programs()").value == []
+
+
+def test_the_cell_shows_the_users_line(notebook: Kernel) -> None:
+    notebook.run(CELL)
+    cell = notebook.run("launch(train, 'error', 3)", raises="MyError")
+    assert 'raise MyError("the loss is nan", code=7)' in cell.raised.text
+    assert "nblaunch/" not in cell.raised.text
+
+
+def test_what_a_node_refuses_is_raised_before_ranks_start(notebook: Kernel) -> None:
+    notebook.run("class Picky:\n    def __reduce__(self): return __import__('sys').exit, ('not here',)")
+    error = notebook.run("launch(print, Picky())", raises="LaunchError").raised
+    assert re.match(r"node \d \(host ", error.value)
+    assert "SystemExit: not here" in error.value
+    assert notebook.run("nblaunch.last_job().pids").value == {}

@@ -1,0 +1,133 @@
+"""The interrupt button, SIGTERM and requests, while ranks run on nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_an_interrupt_reaches_the_ranks_of_all_nodes_and_their_finally_blocks(
+    notebook: Kernel, tmp_path: str
+) -> None:
+    notebook.run(f"""
+def train():
+    try:
+        dist.init_process_group("gloo")
+        dist.barrier()
+        print(f"rank {{rank()}} is under way", flush=True)
+        time.sleep(3600)
+    finally:
+        open({str(tmp_path)!r} + f"/left_{{rank()}}", "w").close()
+""")
+    cell = notebook.submit("launch(train)")
+    for number in range(4):
+        cell.wait_for_text(f"rank {number} is under way")
+    notebook.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
+    assert notebook.run(f"sorted(n for n in os.listdir({str(tmp_path)!r}) if n[:4] == 'left')").value == [
+        f"left_{number}" for number in range(4)
+    ]
+    assert notebook.run("node_programs()").value == []
+    assert notebook.run("launch(rank, return_all=True)").value == [0, 1, 2, 3]
+
+
+def test_a_second_interrupt_kills_ranks_that_hold_out(notebook: Kernel) -> None:
+    notebook.run("""
+def train():
+    signal.signal(signal.SIGINT, lambda *_: print(f"rank {rank()} holds out", flush=True))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(f"rank {rank()} is under way", flush=True)
+    while True:
+        time.sleep(1)
+
+def held_out():
+    return notebook_launcher(train, (), 4, num_nodes=2, engine="processes", interrupt_grace_s=3600.0)
+""")
+    cell = notebook.submit("held_out()")
+    for number in range(4):
+        cell.wait_for_text(f"rank {number} is under way")
+    notebook.interrupt()
+    for number in range(4):
+        cell.wait_for_text(f"rank {number} holds out")
+    notebook.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
+    assert notebook.run("node_programs()").value == []
+
+
+def test_an_interrupt_while_nodes_start_ends_them(notebook: Kernel) -> None:
+    notebook.run("""
+class Slow:
+    def __init__(self, marks): self.marks = marks
+    def __reduce__(self): return _slowly, (self.marks,)
+
+def _slowly(marks):
+    import os, time
+    open(f"{marks}/{os.getpid()}", "w").close()
+    time.sleep(3600)
+
+import tempfile
+marks = tempfile.mkdtemp()
+""")
+    cell = notebook.submit("launch(print, Slow(marks))")
+    notebook.wait_until(lambda: len(_listed(notebook)) == 2, 60.0, "nodes to load the call", cell)
+    notebook.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
+    assert notebook.run("node_programs()").value == []
+
+
+def _listed(notebook: Kernel) -> list[str]:
+    return [p.name() for p in notebook.processes() if "nblaunch.engines.node" in " ".join(p.cmdline())]
+
+
+def test_weights_of_the_last_step_come_back_from_an_interrupt(notebook: Kernel) -> None:
+    notebook.run("""
+model = nn.Linear(4, 2)
+before = model.weight.detach().clone()
+
+def train(model):
+    accelerator = Accelerator()
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for step in range(10**9):
+        accelerator.backward(wrapped(torch.ones(2, 4)).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 5:
+            print(f"rank {rank()} is under way", flush=True)
+""")
+    cell = notebook.submit("launch(train, model)")
+    for number in range(4):
+        cell.wait_for_text(f"rank {number} is under way")
+    notebook.interrupt()
+    assert cell.wait().raised.name == "KeyboardInterrupt"
+    assert notebook.run("bool((model.weight != before).any())").value is True
+    assert "interrupted after optimizer step" in cell.shown
+
+
+def test_stop_ends_all_ranks_at_the_same_step(notebook: Kernel) -> None:
+    notebook.run("""
+def train():
+    accelerator = Accelerator()
+    step = 0
+    while not accelerator.should_stop:
+        accelerator.reduce(torch.ones(()))
+        step += 1
+        if step == 5:
+            print(f"rank {rank()} is under way", flush=True)
+        time.sleep(0.02)
+    return step
+
+job = launch(train, background=True, return_all=True)
+""")
+    notebook.run("while '5' and not all('under way' in job.logs(r) for r in range(4)): time.sleep(0.05)")
+    steps = notebook.run("job.stop(); job.result(60)").value
+    assert len(steps) == 4
+    assert len(set(steps)) == 1
+
+
+def test_cancel_kills_the_ranks(notebook: Kernel) -> None:
+    notebook.run("job = launch(time.sleep, 3600, background=True)")
+    notebook.run("job.cancel(); job.result(30)", raises="JobCancelled")
+    assert notebook.run("node_programs()").value == []

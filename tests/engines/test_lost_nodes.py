@@ -1,0 +1,79 @@
+"""A node whose program is killed or stopped: it is named, nothing is left, and the job starts again if it may."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(240)
+
+TRAIN = """
+def train(gate=""):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    print(f"rank {rank()} of {os.environ['WORLD_SIZE']} is under way, restart "
+          f"{os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+    while not (gate and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"):
+        time.sleep(0.05)
+    return rank()
+"""
+
+
+def _start(notebook: Kernel, call: str) -> None:
+    notebook.run(TRAIN)
+    notebook.run(f"job = {call}")
+    notebook.run(
+        "while not all('under way' in job.logs(r) for r in range(4)): time.sleep(0.05)\n"
+        "nodes = sorted(node_programs())"
+    )
+
+
+def test_a_node_whose_program_is_killed_is_lost(notebook: Kernel) -> None:
+    _start(notebook, "launch(train, background=True)")
+    notebook.run("os.kill(nodes[1], signal.SIGKILL)")
+    error = notebook.run("job.result(60)", raises="NodeLost").raised
+    assert "(host " in error.value
+    assert "was lost: its process was killed by SIGKILL" in error.value
+    assert notebook.run("node_programs()").value == []
+    notebook.wait_for_no_processes()
+    assert notebook.run("launch(rank, return_all=True)").value == [0, 1, 2, 3]
+
+
+def test_a_stopped_node_is_named_and_lost_by_its_silence(notebook: Kernel) -> None:
+    _start(notebook, "launch(train, background=True, dashboard='text')")
+    notebook.run("os.kill(nodes[0], signal.SIGSTOP)")
+    error = notebook.run("job.result(60)", raises="NodeLost").raised
+    assert "has sent no heartbeat for 15 s" in error.value
+    notebook.wait_for_no_processes()
+
+
+def test_a_lost_node_is_replaced_for_a_restart(notebook: Kernel) -> None:
+    _start(notebook, "launch(train, 'open', background=True, max_restarts=1, return_all=True)")
+    notebook.run("os.kill(nodes[1], signal.SIGKILL)")
+    assert notebook.run("job.result(90)").value == [0, 1, 2, 3]
+    assert notebook.run("job.attempt").value == 1
+    assert "restart 1" in notebook.run("job.logs(3)").value
+    assert "restart 0" in notebook.run("job.logs(3, attempt=0)").value
+
+
+def test_a_failed_rank_starts_again_on_the_same_nodes(notebook: Kernel) -> None:
+    notebook.run("""
+def train():
+    dist.init_process_group("gloo")
+    restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if restart == "0" and rank() == 3:
+        raise ValueError("the first time")
+    dist.barrier()
+    return restart, os.getppid(), torch.rand(()).item()
+""")
+    notebook.run("values = launch(train, max_restarts=2, return_all=True)")
+    assert notebook.run("[value[0] for value in values]").value == ["1"] * 4
+    assert notebook.run("len({value[1] for value in values})").value == 2
+    assert notebook.run("len({value[2] for value in values})").value == 1, "random states of the launch"
+
+
+def test_nothing_outlives_a_killed_kernel(notebook: Kernel) -> None:
+    _start(notebook, "launch(train, background=True)")
+    notebook.kill()
+    notebook.wait_for_no_processes()
