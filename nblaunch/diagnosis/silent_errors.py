@@ -18,6 +18,7 @@ _GATHER_S = 1.0
 """How long a rank's observation waits for those of other ranks, which name it together."""
 
 _MAX_PENDING = 256
+_COMPARED = ("equal", "distinct")  # values of all ranks at one step
 _TOLERANCE = 1e-3
 """Largest difference of equal numbers, of the largest of them: devices of different kinds round differently."""
 
@@ -42,7 +43,7 @@ class SilentErrors:
         if not isinstance(observation, Observation) or observation.check in self._reported:
             return
         # A model's weights and its gradients are compared apart; the problem says which.
-        at = (observation.step, observation.problem) if observation.judged_by == "equal" else ()
+        at = (observation.step, observation.problem) if observation.judged_by in _COMPARED else ()
         key = (observation.check, *at)
         self._seen.setdefault(key, {}).setdefault(observation.rank, observation)
         self._since_s.setdefault(key, time.monotonic())
@@ -68,7 +69,7 @@ class SilentErrors:
         how = next(iter(by_rank.values())).judged_by
         is_complete = by_rank.keys() >= self._ranks
         is_late = is_end or time.monotonic() - self._since_s[key] >= _GATHER_S
-        if not (is_complete or (is_late and how != "equal")):
+        if not (is_complete or (is_late and how not in _COMPARED)):
             return ""
         self._forget(key)
         blamed = _BLAMED[how](by_rank)
@@ -93,6 +94,12 @@ def _sentence(by_rank: Mapping[int, Observation], blamed: Sequence[int], check: 
 
 def _all(by_rank: Mapping[int, Observation]) -> list[int]:
     return sorted(by_rank)
+
+
+def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
+    """Return all ranks if they have the same value."""
+    is_alike = len(by_rank) > 1 and len({str(seen.value) for seen in by_rank.values()}) == 1
+    return sorted(by_rank) if is_alike else []
 
 
 def _first(by_rank: Mapping[int, Observation]) -> list[int]:
@@ -132,4 +139,4 @@ def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-_BLAMED = {"itself": _all, "equal": _minority, "first": _first}
+_BLAMED = {"itself": _all, "equal": _minority, "distinct": _all_if_alike, "first": _first}

@@ -158,6 +158,12 @@ class PlainLoops:
     _rounds: Any = None  # the loop over rounds, where no loader is read
     _next_look_s: float = 0.0
 
+    @property
+    def last_iterator(self) -> Any:
+        """The iterator of the loader whose batch was read last; None where none is read."""
+        reading = max(self._readings, key=lambda one: one.read_at, default=None)
+        return reading.iterator() if reading is not None and reading.read_at else None
+
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def note_batch(self, iterator: Any, batch: Any) -> None:

@@ -85,6 +85,25 @@ WRONG = {
         accelerator.backward(loss_of(model, batch))
         optimizer.step()  # here
         optimizer.zero_grad()""",
+    "same_samples": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))  # here
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "epoch_not_set": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts(rows=72)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    sampler = torch.utils.data.DistributedSampler(loader.dataset)
+    loader = DataLoader(loader.dataset, 8, sampler=sampler)
+    for epoch in range(4):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))  # here
+            optimizer.step()
+            optimizer.zero_grad()""",
     "statistics_differ": """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     model, optimizer, loader = accelerator.prepare(*parts(norm=True))
@@ -325,6 +344,36 @@ RIGHT = {
     optimizer, loader = accelerator.prepare(optimizer, loader)
     for batch in loader:
         loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "a sampler that is told its epochs": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts(rows=32)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    sampler = torch.utils.data.DistributedSampler(loader.dataset)
+    loader = DataLoader(loader.dataset, 8, sampler=sampler)
+    for epoch in range(5):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "samples that each rank draws by itself": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.manual_seed(accelerator.process_index)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "a part of the data for each rank": """
+    accelerator = Accelerator()
+    model, optimizer, loader = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    share = range(accelerator.process_index, len(loader.dataset), accelerator.num_processes)
+    for batch in DataLoader(loader.dataset, 8, sampler=list(share)):
+        accelerator.backward(loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()""",
     "gradients averaged by hand": """

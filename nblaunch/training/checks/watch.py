@@ -19,6 +19,7 @@ from nblaunch.context import ProcessContext
 from nblaunch.errors import user_frame, warn
 from nblaunch.events import Observation
 from nblaunch.training.checks.check import Check, Prepared
+from nblaunch.training.checks.data import FixedOrder, SameSamples
 from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, UnclearedGradients
 from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics
 from nblaunch.training.checks.scaling import CollapsedScale
@@ -27,6 +28,7 @@ from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearning
 CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
     DifferentStatistics, CollapsedScale,
+    SameSamples, FixedOrder,
 )  # fmt: skip
 """All checks."""
 
