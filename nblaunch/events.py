@@ -230,6 +230,7 @@ class Observation(Event):
             value.
         filename: file of the user's line.
         lineno: number of the user's line.
+        is_hint: it may be meant.
     """
 
     check: str = ""
@@ -240,6 +241,7 @@ class Observation(Event):
     judged_by: str = "itself"
     filename: str = ""
     lineno: int = 0
+    is_hint: bool = False
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,13 @@ class LogLines(Event):
 @dataclass(frozen=True)
 class StatusLine(Event):
     r"""The text after a rank's last ``\r``: a progress bar, or an incomplete line."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Hint(Event):
+    """What is often a mistake in a training loop and may be meant, as a text for those who ask; ``rank`` is -1."""
 
     text: str = ""
 

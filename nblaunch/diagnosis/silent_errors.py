@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.events import Event, Note, Observation
+from nblaunch.events import Event, Hint, Note, Observation
 from nblaunch.user_code import cell_name
 
 _GATHER_S = 1.0
@@ -37,6 +37,7 @@ class SilentErrors:
         self._seen: dict[tuple[Any, ...], dict[int, Observation]] = {}
         self._since_s: dict[tuple[Any, ...], float] = {}
         self._reported: set[str] = set()
+        self._num_hints = 0
 
     def receive(self, observation: Event) -> None:
         """Take an observation of a rank; nothing else is of interest."""
@@ -57,11 +58,22 @@ class SilentErrors:
     def end(self) -> None:
         """Warn of each error that is certain where no more observations will come."""
         self._warn(is_end=True)
+        if self._num_hints:
+            self._emit(
+                Note.of_job(
+                    f"{formatting.count(self._num_hints, 'hint')} about the training loop: nblaunch.last_job().hints()"
+                )
+            )
+            self._num_hints = 0
 
     def _warn(self, is_end: bool) -> None:
         for key in list(self._seen):
+            is_hint = next(iter(self._seen[key].values())).is_hint
             text = self._judge(key, is_end)
-            if text:
+            if text and is_hint:
+                self._num_hints += 1
+                self._emit(Hint(-1, time.time(), text))
+            elif text:
                 self._emit(Note.of_job(text, "warning"))
 
     def _judge(self, key: tuple[Any, ...], is_end: bool) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
-from nblaunch.events import Event, Metric, Note, Started
+from nblaunch.events import Event, Hint, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.outcome import JobOutcome
@@ -154,6 +154,7 @@ class Job(Generic[T]):
         self.debugger: DebugClient | None = None
         self.kept: KeptFailure | None = None
         self._metrics: list[dict[str, Any]] = []
+        self._hints: list[str] = []
         self._warnings: set[str] = set()
         self.status = "starting"
         self.outcome: JobOutcome | None = None
@@ -240,6 +241,13 @@ class Job(Generic[T]):
         ``pandas.DataFrame(job.metrics)``.
         """
         return list(self._metrics)
+
+    def hints(self) -> list[str]:
+        """Return what is often a mistake in a training loop, and may be meant here: one sentence each.
+
+        What is certainly wrong is a warning, and shown.
+        """
+        return list(self._hints)
 
     @property
     def ranks(self) -> range:
@@ -409,6 +417,8 @@ class Job(Generic[T]):
             self._launch_settled.set()
         elif isinstance(event, Metric):
             self._metrics.append(_row_of(event, self.attempt))
+        elif isinstance(event, Hint):
+            self._hints.append(event.text)
         elif (
             isinstance(event, Note)
             and event.kind == "warning"

@@ -30,7 +30,7 @@ def backward(preparer: Preparer, loss: torch.Tensor, **kwargs: Any) -> None:
     if not shared.has_checked_models:
         shared.check_models()
     if shared.process.slot.num_updates >= shared.watch.due_at:
-        shared.watch.before_backward(preparer)
+        shared.watch.before_backward(preparer, loss)
     shared.busy_time.begin_backward()
     if "learning_rate" in kwargs and _lomo_optimizers(preparer):
         lomo_backward(preparer, loss / divisor, kwargs["learning_rate"])

@@ -132,6 +132,50 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
     assert ("(rank 2 against ranks 0-1, " if subject else "(ranks 0-2, ") in warnings
 
 
+HINTS = {
+    "loss_divided_twice": """
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch) / 4)
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "evaluation_in_train_mode": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(norm=True))
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for batch in loader:
+            loss_of(model, batch)""",
+    "parameters_without_gradients": """
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    model, _, loader = parts()
+    model.append(nn.Linear(1, 1))
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    for batch in loader:
+        layers = accelerator.unwrap_model(model)
+        accelerator.backward(layers[2](layers[1](layers[0](batch[0]))).mean())
+        for p in layers[:3].parameters(): p.grad = accelerator.reduce(p.grad, "mean")
+        optimizer.step()
+        optimizer.zero_grad()""",
+}
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_what_may_be_meant_is_a_hint_for_those_who_ask(shared: Kernel, hint: str) -> None:
+    shared.run(SETUP)
+    cell = shared.run(
+        f"def train():{HINTS[hint]}\nnotebook_launcher(train, num_processes=2)\nnblaunch.last_job().hints()"
+    )
+    assert [f"NBLAUNCH_CHECKS=-{hint} " in text for text in cell.value] == [True]
+    assert cell.shown.count("NBLAUNCH_CHECKS") == 1, "as the value of the cell"
+    assert "1 hint" in cell.shown
+
+
 RIGHT = {
     "a GAN": """
     accelerator = Accelerator()
@@ -346,7 +390,7 @@ RIGHT = {
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()""",
-    "a sampler that is told its epochs": """
+    "a sampler with its epochs set": """
     accelerator = Accelerator()
     model, optimizer, loader = parts(rows=32)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -397,6 +441,7 @@ def test_odd_loops_that_are_right_get_no_warning(shared: Kernel, loop: str) -> N
     )
     assert cell.value is True
     assert "NBLAUNCH_CHECKS" not in cell.shown
+    assert shared.run("nblaunch.last_job().hints()").value == []
 
 
 def test_a_check_is_silenced_by_name_and_all_of_them_by_off(fresh: Kernel) -> None:

@@ -6,6 +6,7 @@
     schedules.py   learning rates of 0, schedulers that advance between steps
     replicas.py    ranks whose gradients, weights or statistics differ
     data.py        loaders that were not prepared
+    hints.py       what may be meant, for those who ask
     scaling.py     a gradient scaler that has collapsed
 
 A check sends an :class:`~nblaunch.events.Observation`. The launcher compares those of all ranks, and says what is wrong

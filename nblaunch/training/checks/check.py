@@ -33,14 +33,17 @@ class Check(ABC):
     name: ClassVar[str]
     """Name of the check, by which users silence it."""
 
+    is_hint: ClassVar[bool] = False
+    """Whether what it sees may be meant: then it is shown on request only."""
+
     def __init__(self, report: Report) -> None:
         self._report = report
 
     def begin_window(self) -> None:
         """Forget the last steps that were looked at: others have passed since."""
 
-    def before_backward(self, prepared: Prepared) -> None:
-        """Look before a backward pass."""
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        """Look before a backward pass from ``loss``."""
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         """Look before a step of an optimizer that :mod:`torch` itself takes, prepared or not."""
@@ -53,7 +56,7 @@ class Check(ABC):
 
     def report(self, problem: str, remedy: str, *, value: Any = None, judged_by: str = "itself") -> None:
         """Send what this rank has seen; the arguments are those of :class:`~nblaunch.events.Observation`."""
-        self._report(self.name, problem, remedy, value, judged_by)
+        self._report(self, problem, remedy, value, judged_by)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from nblaunch.progress.plain_loops import plain_loops
@@ -29,7 +30,7 @@ class SameSamples(Check):
 
     name = "same_samples"
 
-    def before_backward(self, prepared: Prepared) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         iterator = _unprepared_iterator(prepared)
         sampler = _sampler_of(iterator)
         if type(sampler) not in (SequentialSampler, RandomSampler) or prepared.shared.num_data_ranks == 1:
@@ -47,7 +48,7 @@ class SameSamples(Check):
 
 
 class FixedOrder(Check):
-    """A ``DistributedSampler`` is never told the epoch, so that each epoch has the order of the first one."""
+    """A ``DistributedSampler`` stays in one epoch, so that each epoch has the order of the first."""
 
     name = "epoch_not_set"
 
@@ -57,7 +58,7 @@ class FixedOrder(Check):
             weakref.WeakKeyDictionary()
         )
 
-    def before_backward(self, prepared: Prepared) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         iterator = _unprepared_iterator(prepared)
         sampler = _sampler_of(iterator)
         if not isinstance(sampler, DistributedSampler) or not sampler.shuffle:

@@ -46,7 +46,7 @@ class UnclearedGradients(Check):
         self._last: weakref.WeakKeyDictionary[Any, _LastStep] = weakref.WeakKeyDictionary()
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def before_backward(self, prepared: Prepared) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         for last in self._last.values():
             last.is_added_to = True
             # Looked at here alone: an optimizer may leave its gradients until it is used again, as those of a GAN do.
@@ -108,7 +108,7 @@ class LateClipping(Check):
     def begin_window(self) -> None:
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def before_backward(self, prepared: Prepared) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         self._stepped.clear()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:

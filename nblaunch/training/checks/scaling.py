@@ -22,7 +22,7 @@ class CollapsedScale(Check):
         self._scale = 0.0
         self._num_overflows = 0
 
-    def before_backward(self, prepared: Prepared) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         scaler = prepared.precision.scaler
         if scaler is None:
             return

@@ -51,7 +51,7 @@ class ScheduledMicroSteps(Check):
         self._num_windows = 0
         self._is_counted = True
 
-    def before_backward(self, prepared: Prepared) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         if prepared.accumulation.num_steps == 1:
             return
         owned = {

@@ -21,6 +21,7 @@ from nblaunch.events import Observation
 from nblaunch.training.checks.check import Check, Prepared
 from nblaunch.training.checks.data import FixedOrder, SameSamples
 from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, UnclearedGradients
+from nblaunch.training.checks.hints import LossDividedTwice, TrainModeEvaluation, UntrainedParameters
 from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics
 from nblaunch.training.checks.scaling import CollapsedScale
 from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearningRate
@@ -28,7 +29,7 @@ from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearning
 CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
     DifferentStatistics, CollapsedScale,
-    SameSamples, FixedOrder,
+    SameSamples, FixedOrder, LossDividedTwice, TrainModeEvaluation, UntrainedParameters,
 )  # fmt: skip
 """All checks."""
 
@@ -68,8 +69,8 @@ class Watch:
         """Whether the present step is looked at."""
         return self._remove_hook is not None
 
-    def before_backward(self, prepared: Prepared) -> None:
-        """Look before a backward pass; called from ``due_at`` steps of optimizers on."""
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        """Look before a backward pass from ``loss``; called from ``due_at`` steps of optimizers on."""
         # Without a launcher, nothing counts steps that are not looked at: there, only the first window is.
         num_steps = max(self._process.slot.num_updates, self._num_looked_at)
         if num_steps >= self._until:
@@ -79,7 +80,7 @@ class Watch:
         if self._remove_hook is None:
             self._remove_hook = register_optimizer_step_pre_hook(self._before_step).remove
             self._call("begin_window")
-        self._call("before_backward", prepared)
+        self._call("before_backward", prepared, loss)
 
     def before_clip(self, optimizers: Sequence[Any]) -> None:
         """Look before gradients of prepared ``optimizers`` are clipped."""
@@ -97,21 +98,21 @@ class Watch:
             if isinstance(check, DifferentReplicas):
                 check.left_out.add(model)
 
-    def report(self, check: str, problem: str, remedy: str, value: Any, judged_by: str) -> None:
+    def report(self, check: Check, problem: str, remedy: str, value: Any, judged_by: str) -> None:
         """Send what a check has seen; without a launcher, warn of what is wrong in itself."""
-        if judged_by == "itself" and check in self._reported:
+        if judged_by == "itself" and check.name in self._reported:
             return
-        self._reported.add(check)
+        self._reported.add(check.name)
         if not self._process.is_launched:
-            if judged_by == "itself":
-                warn(f"{problem}. {remedy} (NBLAUNCH_CHECKS=-{check} silences this)")
+            if judged_by == "itself" and not check.is_hint:
+                warn(f"{problem}. {remedy} (NBLAUNCH_CHECKS=-{check.name} silences this)")
             return
         frame = user_frame()
         self._process.emit(
             Observation(
                 self._process.topology.rank,
                 time.time(),
-                check,
+                check.name,
                 problem,
                 remedy,
                 self._process.slot.num_updates,
@@ -119,6 +120,7 @@ class Watch:
                 judged_by,
                 frame.f_code.co_filename,
                 frame.f_lineno,
+                check.is_hint,
             )
         )
 

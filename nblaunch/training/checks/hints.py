@@ -1,0 +1,97 @@
+"""Hints: what is often a mistake and may be meant. Nothing is shown of them but how many there are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from nblaunch import formatting
+from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+from nblaunch.training.models import bare_module
+
+_NUM_STEPS = 3
+_MAX_NAMED = 4
+
+
+class LossDividedTwice(Check):
+    """The loop divides its losses by the micro-steps of a window, as ``accelerator.backward`` does."""
+
+    name = "loss_divided_twice"
+    is_hint = True
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._count = 0
+
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        num_steps = prepared.accumulation.num_steps
+        made_by: Any = loss.grad_fn
+        divisor = getattr(made_by, "_saved_other", None) if made_by is not None else None
+        is_number = isinstance(divisor, torch.Tensor) and divisor.ndim == 0 and divisor.device.type == "cpu"
+        if num_steps > 1 and is_number and float(divisor) == num_steps:  # type: ignore[arg-type]
+            self._count += 1
+            if self._count == _NUM_STEPS:
+                self.report(
+                    f"losses are divided by {num_steps} before accelerator.backward(), which divides them by "
+                    f"gradient_accumulation_steps={num_steps} as well",
+                    "Pass the loss as it is",
+                )
+
+
+class TrainModeEvaluation(Check):
+    """A loop without gradients runs a model in training mode, with dropout or batch normalisation."""
+
+    name = "evaluation_in_train_mode"
+    is_hint = True
+
+    def after_evaluation(self, prepared: Prepared) -> None:
+        for model in map(bare_module, prepared.models):
+            kinds = {type(layer).__name__ for layer in model.modules() if layer.training and _differs(layer)}
+            if kinds and not torch.is_grad_enabled():
+                self.report(
+                    f"the {type(model).__name__} was evaluated in training mode, in which {', '.join(sorted(kinds))} "
+                    "computes something else",
+                    "Call model.eval() before the evaluation, and model.train() after it",
+                )
+
+
+def _differs(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0)
+
+
+class UntrainedParameters(Check):
+    """Some parameters of an optimizer never get a gradient, and others do."""
+
+    name = "parameters_without_gradients"
+    is_hint = True
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._without: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        trained = [one for one in parameters_of(optimizer) if one.requires_grad]
+        without = {id(one) for one in trained if one.grad is None}
+        without = self._without[optimizer] = self._without.get(optimizer, without) & without
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if self._counts[optimizer] != 2 * _NUM_STEPS or not 0 < len(without) < len(trained):
+            return
+        names = [
+            name
+            for model in map(bare_module, prepared.models)
+            for name, one in model.named_parameters()
+            if id(one) in without
+        ]
+        if names:
+            self.report(
+                f"{formatting.first(names, _MAX_NAMED)} got no gradient in {2 * _NUM_STEPS} steps",
+                "If the forward should use them, look for a detach() or a layer that is left out",
+            )
