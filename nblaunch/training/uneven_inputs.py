@@ -85,7 +85,8 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
     ]
     scaler = preparer.precision.scaler
     scalers = [scaler] if scaler is not None and scaler.is_enabled() else []
-    for stateful in (*whole, *schedulers, *scalers, preparer.accumulation):
+    holders: list[Any] = [*whole, *schedulers, *scalers, preparer.accumulation]
+    for stateful in holders:
         state = _state_of(source, stateful.state_dict())
         if not is_last:
             stateful.load_state_dict(state)
