@@ -108,7 +108,7 @@ class _Worker:
         self.interrupts = process_control.Interrupts(self.slot)
         self.child_handler = process_control.ChildHandler()
         self.sender = EventSender(assignment.event_fd)
-        self.files = files and files.with_own((*assignment.own_fds, assignment.board_fd))
+        self.files = files
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
         self._debugger: Debugger | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import threading
@@ -196,3 +197,13 @@ def test_a_file_closed_after_the_listing_has_no_file_objects(path: Path) -> None
     files = files_of(closed)
     os.close(closed)
     assert not WrittenFiles.of_this_process(files, range(2)).has_objects
+
+
+def test_files_of_nblaunch_are_left_out_under_every_descriptor(
+    path: Path, opened: Callable[..., int]
+) -> None:
+    fd = opened(path)
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ):  # which has a descriptor of its own
+        own = positions.identities([fd])
+        assert not [file for file in positions.open_files(own) if file.name == str(path)]
+        assert [file for file in positions.open_files(()) if file.name == str(path)]

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch import formatting, packages
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.worker.inheritance import positions
-from nblaunch.worker.inheritance.positions import OpenFile
+from nblaunch.worker.inheritance.positions import Identity, OpenFile
 from nblaunch.worker.inheritance.written_files import WrittenFiles
 
 _MAX_NAMED = 3
@@ -36,13 +36,13 @@ class KernelFiles:
     """What a process has open, for the workers that are forked from it.
 
     Args:
-        own: descriptors of nblaunch.
+        own: files of nblaunch.
         files: open files.
         written: the files that are open for writing.
         shared: the files that a worker could not open anew.
     """
 
-    own: frozenset[int]
+    own: frozenset[Identity]
     files: Collection[OpenFile]
     written: WrittenFiles
     shared: list[OpenFile] = field(default_factory=list)
@@ -55,15 +55,12 @@ class KernelFiles:
             own: descriptors of nblaunch, which are left as they are.
             ranks: ranks that will be forked.
         """
-        files = positions.open_files(own)
-        written = WrittenFiles.of_this_process(files, ranks, positions.written_channels(own))
+        left_out = positions.identities(own)
+        files = positions.open_files(left_out)
+        written = WrittenFiles.of_this_process(files, ranks, positions.written_channels(left_out))
         if written.has_objects:  # which were written: they may stand elsewhere now
-            files = positions.open_files(own)
-        return cls(frozenset(own), files, written)
-
-    def with_own(self, fds: Collection[int]) -> KernelFiles:
-        """Return the same files, where nblaunch has more descriptors."""
-        return replace(self, own=self.own.union(fds))
+            files = positions.open_files(left_out)
+        return cls(left_out, files, written)
 
     def renew(self) -> None:
         """Make the files this worker's. Call it before all else: a worker itself closes some of the kernel's files."""

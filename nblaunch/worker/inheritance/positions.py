@@ -30,6 +30,11 @@ _ONLY_AT_FIRST = (
 """Flags about how a file was opened. Linux reports some of them later, too, with which the same file is refused."""
 
 
+Identity = tuple[int, int]
+"""Device and inode of a file, pipe or socket. Numbers change: a memory map has a copy of its descriptor, and a number
+that was closed is given again."""
+
+
 @dataclass(frozen=True)
 class OpenFile:
     """A regular file or a folder that this process has open.
@@ -80,11 +85,16 @@ class OpenFile:
             return f"descriptor {self.fds[0]}"
 
 
-def open_files(own: Collection[int]) -> list[OpenFile]:
+def identities(fds: Collection[int]) -> frozenset[Identity]:
+    """Return what ``fds`` have open."""
+    return frozenset(_identity(fd) for fd in fds)
+
+
+def open_files(own: Collection[Identity]) -> list[OpenFile]:
     """Return the regular files and folders that this process has open now.
 
     Args:
-        own: descriptors of nblaunch, which are left out. Descriptors that no child inherits are left out, too.
+        own: files of nblaunch, which are left out. Descriptors that no child inherits are left out, too.
     """
     alike: dict[OpenFile, list[int]] = {}
     for fd in _inherited(own):
@@ -106,7 +116,7 @@ def renew(files: Collection[OpenFile]) -> list[OpenFile]:
     return [file for file in files if file.can_be_read and not _renew(file) and file.is_open]
 
 
-def written_channels(own: Collection[int]) -> list[int]:
+def written_channels(own: Collection[Identity]) -> list[int]:
     """Return the descriptors of pipes, sockets and terminals that this process has open for writing now.
 
     Args:
@@ -127,11 +137,18 @@ def written_channels(own: Collection[int]) -> list[int]:
     return fds
 
 
-def _inherited(own: Collection[int]) -> Iterator[int]:
+def _inherited(own: Collection[Identity]) -> Iterator[int]:
     """Yield the descriptors that a forked process gets from this one, without standard ones and nblaunch's ``own``."""
     for fd in _numbers():
-        if fd >= _FIRST and fd not in own and not descriptors.is_kept_from_children(fd):
-            yield fd
+        if fd >= _FIRST and not descriptors.is_kept_from_children(fd):
+            with suppress(OSError):  # closed meanwhile
+                if _identity(fd) not in own:
+                    yield fd
+
+
+def _identity(fd: int) -> Identity:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _numbers() -> Iterator[int]:

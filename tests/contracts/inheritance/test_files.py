@@ -179,3 +179,23 @@ def test_what_c_streams_of_the_kernel_hold_for_a_pipe_is_written_once(kernel: Ke
         "os.read(reader, 1000).split()"
     )
     assert cell.value == [b"rank", b"rank", b"kernel"]
+
+
+def test_processes_of_a_loader_have_positions_in_files_that_the_function_opens(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    (tmp_path / "data").write_bytes(bytes(100))
+    kernel.run(
+        "import os, torch, nblaunch\n"
+        "class Records:\n"
+        "    def __init__(self, files): self.files = files\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return [os.lseek(file.fileno(), 5, os.SEEK_SET) for file in self.files][0]\n"
+        "def train():\n"
+        # As many as get the numbers of descriptors that were closed when the worker began.
+        f"    files = [open({str(tmp_path / 'data')!r}, 'rb', buffering=0) for _ in range(20)]\n"
+        "    list(torch.utils.data.DataLoader(Records(files), num_workers=2, multiprocessing_context='fork'))\n"
+        "    return [file.tell() for file in files]"
+    )
+    cell = kernel.run("nblaunch.notebook_launcher(train, num_processes=2, dashboard='none', return_all=True)")
+    assert cell.value == [[0] * 20] * 2
