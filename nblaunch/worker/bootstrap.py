@@ -53,7 +53,7 @@ from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
-from nblaunch.worker.inheritance import kernel_only, queues, studies
+from nblaunch.worker.inheritance import connections, kernel_only, queues, studies
 from nblaunch.worker.inheritance.files import KernelFiles
 
 if TYPE_CHECKING:
@@ -235,6 +235,8 @@ class _Worker:
         frameworks.watch(assignment.rank)
         studies.watch(self._warn)
         if self.files is not None:
+            if assignment.topology.local_rank > 0:
+                connections.leave_to_first_rank(self.files.own)
             self.files.watch(assignment.rank, self.locks, self._warn)
         self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)

@@ -21,6 +21,7 @@ a cell must arrive as that very class, or ``except MyError`` would not catch it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import io
 import os
@@ -87,6 +88,8 @@ class NotebookPickler(cloudpickle.CloudPickler):
         is_named = isinstance(obj, (type, types.FunctionType)) and self._is_of_main(obj)
         if is_named and self._main_by_reference:
             return obj.__qualname__
+        if isinstance(obj, _LruCached) and obj.__module__ == "__main__" and not self._main_by_reference:
+            return _lru_cached, (obj.__wrapped__, obj.cache_parameters())
         elsewhere = process_bound.reduction(obj) or hidden_classes.reduction(obj)
         if elsewhere is not None:
             return elsewhere
@@ -140,6 +143,13 @@ class _NamesOfMain:
 
 
 _NAMES_OF_MAIN = _NamesOfMain()
+
+
+_LruCached = type(functools.lru_cache(_same))
+
+
+def _lru_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _names_of_main() -> dict[str, Any]:

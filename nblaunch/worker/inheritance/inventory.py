@@ -83,7 +83,11 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "pipes and sockets",
-        fork=Way(Treatment.KEPT, "shared with the kernel and all ranks: each byte reaches one reader"),
+        fork=Way(
+            Treatment.KEPT,
+            "shared with the kernel and all ranks: each byte reaches one reader. Connections to other machines are the "
+            "first rank's; other ranks find them closed, so that `requests` and other clients connect anew",
+        ),
         fresh=Way(Treatment.REFUSED, f"a connection {_NOT_PICKLED}"),
     ),
     Kind(

@@ -97,7 +97,7 @@ def open_files(own: Collection[Identity]) -> list[OpenFile]:
         own: files of nblaunch, which are left out. Descriptors that no child inherits are left out, too.
     """
     alike: dict[OpenFile, list[int]] = {}
-    for fd in _inherited(own):
+    for fd in inherited(own):
         try:
             file = _look_at(fd)
         except OSError:  # closed meanwhile
@@ -123,7 +123,7 @@ def written_channels(own: Collection[Identity]) -> list[int]:
         own: as for :func:`open_files`.
     """
     fds = []
-    for fd in _inherited(own):
+    for fd in inherited(own):
         try:
             can_be_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
             mode = os.fstat(fd).st_mode
@@ -137,7 +137,7 @@ def written_channels(own: Collection[Identity]) -> list[int]:
     return fds
 
 
-def _inherited(own: Collection[Identity]) -> Iterator[int]:
+def inherited(own: Collection[Identity]) -> Iterator[int]:
     """Yield the descriptors that a forked process gets from this one, without standard ones and nblaunch's ``own``."""
     for fd in _numbers():
         if fd >= _FIRST and not descriptors.is_kept_from_children(fd):

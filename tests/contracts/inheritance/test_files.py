@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,50 @@ def test_a_pipe_is_shared_and_not_sent(kernel: Kernel, start_method: str) -> Non
     else:
         error = kernel.run(LAUNCH.format(start_method), raises="PayloadError").raised
         assert "ranks (TypeError: cannot pickle 'socket' object)" in error.value
+
+
+SERVER = """
+import http.client, http.server, os, socket, threading, nblaunch
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *args): pass
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.path)))
+        self.end_headers()
+        self.wfile.write(self.path.encode())
+
+server = http.server.ThreadingHTTPServer(("", 0), Echo)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+"""
+
+
+def test_ranks_get_no_replies_to_the_requests_of_others(kernel: Kernel) -> None:
+    address = address_of_this_machine()
+    kernel.run(
+        f"{SERVER}\n"
+        f"connection = http.client.HTTPConnection({address!r}, server.server_port, source_address=('127.0.0.1', 0))\n"
+        "def ask(path):\n"
+        "    connection.request('GET', path)\n"
+        "    return connection.getresponse().read().decode()\n"
+        "assert ask('/kernel') == '/kernel'\n"
+        "def function():\n"
+        "    try: return all(ask(f'/{number}') == f'/{number}' for number in range(50))\n"
+        "    except ConnectionError: connection.close()\n"
+        "    return ask('/again')"
+    )
+    assert kernel.run(LAUNCH.format("fork")).value == [True, "/again"]
+    assert kernel.run("answer = ask('/kernel'); server.shutdown(); answer").value == "/kernel"
+
+
+def address_of_this_machine() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; source of the address: RFC 5737
+        except OSError:
+            pytest.skip("needs a network")
+        return str(probe.getsockname()[0])
 
 
 @contract("memory maps")

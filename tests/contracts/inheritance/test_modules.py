@@ -102,3 +102,17 @@ def test_what_imports_find_anyway_is_not_sent(shared: Kernel) -> None:
         "sorted(places_of_this_process())"
     ).value
     assert places == ["helper", "inside", "package", "package.part", "recipe", "within", "within.deep"]
+
+
+@contract("import path and modules")
+def test_cached_functions_of_cells_arrive(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import functools, nblaunch\n"
+        "@functools.lru_cache(maxsize=7)\n"
+        "def fibonacci(n): return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
+        "def train(): return fibonacci(30), fibonacci.cache_parameters()['maxsize']"
+    )
+    cell = kernel.run(
+        f"nblaunch.notebook_launcher(train, num_processes=1, start_method={start_method!r}, dashboard='none')"
+    )
+    assert cell.value == (832040, 7)
