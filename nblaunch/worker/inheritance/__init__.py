@@ -4,6 +4,7 @@ inventory.py      the table: every kind of state, and its treatment under each s
 modules.py        the user's modules that a fresh process would not find
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
 message_settings.py  warning filters and logger settings, for the same workers
+child_processes.py  lets workers see whether programs run that the kernel has started
 connections.py    leaves the kernel's connections to other machines to the first rank
 connected_engines.py  keeps forks away from a connection to Ray; fresh workers get the kernel's cluster
 random_states.py  gives workers the kernel's random states, and moves the kernel's on

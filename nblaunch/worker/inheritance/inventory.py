@@ -113,6 +113,15 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     Kind(
+        "programs of subprocess",
+        fork=Way(
+            Treatment.KEPT,
+            "`poll()`, `wait()` and `kill()` act on the kernel's program, which runs on when the worker ends; its "
+            "streams are shared with the kernel",
+        ),
+        fresh=Way(Treatment.REFUSED, f"a `Popen` {_NOT_PICKLED}"),
+    ),
+    Kind(
         "exit handlers",
         fork=Way(
             Treatment.DROPPED, "`atexit` and `weakref.finalize` calls of the kernel run in the kernel alone"
@@ -175,8 +184,8 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(
             Treatment.KEPT,
             "default dtype and device, precision of matrix products, deterministic algorithms, flags of "
-            "`torch.backends`, kernels of attention, anomaly and gradient mode, print options, flushing of denormal "
-            "numbers, settings of the compiler; set when the worker has imported torch",
+            "`torch.backends`, kernels of attention, anomaly, gradient and inference mode, autocast, print options, "
+            "flushing of denormal numbers, settings of the compiler; set when the worker has imported torch",
         ),
     ),
     Kind(

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from nblaunch.backends import process_group
 from nblaunch.wire import accelerate_states
 from nblaunch.worker import libraries
-from nblaunch.worker.inheritance import kernel_threads, loaders, pools
+from nblaunch.worker.inheritance import child_processes, kernel_threads, loaders, pools
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
@@ -43,6 +43,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     _forget_figures()
     libraries.show_plain_text()
     _disown_processes()
+    child_processes.watch()
     _leave_event_loop()
     pools.renew_at_use()
     loaders.renew_at_use()

@@ -144,6 +144,33 @@ def _set_by_keywords(path: str, module: Any, values: Mapping[str, Any]) -> None:
     attrgetter(path)(module)(**values)
 
 
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_entered: list[Any] = []
+"""Modes of torch that this process is in."""
+
+
+def _autocast(torch: Any) -> tuple[Any, ...]:
+    states = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in _AUTOCAST_DEVICES
+    ]
+    return (torch.is_autocast_cache_enabled(), *states)
+
+
+def _set_autocast(torch: Any, value: tuple[Any, ...]) -> None:
+    keeps_casts, *states = value
+    torch.set_autocast_cache_enabled(keeps_casts)
+    for device, is_enabled, dtype in states:
+        torch.set_autocast_enabled(device, is_enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def _set_inference_mode(torch: Any, is_enabled: bool) -> None:
+    mode = torch.inference_mode(is_enabled)
+    mode.__enter__()
+    _entered.append(mode)  # or the mode would end here
+
+
 def _compiler_values(config: Any) -> dict[str, Any]:
     """Return what differs from the defaults in one of torch's modules of settings for its compiler."""
     return {
@@ -293,6 +320,10 @@ _TORCH = (
         "backends.mkldnn.conv.fp32_precision",
         "backends.mkldnn.rnn.fp32_precision",
         "backends.mkldnn.matmul.fp32_precision",
+    ),
+    LibrarySetting("torch.autocast", "torch", _autocast, _set_autocast),
+    LibrarySetting(
+        "torch.inference_mode", "torch", lambda torch: torch.is_inference_mode_enabled(), _set_inference_mode
     ),
     LibrarySetting(
         "torch.autograd.set_detect_anomaly",

@@ -240,7 +240,7 @@ def test_processes_of_a_loader_have_positions_in_files_that_the_function_opens(
         # As many as get the numbers of descriptors that were closed when the worker began.
         f"    files = [open({str(tmp_path / 'data')!r}, 'rb', buffering=0) for _ in range(20)]\n"
         "    list(torch.utils.data.DataLoader(Records(files), num_workers=2, multiprocessing_context='fork'))\n"
-        "    return [file.tell() for file in files]"
+        "    return [os.lseek(file.fileno(), 0, os.SEEK_CUR) for file in files]"
     )
     cell = kernel.run("nblaunch.notebook_launcher(train, num_processes=2, dashboard='none', return_all=True)")
     assert cell.value == [[0] * 20] * 2

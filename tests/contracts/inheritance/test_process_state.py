@@ -181,3 +181,24 @@ def test_another_global_generator_of_numpy_is_inherited_and_moves_on(kernel: Ker
             f"assert first == draw() and first[0] == {kind!r}, first\n"
             "assert not set(first[1]) & set(second[1]), second"
         )
+
+
+@contract("programs of subprocess")
+def test_programs_of_cells_are_seen_to_run_and_to_end(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import os, subprocess, nblaunch\n"
+        "running, killed = (subprocess.Popen(['cat'], stdin=subprocess.PIPE) for _ in range(2))\n"
+        "ended = subprocess.Popen(['sh', '-c', 'exit 3'])\n"
+        "os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)\n"
+        "def train():\n"
+        "    own = subprocess.run(['sh', '-c', 'exit 4']).returncode\n"
+        "    if os.environ['RANK'] == '0': killed.kill()\n"
+        "    return running.poll(), ended.poll(), killed.wait(), own"
+    )
+    launch = f"nblaunch.notebook_launcher(train, num_processes=2, start_method={start_method!r}, dashboard='none', "
+    if start_method == "fork":
+        assert kernel.run(f"{launch} return_all=True)").value == [(None, 3, -9, 4)] * 2
+    else:
+        assert "running" in kernel.run(f"{launch})", raises="PayloadError").raised.value
+        kernel.run("killed.kill()")
+    assert kernel.run("running.kill(); [one.wait() for one in (running, ended, killed)]").value == [-9, 3, -9]

@@ -194,3 +194,17 @@ def test_a_restart_has_the_settings_of_the_launch(shared: Kernel) -> None:
         "torch.set_default_dtype(torch.float32)"
     )
     assert shared.run("job.result()").value == "torch.float64"
+
+
+@contract("numeric settings of torch")
+def test_modes_of_torch_around_a_launch_hold_in_it(shared: Kernel, start_method: str) -> None:
+    shared.run(
+        "def modes():\n"
+        "    product = torch.ones(2, 2, device='cpu') @ torch.ones(2, 2, device='cpu')\n"
+        "    return {'dtype': str(product.dtype), 'inference': product.is_inference()}\n"
+        "with torch.autocast('cpu', dtype=torch.float16), torch.inference_mode():\n"
+        f"    launch(modes, {start_method!r})\n"
+        "    within = modes()\n"
+        f"launch(modes, {start_method!r})\n"
+        "assert within == {'dtype': 'torch.float16', 'inference': True} != modes()"
+    )

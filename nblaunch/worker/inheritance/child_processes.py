@@ -1,0 +1,76 @@
+"""Programs that the kernel has started by ``subprocess`` and that still run: a worker sees whether they do.
+
+Only the parent of a process can wait for it. Where ``subprocess`` is refused that, it takes the process to have ended
+with 0: in a forked worker, a server of the kernel would always seem to have ended, and ``kill()`` would do nothing. So
+a worker reads the state of the kernel's programs from the system.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+_MARK = "_nblaunch_started_in"
+"""Attribute with the id of the process that has started a program."""
+
+_POLL_S = 0.05
+_STATE, _EXIT_STATUS = 0, 49
+"""Places of fields after a command's name. Source: proc_pid_stat(5), state and exit_code."""
+
+_ENDED = ("Z", "X")
+
+
+def watch() -> None:
+    """Have ``subprocess`` look at the kernel's programs in this worker as they are."""
+    cls: Any = subprocess.Popen
+    start, poll, try_wait = cls.__init__, cls._internal_poll, cls._try_wait
+
+    @functools.wraps(start)
+    def start_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        setattr(self, _MARK, os.getpid())
+        start(self, *args, **kwargs)
+
+    @functools.wraps(poll)
+    def poll_here(self: Any, *args: Any, **kwargs: Any) -> int | None:
+        if self.returncode is not None or _is_own(self):
+            result: int | None = poll(self, *args, **kwargs)
+            return result
+        status = _status(self.pid)
+        if status is not None:
+            self._handle_exitstatus(status)
+        return None if status is None else self.returncode
+
+    @functools.wraps(try_wait)
+    def try_wait_here(self: Any, wait_flags: int) -> tuple[int, int]:
+        if _is_own(self):
+            result: tuple[int, int] = try_wait(self, wait_flags)
+            return result
+        while (status := _status(self.pid)) is None:
+            if wait_flags & os.WNOHANG:
+                return 0, 0
+            time.sleep(_POLL_S)
+        return self.pid, status
+
+    cls.__init__, cls._internal_poll, cls._try_wait = start_here, poll_here, try_wait_here
+
+
+def _is_own(program: Any) -> bool:
+    return vars(program).get(_MARK) == os.getpid()
+
+
+def _status(pid: int) -> int | None:
+    """Return the wait status of a process that has ended, 0 where only its parent knows; None while it runs."""
+    try:
+        os.kill(pid, 0)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except PermissionError:  # it is another user's
+        return None
+    except ProcessLookupError:
+        return 0
+    except OSError:  # there is no /proc, or the process has ended meanwhile
+        return None if not os.path.isdir("/proc/self") else 0
+    return int(fields[_EXIT_STATUS]) if fields[_STATE] in _ENDED else None
