@@ -138,7 +138,8 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         node_rank: rank of this machine, from 0. Run the same call on every machine, each with its own.
         num_nodes: number of machines; ``"min:max"`` where fewer will do, with ``rdzv_backend="c10d"``.
         rdzv_backend: how several machines meet: ``"static"``: a fixed set, at ``master_addr:use_port``; ``"c10d"``: as
-            they come and go, at ``rdzv_endpoint``, which one of them hosts.
+            they come and go, at ``rdzv_endpoint``, which one of them hosts. One machine needs none of it: without
+            an address, both mean the same there.
         rdzv_endpoint: that address, as ``"host:port"``, the same on every machine.
         rdzv_conf: further settings by torch's names: ``timeout``, ``join_timeout``, ``last_call_timeout``,
             ``keep_alive_interval`` (seconds of silence after which a machine is named, 5),

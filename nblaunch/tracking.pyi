@@ -1,5 +1,6 @@
 # Written by `make stubs` from nblaunch/compat/names.py.
 from nblaunch.training.tracking.hub import (
+    LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
     register_tracker_class as register_tracker_class,
 )
 from nblaunch.training.tracking.services import (

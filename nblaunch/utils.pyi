@@ -133,6 +133,18 @@ from nblaunch.training.strategies.fsdp2.strategy import (
 from nblaunch.training.tracking.hub import (
     LoggerType as LoggerType,
 )
+from nblaunch.training.utilities.constants import (
+    BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION,
+    BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION,
+    BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION,
+    BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION,
+    DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION,
+    FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION,
+    FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION,
+    MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
+    TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES,
+    XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
+)
 from nblaunch.training.utilities.environment import (
     check_os_kernel as check_os_kernel,
     clear_environment as clear_environment,
@@ -201,10 +213,20 @@ from nblaunch.training.utilities.environment import (
     str_to_bool as str_to_bool,
 )
 from nblaunch.training.utilities.helpers import (
+    are_libraries_initialized as are_libraries_initialized,
+    check_cuda_fp8_capability as check_cuda_fp8_capability,
     compile_regions_fsdp2 as compile_regions_fsdp2,
     convert_bytes as convert_bytes,
+    convert_dict_to_env_variables as convert_dict_to_env_variables,
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    dtype_byte_size as dtype_byte_size,
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+    find_tied_parameters as find_tied_parameters,
     get_pretty_name as get_pretty_name,
     has_compiled_regions as has_compiled_regions,
+    id_tensor_storage as id_tensor_storage,
+    ignorant_find_batch_size as ignorant_find_batch_size,
+    is_port_in_use as is_port_in_use,
     merge_dicts as merge_dicts,
     model_has_dtensor as model_has_dtensor,
     recursive_getattr as recursive_getattr,

@@ -76,7 +76,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         "training.state": "AcceleratorState DistributedType GradientState PartialState is_initialized",
     },
     "tracking": {
-        "training.tracking.hub": "register_tracker_class",
+        "training.tracking.hub": "LOGGER_TYPE_TO_CLASS register_tracker_class",
         "training.tracking.services": "CometMLTracker SwanLabTracker TrackioTracker",
         "training.tracking.trackers": (
             "GeneralTracker JsonlTracker MLflowTracker TensorBoardTracker WandBTracker on_main_process"
@@ -147,7 +147,16 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
             "purge_accelerate_environment "
             "str_to_bool"
         ),
+        "training.utilities.constants": (
+            "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION "
+            "BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION DTENSOR_PYTORCH_VERSION "
+            "FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION "
+            "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DYNAMO_MODES XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"
+        ),
         "training.utilities.helpers": (
+            "are_libraries_initialized check_cuda_fp8_capability convert_dict_to_env_variables "
+            "disable_fsdp_ram_efficient_loading dtype_byte_size enable_fsdp_ram_efficient_loading "
+            "find_tied_parameters id_tensor_storage ignorant_find_batch_size is_port_in_use "
             "compile_regions_fsdp2 convert_bytes get_pretty_name has_compiled_regions merge_dicts model_has_dtensor "
             "recursive_getattr"
         ),
@@ -179,16 +188,16 @@ _DELEGATED: Mapping[str, str] = {
     "test_utils": "torch_device",  # examples ask for it
     "test_utils.training": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
     "utils": (
-        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
-        "TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION are_libraries_initialized "
-        "check_cuda_fp8_capability check_cuda_p2p_ib_support clean_state_dict_for_safetensors compile_regions "
-        "compile_regions_deepspeed compute_module_sizes convert_dict_to_env_variables "
-        "convert_file_size_to_int copy_tensor_to_devices deepspeed_required disable_fsdp_ram_efficient_loading "
-        "dtype_byte_size enable_fsdp_ram_efficient_loading ensure_weights_retied find_tied_parameters "
+        "PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
+        "TORCH_LAUNCH_PARAMS "
+        "check_cuda_p2p_ib_support clean_state_dict_for_safetensors compile_regions "
+        "compile_regions_deepspeed compute_module_sizes "
+        "convert_file_size_to_int copy_tensor_to_devices deepspeed_required "
+        "ensure_weights_retied "
         "get_cpu_distributed_information get_current_device_type get_gpu_info get_grad_scaler "
         "get_model_tp_size get_module_children_bottom_up has_4bit_bnb_layers "
-        "id_tensor_storage ignorant_find_batch_size install_xla is_4bit_bnb_available "
-        "is_8bit_bnb_available is_bitsandbytes_multi_backend_available is_habana_gaudi1 is_port_in_use "
+        "install_xla is_4bit_bnb_available "
+        "is_8bit_bnb_available is_bitsandbytes_multi_backend_available is_habana_gaudi1 "
         "load_state_dict prepare_deepspeed_cmd_env prepare_multi_gpu_env "
         "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu "
         "set_numa_affinity torchao_required"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,7 +60,7 @@ def test_a_tracker_that_accelerate_alone_has_is_refused_until_it_is_registered(
             ValueError, match=rf"log_with='{kind.value}'.*GeneralTracker.*pip install {kind.value}"
         ):
             Accelerator(log_with=given)
-    monkeypatch.setattr(hub, "_known", dict(hub._known))
+    monkeypatch.setattr(hub, "LOGGER_TYPE_TO_CLASS", dict(hub.LOGGER_TYPE_TO_CLASS))
     own = type("Own", (GeneralTracker,), {"name": kind.value, "requires_logging_directory": False})
     register_tracker_class(own)
     assert Accelerator(log_with=kind).log_with == [own]
@@ -116,6 +117,50 @@ def test_small_helpers_need_no_accelerate() -> None:
     assert not utils.has_compiled_regions(model)
     assert utils.compile_regions_fsdp2(model, backend="eager") is model
     assert utils.has_compiled_regions(model)
+
+
+def test_helpers_answer_as_those_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = pytest.importorskip("accelerate.utils")
+    modeling = pytest.importorskip("accelerate.utils.modeling")
+    other = pytest.importorskip("accelerate.utils.other")
+    dtypes = [torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+    for dtype in (*dtypes, *theirs.CustomDtype):
+        assert utils.dtype_byte_size(dtype) == modeling.dtype_byte_size(dtype)
+    with pytest.raises(ValueError, match="'int3' is not a dtype"):
+        utils.dtype_byte_size("int3")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    model[1].bias = model[0].bias
+    assert sorted(utils.find_tied_parameters(model)) == sorted(modeling.find_tied_parameters(model))
+    weight = model[0].weight
+    assert (
+        utils.id_tensor_storage(weight)
+        == utils.id_tensor_storage(weight[1])
+        == modeling.id_tensor_storage(weight)
+    )
+    for data in ({"a": torch.ones(3, 1)}, ["text"], [], 3):
+        assert utils.ignorant_find_batch_size(data) == theirs.ignorant_find_batch_size(data)
+    assert utils.are_libraries_initialized("torch", "not_there") == ["torch"]
+    assert utils.check_cuda_fp8_capability() == (
+        torch.cuda.is_available() and theirs.check_cuda_fp8_capability()
+    )
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert utils.is_port_in_use(port)
+    assert not utils.is_port_in_use(port)
+    good = {"ACCELERATE_DEBUG_MODE": "1", "OTHER": "2"}
+    with pytest.warns(UserWarning, match="left out.*'BAD=<text'.*'EMPTY='"):
+        lines = utils.convert_dict_to_env_variables({**good, "BAD": "<text", "EMPTY": ""})
+    assert lines == theirs.convert_dict_to_env_variables(good)
+    for name in (name for name in dir(utils) if name.endswith("_VERSION")):
+        assert getattr(utils, name) == getattr(pytest.importorskip("accelerate.utils.constants"), name)
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "before")
+    for change in ("enable_fsdp_ram_efficient_loading", "disable_fsdp_ram_efficient_loading"):
+        getattr(utils, change)()
+        ours = os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]
+        getattr(other, change, getattr(theirs, change))()
+        assert ours == (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"])
 
 
 def test_shards_are_written_by_torch_alone() -> None:

@@ -68,7 +68,7 @@ def emitted() -> list[Event]:
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_known", dict(hub._known))
+    monkeypatch.setattr(hub, "LOGGER_TYPE_TO_CLASS", dict(hub.LOGGER_TYPE_TO_CLASS))
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------

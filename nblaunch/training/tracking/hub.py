@@ -34,7 +34,10 @@ _MAX_TEXT = 200  # characters of a text that travels to the launcher
 _LOGGED = (int, float, str, enum.Enum)
 """What of the logged values travels to the launcher; single elements of tensors and arrays are numbers by then."""
 
-_known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)
+}
+"""Name for ``log_with`` -> tracker class, with those that were registered."""
 
 
 _OF_ACCELERATE = {
@@ -73,9 +76,11 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name:
         raise ValueError(f"tracker class {kind.__name__} has no name")
-    if _known.get(name, kind) is not kind:
-        warn(f"tracker {name!r} was {_known[name].__qualname__}, and is {kind.__qualname__} from now on")
-    _known[name] = kind
+    if LOGGER_TYPE_TO_CLASS.get(name, kind) is not kind:
+        warn(
+            f"tracker {name!r} was {LOGGER_TYPE_TO_CLASS[name].__qualname__}, and is {kind.__qualname__} from now on"
+        )
+    LOGGER_TYPE_TO_CLASS[name] = kind
 
 
 class TrackerHub:
@@ -184,7 +189,7 @@ def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
     missing: list[str] = []
     for one in asked:
         if one == "all":
-            for kind in _known.values():
+            for kind in LOGGER_TYPE_TO_CLASS.values():
                 if _can_be_used(kind) and (logging_dir is not None or not _needs_folder(kind)):
                     _add(chosen, kind)
             continue
@@ -206,11 +211,11 @@ def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
 def _resolve(one: Any) -> Any:
     if isinstance(one, GeneralTracker):
         return one
-    if isinstance(one, str) and one.lower() in _known:
-        return _known[one.lower()]
+    if isinstance(one, str) and one.lower() in LOGGER_TYPE_TO_CLASS:
+        return LOGGER_TYPE_TO_CLASS[one.lower()]
     if isinstance(one, type) and issubclass(one, GeneralTracker):
         return one
-    valid = ", ".join(map(repr, ("all", *sorted(_known))))
+    valid = ", ".join(map(repr, ("all", *sorted(LOGGER_TYPE_TO_CLASS))))
     if isinstance(one, str) and one.lower() in _OF_ACCELERATE:
         name = one.lower()
         raise ValueError(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import nn
 
+from nblaunch.errors import warn
+from nblaunch.spec import DEFAULT_PORTS
+from nblaunch.training.collectives.nested import find_batch_size
 from nblaunch.training.models import is_compiled_module, repeated_blocks
 from nblaunch.weights.sharded import is_sharded_model
 
@@ -71,3 +78,86 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     for block in repeated_blocks(module) or [module]:
         block.compile(**compile_kwargs)
     return module
+
+
+# --- tensors and modules ---------------------------------------------------------------------------------------------
+
+_BYTES = {"bool": 1 / 8, "int2": 1 / 4, "int4": 1 / 2, "fp8": 1}
+"""Types that are counted by their bits, and names of types that torch does not have."""
+
+
+def dtype_byte_size(dtype: torch.dtype | str) -> float:
+    """Return the bytes of one element of a dtype; ``"int2"``, ``"int4"`` and ``"fp8"`` are known by name.
+
+    Raises:
+        ValueError: it is no such type.
+    """
+    name = str(getattr(dtype, "value", dtype)).removeprefix("torch.")
+    if name in _BYTES:
+        return _BYTES[name]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype; valid are those of torch, 'int2', 'int4' and 'fp8'")
+    return dtype.itemsize
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return device, address and bytes of the storage of ``tensor``: equal for tensors that share memory."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Return the names, sorted, of each parameter that has several; ``kwargs`` are accepted for older callers."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(several) for several in names.values() if len(several) > 1]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return the rows of the first tensor in nested ``data``; None where there is none."""
+    try:
+        return find_batch_size(data)
+    except (TypeError, ValueError):
+        return None
+
+
+# --- the process and the machine -------------------------------------------------------------------------------------
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Return lines ``NAME=value``, without those that a shell would read otherwise, which a warning names."""
+    lines, left_out = [], []
+    for name, value in current_env.items():
+        is_plain = name and value and not set(" ;<>\n") & set(name + value)
+        (lines if is_plain else left_out).append(f"{name}={value}\n")
+    if left_out:
+        shown = ", ".join(repr(line[:-1]) for line in left_out)
+        warn(f"left out, since they are empty or have a space, a newline or one of ;<> in them: {shown}")
+    return lines
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Return whether a process of this machine listens on a TCP port of ``localhost``; None: on 29500."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", DEFAULT_PORTS["static"] if port is None else port)) == 0
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the modules that this process has imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Return whether the current NVIDIA GPU computes in FP8 (compute capability 8.9); False without one."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have transformers load pretrained weights on rank 0 alone; the others get theirs from ``prepare``."""
+    os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have transformers load pretrained weights on every rank."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
