@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FSDP_PYTORCH_VERSION = "2.1.0"
+FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # as in images of NVIDIA, before the release
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"
 BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
