@@ -99,3 +99,22 @@ def test_parameters_that_are_frozen_after_prepare_are_named() -> None:
         assert "find_unused_parameters=True" in message
     assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}) == ["", ""]
     assert ranks.run(_freeze, 2, True, {}) == ["", ""]
+
+
+def _join_late() -> str:
+    accelerator = Accelerator()
+    model = nn.Sequential(_layer(1), _layer(2))
+    model[0].requires_grad_(False)
+    wrapped = accelerator.prepare(model)
+    model[0].requires_grad_(True)
+    try:
+        with accelerator.join_uneven_inputs([wrapped]):
+            accelerator.backward(wrapped(_rows()).sum())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_join_can_not_answer_for_parameters_that_change_later() -> None:
+    for message in ranks.run(_join_late, 2):
+        assert message.startswith("2 parameters are trained since prepare, and in join_uneven_inputs ranks")

@@ -115,8 +115,21 @@ class LateParameters:
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
 
-    def average_gradients(self) -> None:
-        """Average the gradients of late parameters over ranks. A collective if there are any."""
+    def average_gradients(self, is_joining: bool) -> None:
+        """Average the gradients of late parameters over ranks. A collective if there are any.
+
+        Args:
+            is_joining: ranks at the end of their data answer for DDP's gradients.
+
+        Raises:
+            RuntimeError: they do not answer for these.
+        """
+        if is_joining and self.parameters:
+            raise RuntimeError(
+                f"{len(self.parameters)} parameters are trained since prepare, and in join_uneven_inputs ranks at the "
+                "end of their data answer for the others alone. Unfreeze or add parameters before prepare, or train "
+                "with even_batches=True outside of join_uneven_inputs"
+            )
         groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for one in self.parameters:
             groups.setdefault((one.dtype, one.device), []).append(one)

@@ -156,7 +156,7 @@ class DdpStrategy(Strategy):
         super().backward(loss, divisor, precision, **kwargs)
         for ddp, late in self._late.items():
             if late.parameters and ddp.require_backward_grad_sync:
-                late.average_gradients()
+                late.average_gradients(ddp._join_config.enable)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         ddp = _own(model)
