@@ -113,7 +113,7 @@ def test_what_is_unknown_or_lacks_a_folder_is_reported() -> None:
 
 
 def test_registering() -> None:
-    with pytest.raises(TypeError, match="is no subclass of GeneralTracker"):
+    with pytest.raises(ValueError, match="is not a subclass of GeneralTracker"):
         register_tracker_class(int)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tracker class Nameless has no name"):
         register_tracker_class(type("Nameless", (GeneralTracker,), {}))

@@ -68,11 +68,10 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
     """Let ``log_with`` find a tracker class by its ``name``. Replacing one warns.
 
     Raises:
-        TypeError: it is no subclass of ``GeneralTracker``.
-        ValueError: it has no ``name``.
+        ValueError: it is no subclass of ``GeneralTracker``, or it has no ``name``.
     """
     if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
-        raise TypeError(f"{kind!r} is no subclass of GeneralTracker")
+        raise ValueError(f"{kind!r} is not a subclass of GeneralTracker")
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name:
         raise ValueError(f"tracker class {kind.__name__} has no name")
