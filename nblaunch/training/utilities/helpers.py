@@ -127,7 +127,8 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     """Return lines ``NAME=value``, without those that a shell would read otherwise, which a warning names."""
-    lines, left_out = [], []
+    lines: list[str] = []
+    left_out: list[str] = []
     for name, value in current_env.items():
         is_plain = name and value and not set(" ;<>\n") & set(name + value)
         (lines if is_plain else left_out).append(f"{name}={value}\n")
