@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nblaunch import env
 from nblaunch.errors import warn
 from nblaunch.spec import DEFAULT_PORTS
 from nblaunch.training.collectives.nested import find_batch_size
@@ -156,9 +156,9 @@ def check_cuda_fp8_capability() -> bool:
 
 def enable_fsdp_ram_efficient_loading() -> None:
     """Have transformers load pretrained weights on rank 0 alone; the others get theirs from ``prepare``."""
-    os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    env.apply({"ACCELERATE_USE_FSDP": "True", "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Have transformers load pretrained weights on every rank."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+    env.apply({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})
