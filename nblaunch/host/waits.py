@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,18 @@ _WRITE = {"x86_64": 1, "aarch64": 64}.get(platform.machine(), -1)
 _WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
 _PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and what is left without flags
 
-_SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
-"""Threads of torch that carry messages of other threads. They end no wait while the threads they serve are idle."""
+BARS_THREAD = "tqdm_monitor"
+"""Name of the thread that refreshes tqdm's bars by a clock."""
+
+_SERVERS = ("gloo_tcp_loop", "pt_tcpstore", BARS_THREAD)
+"""Threads that serve other threads: those of torch carry messages. They end no wait while the others are idle."""
+
+
+def name_this_thread(name: str) -> None:
+    """Name the calling thread for the system, which keeps 15 characters; nothing where it does not show threads."""
+    with suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+
 
 Wait = tuple[int, str, str]
 """Thread, address of what it waits on, how often it has been put to sleep."""

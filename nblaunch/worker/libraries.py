@@ -16,6 +16,7 @@ A ``SummaryWriter`` writes its events by a thread, which a fork does not copy, s
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import string
 import threading
@@ -24,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from nblaunch import packages
+from nblaunch.host import waits
 from nblaunch.wire.board import Slot
 from nblaunch.worker.optimizer_steps import steps
 
@@ -78,6 +80,14 @@ def _keep_to_one_line(std: Any) -> None:
     os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a thread of the worker may hold it
     std.tqdm._instances.clear()
     std.tqdm.moveto = _stay
+    run = std.TMonitor.run
+
+    @functools.wraps(run)
+    def run_named(self: Any) -> None:
+        waits.name_this_thread(waits.BARS_THREAD)
+        run(self)
+
+    std.TMonitor.run = run_named
 
 
 def _renew_lock(std: Any) -> None:

@@ -38,9 +38,16 @@ def test_each_wait_for_a_thread_of_the_kernel_ends_the_job_at_its_line(kernel: K
     kernel.run("kernels_event.set(); pool.shutdown()")
 
 
-def test_a_wait_beside_the_threads_of_gloo_is_named_and_stops_nothing(kernel: Kernel) -> None:
+@pytest.mark.parametrize(
+    "before",
+    ["Accelerator().reduce(torch.ones(2))", "import tqdm; list(tqdm.tqdm([1]))"],
+    ids=["gloo", "tqdm"],
+)
+def test_a_wait_beside_threads_that_end_no_wait_is_named_and_stops_nothing(
+    kernel: Kernel, before: str
+) -> None:
     kernel.run(PREPARED)
-    kernel.run("def train():\n    Accelerator().reduce(torch.ones(2))\n    queue.get()")
+    kernel.run(f"def train():\n    {before}\n    queue.get()")
     cell = kernel.submit("notebook_launcher(train, num_processes=2)")
     named = "for a queue, and the worker has no thread that could end the wait."
     cell.wait_for(lambda cell: named in cell.shown, 30, "the report")
