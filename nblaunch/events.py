@@ -48,9 +48,14 @@ class ExitStatus:
     """Exit status of a process: ``code`` >= 0 is its exit code, ``code`` < 0 the negated signal number.
 
     :data:`UNKNOWN_EXIT` stands for a status that is unknown.
+
+    Args:
+        code: the status.
+        server_pid: the status is that of the forkserver, with which the worker has ended; 0 = the worker's own.
     """
 
     code: int
+    server_pid: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -70,7 +75,8 @@ class ExitStatus:
     def __str__(self) -> str:
         if not self.is_known:
             return "an unknown exit status"
-        return f"killed by {self.signal_name}" if self.code < 0 else f"exit code {self.code}"
+        own = f"killed by {self.signal_name}" if self.code < 0 else f"exit code {self.code}"
+        return f"ended with its forkserver (pid {self.server_pid}): {own}" if self.server_pid else own
 
 
 _UNKNOWN_CODE = (

@@ -16,6 +16,7 @@ from nblaunch.diagnosis.root_cause import (
     SAME_COLLECTIVES,
     RootCause,
     find_root_cause,
+    how_ended,
     others_in_one_line,
     own_failures,
     what_happened,
@@ -185,7 +186,7 @@ def _raised_remotely(failed: Failed, label: str, notes: Sequence[str]) -> Failur
 
 def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> Failure:
     status, _ = remote.exits[rank]
-    how = f"was {status}" if status.signal_name else f"ended with {status} before the function returned"
+    how = how_ended(status) + ("" if status.signal_name else " before the function returned")
     headline = f"{how} (on {remote.labels[rank]})"
     meaning = what_it_means(RootCause(rank, status=status))
     text = f"rank {rank} {headline}. {meaning} Its last lines and its complete log are there."

@@ -117,6 +117,9 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
 
 def how_ended(status: ExitStatus) -> str:
     """Return how a process ended: ``was killed by SIGSEGV``, ``ended with exit code 3``."""
+    if status.server_pid:
+        own = how_ended(ExitStatus(status.code))
+        return f"ended with its forkserver (pid {status.server_pid}), which {own}"
     return f"was killed by {status.signal_name}" if status.signal_name else f"ended with {status}"
 
 

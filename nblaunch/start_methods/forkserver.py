@@ -96,7 +96,8 @@ class ForkserverGroup(WorkerGroup):
         ended = self._read_reports()
         if self._server_status is not None and self._alive:
             # Without its server no worker lives (they die with it), and how each one ended is not known.
-            ended += [(rank, self._server_status) for rank in sorted(self._alive)]
+            status = ExitStatus(self._server_status.code, self._server)
+            ended += [(rank, status) for rank in sorted(self._alive)]
             self._alive.clear()
         return ended
 

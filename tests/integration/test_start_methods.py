@@ -299,6 +299,25 @@ finally:
     assert "dies.py, line 3" in shown
 
 
+def test_a_forkserver_that_is_killed_is_named_instead_of_its_ranks(shared: Kernel) -> None:
+    shared.run(
+        """
+import signal, time
+def kill_the_server():
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+"""
+    )
+    cell = shared.run(
+        "notebook_launcher(kill_the_server, num_processes=2, start_method='forkserver')", raises="WorkerDied"
+    )
+    assert cell.error is not None
+    assert "ended with its forkserver (pid " in cell.error.value, cell.describe()
+    assert "which was killed by SIGKILL" in cell.error.value, cell.describe()
+    shared.wait_for_no_processes(10.0)
+
+
 def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> None:
     cell = shared.run(
         DRAWS
