@@ -29,9 +29,13 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
         for path, state in one.items():
             names = joined.setdefault(path, {})
             for name, value in state.items():
-                if isinstance(value, TensorShard):
-                    value = ShardedTensor([*(names[name].shards if name in names else ()), value])
-                names[name] = value
+                if not isinstance(value, TensorShard):
+                    names[name] = value
+                    continue
+                shards = names[name].shards if name in names else ()
+                # Each of several machines sends what it has, which may be the same.
+                if (value.offset, value.data.shape) not in {(one.offset, one.data.shape) for one in shards}:
+                    names[name] = ShardedTensor([*shards, value])
     return joined
 
 

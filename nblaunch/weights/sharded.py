@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nblaunch.topology import Topology
+
 
 @dataclass(frozen=True)
 class TensorShard:
@@ -117,24 +119,27 @@ def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def shards_to_send(state: Mapping[str, Any], is_local_main: bool) -> dict[str, Any]:
+def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) -> dict[str, Any]:
     """Return what this rank sends of a module's weights: its shards; the main rank also what is not sharded.
 
-    No rank waits for another. A shard that several ranks hold is sent by one of them.
+    No rank waits for another. A shard that several ranks of a machine hold is sent by one of them.
 
     Args:
         state: a state dict of the parameters themselves (``keep_vars=True``), on which DeepSpeed's shards hang.
-        is_local_main: whether this is the first rank of its machine.
+        topology: of this rank.
+        is_main: whether this rank sends what is not sharded.
     """
+    first = topology.rank - topology.local_rank
+    machine = range(first, first + topology.local_world_size)
     sent: dict[str, Any] = {}
     for name, value in state.items():
         if is_sharded(value):
             offset, _ = extent(value)
-            if _is_first_holder(value):
+            if _is_first_holder(value, topology.rank, machine):
                 sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
         elif hasattr(value, "ds_id"):
             sent[name] = _deepspeed_shard(value)
-        elif is_local_main:
+        elif is_main:
             sent[name] = value.detach() if hasattr(value, "detach") else value
     return sent
 
@@ -148,13 +153,17 @@ def _deepspeed_shard(parameter: Any) -> TensorShard:
     return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
 
 
-def _is_first_holder(shard: Any) -> bool:
-    """Return whether no rank before this one holds the very same shard.
+def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
+    """Return whether no rank before this one, of those of its machine, holds the very same shard.
 
     An earlier holder is earlier in the shard's mesh, or belongs to another mesh of the same form: beside tensor
-    parallelism, other tensors are sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
+    parallelism, other tensors are sharded over the ranks of every replica alone. The mesh with the machine's first rank
+    is the first.
     """
-    coordinate = shard.device_mesh.get_coordinate()
-    return bool((shard.device_mesh.mesh == 0).any()) and all(
-        coordinate[dim] == 0 for dim, placement in enumerate(shard.placements) if placement.is_replicate()
+    mesh = shard.device_mesh
+    at = tuple(
+        slice(None) if placement.is_replicate() else index
+        for placement, index in zip(shard.placements, mesh.get_coordinate(), strict=True)
     )
+    holders = [holder for holder in mesh.mesh[at].reshape(-1).tolist() if holder in machine]
+    return bool((mesh.mesh == machine.start).any()) and min(holders) == rank

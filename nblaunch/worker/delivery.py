@@ -60,6 +60,7 @@ class Delivery:
         wanted_optimizers: Sequence[ArgPath] = (),
         is_main: bool | None = None,
     ) -> None:
+        self._topology = topology
         self._rank = topology.rank
         self._is_main = topology.local_rank == 0 if is_main is None else is_main
         self._outbox_fd = outbox_fd
@@ -144,7 +145,7 @@ class Delivery:
                 "fully_shard, come back"
             )
         state = dict(
-            shards_to_send(module.state_dict(keep_vars=True), self._is_main)
+            shards_to_send(module.state_dict(keep_vars=True), self._topology, self._is_main)
             if in_shards
             else module.state_dict()
         )

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import nblaunch
@@ -145,6 +147,28 @@ def handle_interrupt(model: nn.Module) -> int:
             for parameter in model.parameters():
                 parameter.fill_(7.0)
     return current().topology.rank + 10
+
+
+def train_shards(model: nn.Module, is_whole_on_each: bool) -> None:
+    """Each step adds 1 to all weights, of which ranks hold shards. The last rank interrupts its launcher in step 5.
+
+    Args:
+        is_whole_on_each: shard the model over the ranks of each machine; False = over those of both.
+    """
+    accelerator = Accelerator()
+    place = current().topology
+    sizes = (place.num_nodes, place.local_world_size) if is_whole_on_each else (place.world_size,)
+    names = ("machine", "rank")[-len(sizes) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    for number in range(10**9):
+        optimizer.zero_grad()
+        (-model(torch.ones(4)).sum()).backward()
+        if number == 4 and accelerator.is_last_process:
+            time.sleep(0.2)  # the other rank of this machine does its step meanwhile
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.2)
+        optimizer.step()
 
 
 def return_on_request(model: nn.Module, folder: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.nodes.machines import LIMIT_S, Launch, Pair
 
@@ -273,6 +274,31 @@ def test_an_interrupt_on_one_is_reported_on_the_other(pair: Pair, static: Settin
     assert re.match(
         r"NodeLost: node 1 \(host \S+, rank 1\) was interrupted", error_of(launches[0].result(SOON_S))
     )
+
+
+@pytest.mark.parametrize("is_whole_on_each", [True, False])
+def test_an_interrupt_keeps_the_weights_of_the_last_step_where_a_machine_has_all_of_them(
+    pair: Pair, static: Settings, is_whole_on_each: bool
+) -> None:
+    launches = [
+        pair[rank].start("train_shards", is_whole_on_each, num_processes=2, **static) for rank in range(2)
+    ]
+    here, there = [launch.result() for launch in launches]
+    assert (here["error"], there["error"]) == ("NodeLost", "KeyboardInterrupt")
+    assert re.match(r"NodeLost: node 1 \(host \S+, ranks 2-3\) was interrupted", error_of(here))
+    found = re.search(r"interrupted after optimizer step (\d+): (.*)", launches[1].output)
+    assert found, launches[1].output
+    steps = int(found[1]) if is_whole_on_each else 0
+    what = (
+        "copied the weights of that step"
+        if is_whole_on_each
+        else "8 elements of weight are on other machines"
+    )
+    assert what in found[2]
+    torch.manual_seed(0)  # as in the launching process
+    expected = torch.nn.Linear(4, 2).weight.detach() + steps
+    assert torch.allclose(torch.tensor(there["model"][0]), expected, atol=1e-5)
+    pair.wait_until_empty()
 
 
 def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
