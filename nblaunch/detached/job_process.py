@@ -30,6 +30,7 @@ from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import Endpoint, RequestServer, new_address
 from nblaunch.errors import LaunchError, warn
 from nblaunch.events import JobEnded
+from nblaunch.host import disk
 from nblaunch.host.machine import ProcessMark
 from nblaunch.launcher.debug_client import release_kept_failures
 from nblaunch.launcher.job import Listener
@@ -160,6 +161,21 @@ class _DetachedJob:
     def __init__(self, task: JobTask) -> None:
         self._task = task
         self._log = JobLog(task.root, task.job_id)
+        try:
+            self._publish()
+        except BaseException as error:
+            why = disk.reason(self._log.path, error) if isinstance(error, OSError) else ""
+            self._log.remove()  # or it would be listed as a damaged job
+            if not why:
+                raise
+            raise LaunchError(
+                f"its files in {self._log.path} can't be made: {why}. Make room there, or choose another folder with "
+                "XDG_STATE_HOME or NBLAUNCH_LOG_DIR"
+            ) from error
+
+    def _publish(self) -> None:
+        """Make the files and sockets of the job: from now on, others can follow it."""
+        task = self._task
         output.capture(str(self._log.new_file("job.log")))
         self._requests = JobRequests()
         self._outcome: JobOutcome | None = None

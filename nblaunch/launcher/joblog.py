@@ -145,6 +145,11 @@ class JobLog(LogFolder):
         _in_use.discard(self.path)
         self._unlock()
 
+    def remove(self) -> None:
+        """Remove the folder of a job that could not be started."""
+        self.end()
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def _unlock(self) -> None:
         # A forked child had it closed at once, and may use the number otherwise.
         if self._lock_fd >= 0 and self._pid == os.getpid():

@@ -305,6 +305,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+def _fill(path: Path) -> None:
+    with path.open("wb") as file, suppress(OSError):
+        while True:
+            os.write(file.fileno(), bytes(4096))
+
+
 RETURN_MUCH = """
 def return_much(model, gate):
     open(gate + "0").close()
@@ -319,6 +325,20 @@ job = notebook_launcher(
 """
 
 
+def test_a_job_for_whose_files_there_is_no_room_is_refused_and_not_listed(
+    small_disk: Path, desk: Desk
+) -> None:
+    desk.env["NBLAUNCH_LOG_DIR"] = str(small_disk)
+    kernel = desk.kernel()
+    kernel.run("import nblaunch")
+    kernel.run("nblaunch.notebook_launcher(int, background=True, detach=True).result(60)", timeout_s=120)
+    _fill(small_disk / "filler")
+    cell = kernel.run("nblaunch.notebook_launcher(int, background=True, detach=True)", raises="LaunchError")
+    assert cell.error is not None
+    assert f"the disk of {small_disk} is full" in cell.error.value
+    assert kernel.run("[job.status for job in nblaunch.jobs()]").value == ["done"]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ending", ["room", "stop"])
 def test_what_a_full_disk_has_no_room_for_is_kept_until_it_has_or_the_user_gives_up(
@@ -328,9 +348,7 @@ def test_what_a_full_disk_has_no_room_for_is_kept_until_it_has_or_the_user_gives
     kernel = desk.kernel()
     kernel.run(RETURN_MUCH.format(gate=desk.gate), timeout_s=120)
     filler = small_disk / "filler"
-    with filler.open("wb") as file, suppress(OSError):
-        while True:
-            os.write(file.fileno(), bytes(4096))
+    _fill(filler)
     open(f"{desk.gate}0", "w").close()
     listed = "[(one.status, one.problem) for one in nblaunch.jobs()]"
     kernel.wait_until(lambda: kernel.run(listed).value[0][0] == "waiting", 60, "the job waiting for room")
