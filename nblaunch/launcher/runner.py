@@ -313,6 +313,8 @@ class JobRunner(Job):
         )
         for note in notes:
             self.emit(note)
+        if outcome.status == "failed" and self.requests.interrupts and self.attempt < self.spec.max_restarts:
+            self.emit(Note.of_job("ranks are not started again, because the job was interrupted"))
         return outcome
 
     def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:

@@ -287,6 +287,8 @@ notebook_launcher(train, num_processes=2, interrupt_grace_s={LONG_S}, max_restar
     shared.interrupt()
     cell.wait(30)
     assert (cell.raised.name, cell.raised.value) == ("ValueError", "bad shape"), cell.describe()
+    says_why = "ranks are not started again, because the job was interrupted" in cell.stdout + cell.stderr
+    assert says_why == (max_restarts > 0), cell.describe()
     assert value_of(shared, "nblaunch.last_job().status") == "failed"
     assert_as_before(shared)
 
