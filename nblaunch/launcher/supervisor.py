@@ -388,8 +388,7 @@ class Supervisor:
             grace_s = 0.0 if spec.is_session else spec.interrupt_grace_s
             running = self._alive - self._report.returned.keys()
             self._boundary = on_boundary({rank: self._board.slot(rank) for rank in running}, now)
-            if self._boundary is not None:  # those that end at it are stopped, too
-                self._report.signalled |= dict.fromkeys(running, time.time())
+            self._report.signalled |= dict.fromkeys(running, time.time())  # some may end at the boundary
             patience_s = 0.0 if self._boundary is None else min(BOUNDARY_S, grace_s)
             self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
 
