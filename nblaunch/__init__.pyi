@@ -21,6 +21,7 @@ from nblaunch.detached import (
 )
 from nblaunch.errors import (
     CheckpointError as CheckpointError,
+    CollectiveMismatch as CollectiveMismatch,
     DistributedOperationException as DistributedOperationException,
     JobCancelled as JobCancelled,
     JobHung as JobHung,

@@ -7,6 +7,7 @@
     │   ├── WorkerFailed      it raised an exception that can't be pickled; has its type, message and traceback as text
     │   └── WorkerDied        no exception: a signal, sys.exit(n), os._exit, or a return while others wait
     │       └── NodeLost      it was on another machine, which has left or sends no heartbeats
+    ├── CollectiveMismatch    ranks called different collectives where all must call the same
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
     ├── JobLost               the process that watched a detached job was killed, or its machine restarted
     ├── ResultError           the return value can't be pickled; ``partial`` is what can
@@ -82,7 +83,29 @@ class NodeLost(WorkerDied):
 
 
 class JobHung(NblaunchError, RuntimeError):
-    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message has all positions."""
+    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message has all positions.
+
+    Args:
+        message: what happened.
+        ranks: those that the others wait for; empty where that is not known.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class CollectiveMismatch(NblaunchError, RuntimeError):
+    """Ranks called different collectives, or the same with different tensors, reductions or roots.
+
+    Args:
+        message: what each of them called, on which line.
+        ranks: those at fault; empty where no side is more likely wrong than the other.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class JobLost(NblaunchError, RuntimeError):

@@ -463,7 +463,8 @@ class JobEnded(Event):
         failed_rank: rank of the root cause; None if there is none.
         message: one line about the failure.
         is_early: it was done before its last step because that was requested.
-        has_hung: it failed because a hang was stopped.
+        has_hung: it failed because a hang was stopped, or ranks that call different collectives: what ranks raise then
+            explains nothing.
     """
 
     outcome: str = "done"

@@ -51,7 +51,7 @@ def count(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 process``, ``4 processes``."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number:,} {noun}es" if noun.endswith("s") else f"{number:,} {noun}s"
+    return f"{number:,} {noun}es" if noun.endswith(("s", "ch")) else f"{number:,} {noun}s"
 
 
 def first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:

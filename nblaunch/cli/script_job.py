@@ -27,7 +27,7 @@ from nblaunch.config.settings import SETTINGS
 from nblaunch.dashboard import text_dashboards
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
+from nblaunch.errors import CollectiveMismatch, JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import AttemptStarted, Event, Failed, JobEnded, Started
 from nblaunch.launcher import store
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
@@ -169,7 +169,7 @@ class _Failures(Dashboard):
     def report(self, error: BaseException) -> None:
         """Print the root cause to stderr: traceback, then the notes about its place and the other ranks."""
         root = self._failed.get(self._failed_rank)
-        if root is not None and not isinstance(error, (WorkerDied, JobHung)):
+        if root is not None and not isinstance(error, (WorkerDied, JobHung, CollectiveMismatch)):
             text = f"rank {root.rank} failed:\n{root.info.text.rstrip()}"
         elif isinstance(error, (KeyboardInterrupt, JobCancelled)):
             return

@@ -13,8 +13,8 @@ _ROOT: Mapping[str, str] = {
     "debugging": "debug",
     "detached": "attach jobs",
     "errors": (
-        "CheckpointError DistributedOperationException JobCancelled JobHung JobLost LaunchError NblaunchError NodeLost "
-        "PayloadError ResultError WorkerDied WorkerError WorkerFailed"
+        "CheckpointError CollectiveMismatch DistributedOperationException JobCancelled JobHung JobLost LaunchError "
+        "NblaunchError NodeLost PayloadError ResultError WorkerDied WorkerError WorkerFailed"
     ),
     "launcher.job": "Job last_job",
     "notebook": "debug_launcher launch notebook_launcher",

@@ -469,8 +469,9 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     if len(lines) > _NUM_FAILURE_LINES:
         hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
         lines = [*lines[:_NUM_FAILURE_LINES], (formatting.count(hidden, "more rank"), "see the logs")]
-    if not lines and view.outcome == "failed" and view.end.message:
-        lines = [("job", single_line(view.end.message.strip().partition("\n")[0]))]
+    is_of_none = not lines or (view.end.has_hung and view.end.failed_rank is None)
+    if is_of_none and view.outcome == "failed" and view.end.message:
+        lines = [("job", single_line(view.end.message.strip().partition("\n")[0])), *lines]
     return tuple(lines)
 
 

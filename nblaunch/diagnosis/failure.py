@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from nblaunch import formatting
 from nblaunch.diagnosis import memory, stacks
+from nblaunch.diagnosis.collective_failures import explain_failure, explain_refusal
+from nblaunch.diagnosis.disagreements import Explanation
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
 from nblaunch.diagnosis.root_cause import (
@@ -22,7 +25,7 @@ from nblaunch.diagnosis.root_cause import (
     what_happened,
     what_it_means,
 )
-from nblaunch.errors import JobHung, NodeLost, WorkerDied
+from nblaunch.errors import CollectiveMismatch, JobHung, NodeLost, WorkerDied
 from nblaunch.events import ExitStatus, Failed
 from nblaunch.host import disk
 
@@ -61,16 +64,21 @@ class Logs(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception to raise, with the rank of the failure and a headline (``ValueError: ...``)."""
+    """An exception to raise, with the rank of the failure and a headline (``ValueError: ...``).
+
+    ``rank`` is None where several ranks are at fault, or it is not known which.
+    """
 
     error: BaseException
-    rank: int
+    rank: int | None
     headline: str
 
     @property
     def sentence(self) -> str:
         """``rank 3 raised ValueError: no such file``."""
-        verb = "" if isinstance(self.error, (WorkerDied, JobHung)) else "raised "
+        if isinstance(self.error, (JobHung, CollectiveMismatch)):
+            return str(self.error).partition("\n")[0]
+        verb = "" if isinstance(self.error, WorkerDied) else "raised "
         return f"rank {self.rank} {verb}{self.headline}"
 
 
@@ -97,6 +105,9 @@ def failure_of(
     if remote is not None:
         return remote
     root = find_root_cause(report)
+    mismatch = explain_failure(report, root)
+    if mismatch is not None:
+        return _mismatched(report, mismatch, root, [*past, f"complete logs: {logs.attempt_path(attempt)}"])
     if root is None:  # the launcher stopped ranks that did not end in time
         rank = min(rank for rank in report.exits if rank not in report.returned)
         root = RootCause(rank, status=report.exits[rank][0])
@@ -113,6 +124,10 @@ def failure_of(
         info = root.failed.info
         headline = f"{info.type_name}: {info.message[:_HEADLINE]}".strip().splitlines()[0]
         error = rebuild(root.failed)
+        compared = explain_refusal(report, root)
+        if compared is not None:
+            annotate(error, info, [f"{compared.headline}.", *evidence, *notes])
+            return Failure(error, compared.ranks[0] if len(compared.ranks) == 1 else None, headline)
         annotate(error, info, [*evidence, *notes])
         return Failure(error, root.rank, headline)
     headline = what_happened(root, report)
@@ -195,11 +210,36 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> F
     )
 
 
+def _mismatched(
+    report: AttemptReport, mismatch: Explanation, root: RootCause | None, notes: Sequence[str]
+) -> Failure:
+    """Return the failure of ranks that called different collectives; an error that it led to becomes its cause."""
+    ended = {
+        rank: str(status) for rank, (status, _) in report.exits.items() if status.signal_name == "SIGABRT"
+    }
+    how = [
+        f"{formatting.ranks(ranks)}: {text}, which torch's backend does where tensors do not fit"
+        for text, ranks in formatting.ranks_by_text(ended).items()
+    ]
+    error = CollectiveMismatch("\n".join([f"{mismatch.text}", *how, *notes]), ranks=mismatch.ranks)
+    if root is not None and root.failed is not None:
+        error.__cause__ = rebuild(root.failed)
+    return _of_ranks(error, mismatch.ranks, mismatch.headline)
+
+
 def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
-    lines = ["no rank made progress, so the job was stopped:", *hang.lines]
+    stopped = "no rank made progress, so the job was stopped:"
+    lines = [f"{hang.headline}; {stopped}" if hang.ranks or hang.is_explained else stopped, *hang.lines]
     lines += [hang.advice] if hang.advice else []
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
-    return Failure(JobHung("\n".join(lines)), hang.rank, hang.headline)
+    return _of_ranks(JobHung("\n".join(lines), ranks=hang.ranks), hang.ranks, hang.headline)
+
+
+def _of_ranks(error: BaseException, ranks: Sequence[int], headline: str) -> Failure:
+    """Return the failure of ranks; ``headline`` is a sentence that begins with them."""
+    if len(ranks) != 1:
+        return Failure(error, None, headline)
+    return Failure(error, ranks[0], headline.removeprefix(f"rank {ranks[0]} "))
 
 
 def _device_evidence(root: RootCause) -> list[str]:

@@ -265,6 +265,8 @@ def describe_hang(
     steps: Mapping[int, int],
     gone: Sequence[int],
     busy: Sequence[int] = (),
+    *,
+    is_explained: bool = False,
 ) -> list[str]:
     """Return the positions of all ranks, and a line that interprets them.
 
@@ -273,28 +275,27 @@ def describe_hang(
         steps: rank -> number of batches so far.
         gone: ranks that have returned.
         busy: ranks that use the processor.
+        is_explained: the recorded collectives of ranks say what the positions mean.
     """
     lines = describe_positions(positions, busy)
-    interpretation = _interpret(positions, steps, gone)
+    interpretation = "" if is_explained else _interpret(positions, steps, gone)
     return [*lines, interpretation] if interpretation else lines
 
 
-def cause(
-    positions: Mapping[int, Position], steps: Mapping[int, int], candidates: Sequence[int]
-) -> tuple[int, str]:
-    """Return the rank that the others wait for, and what it did, as the end of a sentence.
+def cause(positions: Mapping[int, Position], candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """Return the ranks that the others wait for, empty where all wait, and what happened, as a sentence.
 
     Args:
         positions: of running ranks.
-        steps: rank -> number of batches so far.
         candidates: ranks whose function runs, at least one.
     """
     waiting = [rank for rank in candidates if rank in positions and positions[rank].waits_for_ranks]
     absent = [rank for rank in candidates if rank not in waiting]
     if waiting and absent:
         wait = "wait" if len(waiting) > 1 else "waits"
-        return min(absent), f"did not enter the collective that {formatting.ranks(waiting)} {wait} in"
-    return min(candidates, key=lambda rank: (steps.get(rank, 0), rank)), "made no progress"
+        collective = f"did not enter the collective that {formatting.ranks(waiting)} {wait} in"
+        return tuple(absent), f"{formatting.ranks(absent)} {collective}"
+    return (), f"{formatting.ranks(candidates)} made no progress"
 
 
 def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone: Sequence[int]) -> str:

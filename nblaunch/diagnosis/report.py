@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nblaunch.diagnosis.disagreements import Explanation
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.events import (
     EpochEnded,
@@ -19,6 +20,7 @@ from nblaunch.events import (
 )
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.collective_calls import RankCalls
 
 _NUM_EPOCHS_KEPT = 64
 
@@ -56,16 +58,18 @@ class Hang:
     """A hang for which a job was stopped.
 
     Args:
-        rank: the one that the others wait for, as far as that is known.
-        headline: of that rank, as the end of a sentence.
+        ranks: those that the others wait for, as far as that is known.
+        headline: what happened, as a sentence with these ranks.
         lines: positions of all ranks.
         advice: what to look for, where the lines do not say it.
+        is_explained: the collectives that ranks have recorded say what happened.
     """
 
-    rank: int
+    ranks: tuple[int, ...]
     headline: str
     lines: tuple[str, ...]
     advice: str
+    is_explained: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class AttemptReport:
         remote: failures of ranks on other nodes.
         places: rank -> label of its node, where an engine has started it; empty on one machine.
         evidence: rank -> what its own node says of its death or failure, line by line, where an engine has started it.
+        disagreement: what ranks called differently, where they must not; None if they are not known to differ.
+        calls: rank -> its last collectives, of this node.
     """
 
     returned: dict[int, Returned] = field(default_factory=dict)
@@ -126,11 +132,13 @@ class AttemptReport:
     remote: RemoteFailures = field(default_factory=RemoteFailures)
     places: Mapping[int, str] = field(default_factory=dict)
     evidence: dict[int, Evidence] = field(default_factory=dict)
+    disagreement: Explanation | None = None
+    calls: dict[int, RankCalls] = field(default_factory=dict)
 
     @property
     def is_success(self) -> bool:
         """Whether the function returned on every rank and the job was not stopped."""
-        is_stopped = self.interrupted or self.cancelled or self.hang or self.kept
+        is_stopped = self.interrupted or self.cancelled or self.hang or self.kept or self.disagreement
         return not is_stopped and len(self.returned) == len(self.exits)
 
     @property

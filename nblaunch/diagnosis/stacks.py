@@ -33,6 +33,7 @@ _COLLECTIVE_FILES = (
     "/nblaunch/training/collectives/",
     "/torch_xla/core/xla_model.py",
 )
+_DDP_FILE = "/torch/nn/parallel/distributed.py"
 _SAVE_ROUND = "/nblaunch/training/checkpoints/save_round.py"
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
 _DATA_LOADER = "the data loader"
@@ -261,6 +262,8 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
     """Return the name of the outermost collective among library frames, which the user called."""
     if any(frame.filename.endswith(_SAVE_ROUND) for frame in inner):
         return inner[-1].name  # save_state, or the wait for an asynchronous save
+    if inner and inner[0].filename.endswith(_DDP_FILE) and "broadcast" in inner[0].name:
+        return "forward"  # which broadcasts buffers
     for frame in reversed(inner):
         if any(part in frame.filename for part in _DATA_FILES):
             return _DATA_LOADER

@@ -16,6 +16,7 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
         escalation.py    which signal which rank gets when; an orderly end with time for a checkpoint
         hang_watch.py    finds ranks without progress; where the ranks are
         unread_queues.py  keeps what ranks have put into queues of the kernel
+        collective_watch.py  finds ranks that call different collectives
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
       interruption.py  what an interrupted job has kept of its training

@@ -22,17 +22,21 @@ from typing import Protocol
 from nblaunch import formatting
 from nblaunch.diagnosis import deadlock, full_queues
 from nblaunch.diagnosis.deadlock import DeadlockDetector
+from nblaunch.diagnosis.disagreements import Explanation, explain, explain_splits, find_disagreement
 from nblaunch.diagnosis.full_queues import FullQueueDetector
 from nblaunch.diagnosis.hang import (
     BUSY_FOR_LONG,
     Check,
     Finding,
     HangDetector,
+    cause,
     describe_hang,
     describe_positions,
     progress_of,
 )
+from nblaunch.diagnosis.report import Hang
 from nblaunch.diagnosis.stacks import Position, StackDump
+from nblaunch.diagnosis.standstill import Standing, explain_standstill
 from nblaunch.events import Event, Metric, Note, Stalled
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
@@ -51,11 +55,23 @@ class Hung:
         positions: of the ranks.
         lines: its description.
         advice: what to look for, where the description does not say it.
+        explanation: what the recorded collectives of ranks say; None if nothing.
     """
 
     positions: Positions
     lines: Sequence[str]
     advice: str
+    explanation: Explanation | None = None
+
+    def reported(self, running: Sequence[int]) -> Hang:
+        """Return it for the report of the attempt.
+
+        Args:
+            running: ranks whose function runs, at least one.
+        """
+        found = self.explanation
+        ranks, headline = (found.ranks, found.headline) if found else cause(self.positions, running)
+        return Hang(ranks, headline, tuple(self.lines), self.advice, is_explained=found is not None)
 
 
 class StackQuery(Protocol):
@@ -201,7 +217,10 @@ class HangWatch:
     def _answer(self, checks: Mapping[int, Check], done: Collection[int], query: Query) -> None:
         positions = _positions(checks)
         is_hang = positions.keys() <= self._detector.still_for(time.monotonic()).keys()
-        lines = self._describe(positions, done) if is_hang else describe_positions(positions)
+        if is_hang:
+            lines = _with_headline(*self._describe(positions, done))
+        else:
+            lines = describe_positions(positions)
         self._requests.answer(query, "\n".join(lines) or "no rank runs the function at the moment")
 
     def _report_deadlock(
@@ -224,10 +243,10 @@ class HangWatch:
         self._deadlocked.update(waiting)
         for rank, at in waiting.items():
             self._emit(Stalled(rank, time.time(), at.place, "", deadlock.CERTAIN_S))
-        lines = self._describe(positions, done)
-        self._report(f"no progress for {deadlock.CERTAIN_S:g} s:", lines)
+        lines, explanation = self._describe(positions, done)
+        self._report(f"no progress for {deadlock.CERTAIN_S:g} s:", _with_headline(lines, explanation))
         is_certain = any(deadlocked[rank] for rank in waiting)
-        return Hung(positions, lines, "") if is_certain else None
+        return Hung(positions, lines, "", explanation) if is_certain else None
 
     def _report_full_queues(
         self, checks: Mapping[int, Check], done: Collection[int], blocked: Collection[int]
@@ -243,7 +262,8 @@ class HangWatch:
         for rank, at in waiting.items():
             self._emit(Stalled(rank, time.time(), at.place, "", full_queues.LONG_S))
         if waiting:
-            self._report(f"no progress for {full_queues.LONG_S:g} s:", self._describe(positions, done))
+            lines = _with_headline(*self._describe(positions, done))
+            self._report(f"no progress for {full_queues.LONG_S:g} s:", lines)
         return None
 
     def _judge(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
@@ -259,27 +279,47 @@ class HangWatch:
                 self._emit(Stalled(rank, time.time(), at.place, waiting_in, for_s, is_certain))
         if finding is None:
             return None
-        lines = self._describe(positions, done, finding.busy)
-        self._report(self._headline(finding), lines)
+        lines, explanation = self._describe(positions, done, finding.busy)
+        self._report(self._headline(finding), _with_headline(lines, explanation))
         advice = "" if self._still_blocked(positions) else BUSY_FOR_LONG
-        return Hung(positions, lines, advice) if finding.hung else None
+        if explanation is not None:
+            advice = explanation.advice
+        return Hung(positions, lines, advice, explanation) if finding.hung else None
 
     def _still_blocked(self, positions: Positions) -> list[int]:
         """Return the ranks that wait for room in a queue, as before."""
         return [rank for rank, at in self._blocked.items() if positions.get(rank) == at]
 
-    def _describe(self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()) -> list[str]:
+    def _describe(
+        self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()
+    ) -> tuple[list[str], Explanation | None]:
+        """Return the positions of ranks, what they mean, and what the recorded collectives say."""
         steps = {reading.rank: reading.step for reading in self._read_board()}
-        lines = describe_hang(positions, steps, gone=sorted(done), busy=busy)
+        explanation = self._explain(positions, done, steps)
+        lines = describe_hang(
+            positions, steps, gone=sorted(done), busy=busy, is_explained=explanation is not None
+        )
         start_method = self._attempt.plan.start_method
         if blocked := self._still_blocked(positions):
-            return [*lines, full_queues.explain(blocked)]
+            return [*lines, full_queues.explain(blocked)], None
         deadlocked = {rank: at for rank, at in self._deadlocked.items() if positions.get(rank) == at}
         if deadlocked:
             lines += [*deadlock.explain(deadlocked), deadlock.advice(start_method)]
         elif start_method == "fork":
             lines += fork_safety.explain_hang(list(positions.values()))
-        return lines
+        return lines, explanation
+
+    def _explain(
+        self, positions: Positions, done: Collection[int], steps: Mapping[int, int]
+    ) -> Explanation | None:
+        ranks = self._attempt.ranks
+        found = {rank: self._board.calls(rank).read() for rank in ranks}
+        calls = {rank: own for rank, own in found.items() if own.num_calls}
+        if (disagreement := find_disagreement(calls)) is not None and not disagreement.of_rates:
+            return explain(disagreement, calls, steps)
+        if (splits := explain_splits(calls)) is not None:
+            return splits
+        return explain_standstill(Standing(calls, set(done) & set(ranks), positions, steps))
 
     def _report(self, headline: str, lines: Sequence[str]) -> None:
         self._emit(Note.of_job("\n".join([headline, *(f"    {line}" for line in lines)]), "hang"))
@@ -297,3 +337,8 @@ class HangWatch:
 
 def _positions(checks: Mapping[int, Check]) -> Positions:
     return {rank: check.position for rank, check in checks.items()}
+
+
+def _with_headline(lines: list[str], explanation: Explanation | None) -> list[str]:
+    """Return lines about a hang, the one that explains it first."""
+    return lines if explanation is None else [f"{explanation.headline}.", *lines]

@@ -25,7 +25,7 @@ from nblaunch import formatting
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
-from nblaunch.errors import JobHung, LaunchError
+from nblaunch.errors import CollectiveMismatch, JobHung, LaunchError
 from nblaunch.events import JobEnded, Note
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt, RunningAttempt, start_attempt
@@ -263,7 +263,7 @@ class JobRunner(Job):
                 failed_rank=outcome.failed_rank,
                 message=outcome.message,
                 is_early=outcome.is_early,
-                has_hung=isinstance(outcome.error, JobHung),
+                has_hung=isinstance(outcome.error, (JobHung, CollectiveMismatch)),
             )
         )
         self._close_listeners()

@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from nblaunch import formatting
-from nblaunch.diagnosis.hang import cause
-from nblaunch.diagnosis.report import AttemptReport, Hang
+from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.silent_errors import SilentErrors
 from nblaunch.events import (
     EpochEnded,
@@ -40,6 +39,7 @@ from nblaunch.events import (
 )
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
+from nblaunch.launcher.collective_watch import CollectiveWatch
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.hang_watch import HangWatch
@@ -125,6 +125,7 @@ class Supervisor:
         self._memory_sampler = MemorySampler()
         self._hangs = HangWatch(attempt, running.board.read, requests, emit)
         self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit))
+        self._collectives = CollectiveWatch(running, emit)
 
     @property
     def _alive(self) -> set[int]:
@@ -486,9 +487,7 @@ class Supervisor:
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
             # Where every function has returned there is a result, and states alone are late.
             if running := sorted(self._alive - self._report.returned.keys()):
-                steps = {reading.rank: reading.step for reading in self._board.read()}
-                named = cause(hang.positions, steps, running)
-                self._report.hang = Hang(*named, tuple(hang.lines), hang.advice)
+                self._report.hang = hang.reported(running)
             self._begin_escalation()
 
     def _poll_agreement(self) -> None:
@@ -527,6 +526,8 @@ class Supervisor:
         self._inspect(readings)
         for watcher in self._watchers:
             watcher.collect(self._alive)
+        if self._escalation is None and self._collectives.compare(self._report, self._active_pids()):
+            self._begin_escalation()
         self._check_lingering()
 
     def _read_logs(self) -> None:
@@ -580,6 +581,7 @@ class Supervisor:
         for tail in self._running.tails.values():
             for event in tail.read_rest():
                 self._emit(event)
+        self._collectives.conclude(self._report)
         self._report.last_readings = self._read_board()
         self._emit_readings(self._report.last_readings)
 

@@ -4,6 +4,8 @@
     worker 1 ──writes──> slot 1 ├── one anonymous memory file ──sampled 10 times a second──> launcher
     worker N ──writes──> slot N ┘
 
+Behind the slots lie the last collectives of each rank (``collective_calls.py``), in the same file.
+
 Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so that there
 is nothing to lock: a reading may combine fields of two neighbouring steps, but each number in it is whole. The curve of
 losses has many words, and a version number that is odd while the worker writes it. Writing a step costs well under a
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from nblaunch.events import WorkerState
+from nblaunch.wire.collective_calls import REGION_BYTES, CallReader
 
 MAX_BINS = 64
 """Largest number of complete bins; one that is not complete may follow."""
@@ -207,8 +210,10 @@ class Slot:
     stop_decision = _Word(_STOP_DECISION)
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, call_memory: memoryview | None = None) -> None:
         self.boundaries = StepBoundaries(self)
+        self.call_memory = call_memory
+        """Memory for the rank's last collectives; None where they are not read."""
         self._write_to(memory)
 
     def detach(self) -> None:
@@ -382,6 +387,8 @@ class Slot:
 
     def release(self) -> None:
         """Let go of the memory; the slot can't be used any more."""
+        if self.call_memory is not None:
+            self.call_memory.release()
         self._ints.release()
         self._doubles.release()
 
@@ -396,18 +403,23 @@ class Board:
 
     def __init__(self, num_slots: int, fd: int) -> None:
         self.fd = fd
-        self._map = mmap.mmap(fd, num_slots * _SLOT_BYTES)
+        first_region = _first_region(num_slots)
+        self._map = mmap.mmap(fd, first_region + num_slots * REGION_BYTES)
         self._view = memoryview(self._map)
-        self._slots = [
-            Slot(self._view[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES]) for rank in range(num_slots)
+        slots = [self._view[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES] for rank in range(num_slots)]
+        regions = [
+            self._view[first_region + rank * REGION_BYTES : first_region + (rank + 1) * REGION_BYTES]
+            for rank in range(num_slots)
         ]
+        self._slots = [Slot(memory, region) for memory, region in zip(slots, regions, strict=True)]
+        self._calls: dict[int, CallReader] = {}
 
     @classmethod
     def create(cls, num_slots: int) -> Board:
         """Create a board in a memory file of its own."""
         fd = create_memory_file("nblaunch-board")
         try:
-            os.ftruncate(fd, num_slots * _SLOT_BYTES)
+            os.ftruncate(fd, _first_region(num_slots) + num_slots * REGION_BYTES)
             return cls(num_slots, fd)
         except OSError:  # mapping it takes one more descriptor
             os.close(fd)
@@ -421,8 +433,19 @@ class Board:
         """Read all slots, by rank."""
         return [slot.read(rank) for rank, slot in enumerate(self._slots)]
 
+    def calls(self, rank: int) -> CallReader:
+        """Return the reader of a rank's last collectives."""
+        if rank not in self._calls:
+            memory = self._slots[rank].call_memory
+            assert memory is not None, "each slot of a board has memory for them"
+            self._calls[rank] = CallReader(memory[:])
+        return self._calls[rank]
+
     def close(self) -> None:
         """Release the memory and its descriptor."""
+        for reader in self._calls.values():
+            reader.release()
+        self._calls = {}
         for slot in self._slots:
             slot.release()
         self._slots = []
@@ -430,6 +453,11 @@ class Board:
         self._map.close()  # it holds a descriptor of its own
         os.close(self.fd)
         self.fd = -1
+
+
+def _first_region(num_slots: int) -> int:
+    """Return where the memory for the last collectives of ranks begins: on a page of its own."""
+    return -(-num_slots * _SLOT_BYTES // 4096) * 4096
 
 
 def create_memory_file(name: str) -> int:

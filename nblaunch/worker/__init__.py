@@ -5,6 +5,8 @@ process_control.py   POSIX session, end with the parent, signals and interrupts,
 optimizer_steps.py   steps of optimizers, which an interrupt leaves whole
 inheritance/         what a worker inherits from the kernel: the inventory, and what is made right
 libraries.py         hooks on libraries: progress, plain text, Trainers that were made in the notebook
+collective_hooks.py  hooks on torch's collectives
+collective_recorder.py  records them, with the user's lines
 output.py            output to the log file, displays to the launcher
 open_files.py        files that the function leaves open
 delivery.py          the return value, then trained weights and states of optimizers

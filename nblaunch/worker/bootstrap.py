@@ -50,7 +50,7 @@ from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import CommandConnection
-from nblaunch.worker import libraries, open_files, output, process_control
+from nblaunch.worker import collective_hooks, libraries, open_files, output, process_control
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.inheritance import connections, kernel_only, queues, studies
@@ -205,6 +205,7 @@ class _Worker:
         kernel_only.leave_kernel(kernel_streams)
         payload.send_cells_by_value()
         libraries.count_progress(self.slot)
+        collective_hooks.record_collectives(self.slot)
         process_group.wait_for_members_alone()
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)

@@ -1,0 +1,319 @@
+"""Ranks that wait for each other without having differed in a call: who is missing, who came alone, who left a loop.
+
+    rank 0   ... 40 41          waits in all_reduce, number 41
+    rank 1   ... 40  returned   left the loop after 22 batches
+
+Each rank gets an activity: what it waits in, or that it does not wait for other ranks. Where most ranks have the same
+one, the others are at fault. A majority is no proof, so that the text says what each side does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from nblaunch import formatting
+from nblaunch.diagnosis.disagreements import (
+    Explanation,
+    condition_of,
+    described,
+    group_name,
+    num_batches,
+    places,
+)
+from nblaunch.diagnosis.source_blocks import Loop, condition_on_rank, loop_around
+from nblaunch.diagnosis.stacks import Position
+from nblaunch.user_code import is_user_file
+from nblaunch.wire.collective_calls import BACKWARD, FORWARD, POINT_TO_POINT, STEP, Call, RankCalls
+
+_MAX_SIDES = 5
+_SET_UP = ("init_process_group", "new_group", "new_subgroups", "split_group", "init_device_mesh")
+
+
+@dataclass(frozen=True)
+class _Activity:
+    """What a rank does.
+
+    Args:
+        kind: ``"returned"``, ``"elsewhere"``, ``"unknown"``, or ``"waits"``.
+        call: that it waits in; None of a rank that has not recorded it.
+        position: of such a rank, and of one that does not wait.
+        key: equal for ranks that do the same.
+    """
+
+    kind: str
+    key: tuple[object, ...]
+    call: Call | None = None
+    position: Position | None = None
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Ranks that do the same."""
+
+    ranks: tuple[int, ...]
+    activities: tuple[_Activity, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.activities[0].kind
+
+    @property
+    def calls(self) -> list[Call]:
+        return [one.call for one in self.activities if one.call is not None]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of the ranks when they stand still.
+
+    Args:
+        calls: rank -> its last calls.
+        returned: ranks whose function has returned.
+        positions: rank -> position in its code; None where stacks were not asked for.
+        steps: rank -> batches of its current loop over a prepared loader.
+    """
+
+    calls: Mapping[int, RankCalls]
+    returned: Collection[int] = ()
+    positions: Mapping[int, Position] | None = None
+    steps: Mapping[int, int] | None = None
+
+
+def explain_standstill(standing: Standing) -> Explanation | None:
+    """Return who is missing where; None if what ranks have recorded does not show it."""
+    activities = {rank: _activity(standing, rank) for rank in sorted(standing.calls)}
+    known = {rank: one for rank, one in activities.items() if one.kind != "unknown"}
+    by_key: dict[tuple[object, ...], dict[int, _Activity]] = {}
+    for rank, one in known.items():
+        by_key.setdefault(one.key, {})[rank] = one
+    sides = [_Side(tuple(own), tuple(own.values())) for own in by_key.values()]
+    if not any(side.kind == "waits" for side in sides):
+        return None
+    if len(sides) < 2:
+        return _no_sync(standing, sides)
+    faulty = _faulty(sides, standing)
+    sides.sort(key=lambda side: (not set(side.ranks) <= set(faulty), side.kind == "waits", side.ranks))
+    return (
+        _no_sync(standing, sides)
+        or _left_loop(standing, sides, faulty)
+        or _alone(standing, sides, faulty)
+        or _plain(standing, sides, faulty)
+    )
+
+
+def _activity(standing: Standing, rank: int) -> _Activity:
+    if rank in standing.returned:
+        return _Activity("returned", ("returned",))
+    call = _pending(standing.calls[rank])
+    if standing.positions is not None:
+        position = standing.positions.get(rank)
+        if position is None:
+            return _Activity("unknown", ())
+        if not position.waits_for_ranks:
+            return _Activity("elsewhere", ("elsewhere", position.place), None, position)
+        last = standing.calls[rank].last
+        if position.waiting_in in _SET_UP:
+            call = last = None  # it waits in what is not recorded
+        if call is None and last is not None and last.site.kind == FORWARD:
+            call = last  # it broadcasts buffers
+        if call is None:
+            return _Activity("waits", (position.waiting_in, position.place), None, position)
+    if call is None:
+        return _Activity("unknown", ())
+    if call.is_collective:
+        return _Activity("waits", ("collective", call.site.group, call.number), call)
+    return _Activity("waits", (call.site.kind,), call)
+
+
+def _pending(calls: RankCalls) -> Call | None:
+    """Return what a rank waits in if it waits; None where its last call does not wait."""
+    last = calls.last
+    if last is None or last.site.kind in (STEP, FORWARD):
+        return None
+    return last
+
+
+# --- who is at fault -------------------------------------------------------------------------------------------------
+
+
+def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
+    """Return the ranks outside of the majority; without one, those that a condition lets come alone, or the busy."""
+    largest = max(sides, key=lambda side: len(side.ranks))
+    if 2 * len(largest.ranks) > sum(len(side.ranks) for side in sides):
+        return _ranks_of([side for side in sides if side is not largest])
+    guarded = [side for side in sides if side.calls and all(_condition(standing, side))]
+    if len(guarded) == 1:
+        return guarded[0].ranks
+    busy = [side for side in sides if side.kind == "elsewhere"]
+    return _ranks_of(busy) if len(busy) < len(sides) else ()
+
+
+def _ranks_of(sides: Sequence[_Side]) -> tuple[int, ...]:
+    return tuple(sorted(rank for side in sides for rank in side.ranks))
+
+
+def _condition(standing: Standing, side: _Side) -> list[str]:
+    """Return the condition on the rank for each rank of a side, empty where none is seen."""
+    return [
+        _condition_of_rank(standing, rank, activity.call)
+        for rank, activity in zip(side.ranks, side.activities, strict=True)
+        if activity.call is not None
+    ]
+
+
+def _condition_of_rank(standing: Standing, rank: int, call: Call) -> str:
+    """Return the condition under which a call stands, or one of the functions around it."""
+    found = condition_of(call)
+    position = (standing.positions or {}).get(rank)
+    if found or position is None:
+        return found
+    around = [
+        condition_on_rank(one.filename, one.line) for one in position.stack if is_user_file(one.filename)
+    ]
+    return next(filter(None, around), "")
+
+
+# --- what happened ---------------------------------------------------------------------------------------------------
+
+
+def _left_loop(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
+    """Explain that a side has left the loop in which the other is, or is in it alone."""
+    for inside in sides:
+        loop = _loop_of(inside)
+        if loop is None:
+            continue
+        outside = [side for side in sides if side is not inside and _is_outside(side, loop)]
+        if len(outside) != len(sides) - 1 or any(map(bool, _condition(standing, inside))):
+            continue
+        if any(condition for side in outside for condition in _condition(standing, side)):
+            continue
+        leavers = _ranks_of(outside)
+        after, batch = (
+            num_batches(ranks, standing.calls, standing.steps or {}) for ranks in (leavers, inside.ranks)
+        )
+        how_far = where = ""
+        if after is not None and batch is not None:
+            how_far = f" after {formatting.count(after, 'batch')}"
+            where = f", in batch {batch if batch > after else batch + 1}"
+        is_still = "is still" if len(inside.ranks) == 1 else "are still"
+        left, stay = formatting.ranks(leavers), formatting.ranks(inside.ranks)
+        headline = f"{left} left the loop of line {loop.first}{how_far}, {stay} {is_still} in it{where}"
+        if set(faulty) == set(inside.ranks):
+            headline = f"{stay} {is_still} in the loop of line {loop.first}{where}, {left} left it{how_far}"
+        return Explanation(f"{headline}: {_states(sides)}", tuple(faulty), (), _UNEVEN)
+    return None
+
+
+def _loop_of(side: _Side) -> Loop | None:
+    """Return the loop that all ranks of a side are in."""
+    if side.kind != "waits" or not side.calls:
+        return None
+    loops = {loop_around(call.site.filename, call.site.line) for call in side.calls}
+    return loops.pop() if len(loops) == 1 else None
+
+
+def _is_outside(side: _Side, loop: Loop) -> bool:
+    if side.kind == "returned":
+        return True
+    return bool(side.calls) and not any(
+        loop.contains(call.site.filename, call.site.line) for call in side.calls
+    )
+
+
+def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
+    """Explain that ranks at fault have called what a condition keeps the others from."""
+    own = [side for side in sides if set(side.ranks) <= set(faulty)]
+    if len(own) != 1 or own[0].kind != "waits" or not own[0].calls:
+        return None
+    side = own[0]
+    conditions = sorted(set(filter(None, _condition(standing, side))))
+    under = f" under `{conditions[0]}`" if conditions else ""
+    text = f"{formatting.ranks(side.ranks)} alone called {_what(side.calls[0])}{under} ({places(side.calls)})"
+    others = _states([one for one in sides if one is not side])
+    return Explanation(f"{text}; {others}", tuple(faulty), (), _ALONE)
+
+
+def _plain(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation:
+    advice = _COME if any(side.kind == "elsewhere" for side in sides) else _SAME
+    return Explanation(_states(sides), tuple(faulty), (), advice)
+
+
+def _no_sync(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
+    """Explain that some ranks have kept their gradients to themselves in a step in which others exchanged them."""
+    if not any(call.site.kind == BACKWARD for side in sides for call in side.calls):
+        return None
+    forwards = {
+        rank: {call.number: call for call in own.calls if call.site.kind == FORWARD}
+        for rank, own in standing.calls.items()
+    }
+    if len({max(own, default=0) for own in forwards.values()}) != 1:
+        return None
+    for number in sorted(set.intersection(*map(set, forwards.values()))):
+        found = {rank: own[number] for rank, own in forwards.items()}
+        apart = [rank for rank, call in found.items() if not call.value]
+        if 0 < len(apart) < len(found):
+            return _explain_no_sync(number, found, apart)
+    return None
+
+
+def _explain_no_sync(number: int, found: Mapping[int, Call], apart: Sequence[int]) -> Explanation:
+    others = [rank for rank in found if rank not in apart]
+    texts = {
+        "kept gradients to itself (no_sync)": apart,
+        "exchanged gradients": others,
+    }
+    faulty: Sequence[int] = ()
+    if len(apart) != len(others):
+        faulty = min(apart, others, key=len)
+    ordered = sorted(texts.items(), key=lambda item: item[1] != faulty)
+    shown = "; ".join(
+        f"{formatting.ranks(ranks)} {text} ({places([found[rank] for rank in ranks])})"
+        for text, ranks in ordered
+    )
+    return Explanation(
+        f"forward {number} of DistributedDataParallel: {shown}", tuple(sorted(faulty)), (), _NO_SYNC
+    )
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def _states(sides: Sequence[_Side]) -> str:
+    return "; ".join(map(_state, sides[:_MAX_SIDES]))
+
+
+def _state(side: _Side) -> str:
+    who = formatting.ranks(side.ranks)
+    is_one = len(side.ranks) == 1
+    position = side.activities[0].position
+    if side.kind == "returned":
+        return f"{who} returned from the function"
+    if side.kind == "elsewhere":
+        assert position is not None, "a rank that does not wait has one"
+        is_busy = f"{who} {'has' if is_one else 'have'} not come, and {'is' if is_one else 'are'}"
+        return f"{is_busy} at {position.place}"
+    wait = f"{who} {'waits' if is_one else 'wait'} in"
+    if not side.calls:
+        return f"{wait} {position.waiting_in if position else 'a collective'}"
+    return f"{wait} {_what(side.calls[0])} ({places(side.calls)})"
+
+
+def _what(call: Call) -> str:
+    text = described(call, with_root=call.site.kind in POINT_TO_POINT)
+    if not call.is_collective or call.site.group is None:
+        return text
+    of_group = "" if call.site.group.is_default else f" of the group of {group_name(call.site.group)}"
+    return f"{text}, collective {call.number}{of_group}"
+
+
+_UNEVEN = (
+    "Every rank must take as many batches: prepare the loader (even_batches=True), or put the loop into "
+    "accelerator.join_uneven_inputs([model]), with torch alone into model.join()."
+)
+_ALONE = "Every rank of the group must call it: take it out of the condition."
+_COME = "Every rank must take part in the same collectives: look for what keeps it."
+_SAME = (
+    "Every rank must call the same collectives in the same order: look for a condition, a loop or a return."
+)
+_NO_SYNC = "Every rank must exchange gradients in the same steps."

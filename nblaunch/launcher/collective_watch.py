@@ -1,0 +1,142 @@
+"""Watches what ranks record of their collectives: finds ranks that differ, while they run.
+
+    digests of the last calls, some times a second ── differ? ──> all that is kept ──> Disagreement, twice ──> report
+
+A look compares a few numbers per rank, and takes at most a hundredth of the launcher's time, however many ranks there
+are. What looks like a difference is read again at the next look, since ranks write meanwhile, and the ranks that have
+not come to the call yet get a moment to do so: the majority says who is at fault.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from nblaunch.diagnosis.disagreements import (
+    Disagreement,
+    Explanation,
+    explain,
+    explain_splits,
+    find_disagreement,
+)
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.events import Event, Note
+from nblaunch.launcher.attempt import RunningAttempt
+from nblaunch.wire.collective_calls import RankCalls
+
+_NUM_CALLS = 16
+"""Calls of a rank that a look compares."""
+
+_NUM_FULL = 10
+"""Of so many looks, one compares all calls: ranks may be far apart."""
+
+_MAX_SHARE = 0.01
+"""Share of the launcher's time."""
+
+_PATIENCE_S = 0.5
+"""For ranks that have not come to the call in which others differ."""
+
+
+class CollectiveWatch:
+    """Compares the ranks of this machine.
+
+    Args:
+        running: the attempt.
+        emit: receives notes, in a session: its commands go on.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        running: RunningAttempt,
+        emit: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board = running.board
+        self._ranks = running.attempt.ranks
+        self._is_session = running.attempt.spec.is_session
+        self._emit = emit
+        self._clock = clock
+        self._next_s = 0.0
+        self._num_looks = 0
+        self._num_calls: list[int] = []
+        self._found: tuple[Disagreement, float] | None = None
+        self._known: set[tuple[object, int]] = set()
+
+    def compare(self, report: AttemptReport, running: Collection[int]) -> bool:
+        """Compare the ranks if it is time; return whether the job must end because they differ for certain.
+
+        Args:
+            report: gets the disagreement.
+            running: ranks that may still come to a call.
+        """
+        now_s = self._clock()
+        if now_s < self._next_s or report.interrupted:
+            return False
+        found = self._look(now_s, running)
+        self._next_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
+        if found is None:
+            return False
+        if self._is_session:
+            self._emit(Note.of_job(found.text, "warning"))
+            return False
+        report.disagreement = found
+        return True
+
+    def conclude(self, report: AttemptReport) -> None:
+        """Compare the ranks once more, now that none writes any longer, and keep their last calls in ``report``."""
+        report.calls = self._calls()
+        if report.disagreement is not None or self._is_session:
+            return
+        disagreement = find_disagreement(report.calls)
+        if disagreement is None or self._key(disagreement) in self._known:
+            report.disagreement = explain_splits(report.calls)
+        else:
+            report.disagreement = self._certain(disagreement, report.calls)
+
+    def _look(self, now_s: float, alive: Collection[int]) -> Explanation | None:
+        if self._found is None and not self._may_differ():
+            return None
+        calls = self._calls()
+        disagreement = find_disagreement(calls)
+        if disagreement is None or self._key(disagreement) in self._known:
+            self._found = None
+            return None
+        if self._found is None or self._key(self._found[0]) != self._key(disagreement):
+            self._found = disagreement, now_s
+        since_s = self._found[1]
+        may_come = disagreement.missing & set(alive)
+        if now_s == since_s or (may_come and now_s - since_s < _PATIENCE_S):
+            return None
+        return self._certain(disagreement, calls)
+
+    def _calls(self) -> dict[int, RankCalls]:
+        """Return the last calls of each rank that has any."""
+        found = {rank: self._board.calls(rank).read() for rank in self._ranks}
+        return {rank: calls for rank, calls in found.items() if calls.num_calls}
+
+    def _certain(self, disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Explanation:
+        self._found = None
+        self._known.add(self._key(disagreement))
+        steps = {reading.rank: reading.step for reading in self._board.read()}
+        return explain(disagreement, calls, steps)
+
+    @staticmethod
+    def _key(disagreement: Disagreement) -> tuple[object, int]:
+        return (disagreement.group, disagreement.of_rates), disagreement.number
+
+    def _may_differ(self) -> bool:
+        """Return whether digests of ranks differ; False at once where there were no calls since the last look."""
+        readers = [self._board.calls(rank) for rank in self._ranks]
+        counts = [reader.num_calls for reader in readers]
+        if counts == self._num_calls:
+            return False
+        self._num_calls = counts
+        self._num_looks += 1
+        limit = 1 << 20 if self._num_looks % _NUM_FULL == 0 else _NUM_CALLS
+        common: dict[tuple[int, int], float] = {}
+        for reader in readers:
+            for key, digest in reader.digests(limit).items():
+                if common.setdefault(key, digest) != digest:
+                    return True
+        return False

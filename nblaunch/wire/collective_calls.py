@@ -1,0 +1,419 @@
+"""The last collectives of each rank, in memory that survives the rank: what it called, on which line, in which order.
+
+    worker  CallWriter ──> texts: lines of code and groups, each once │ ring: the last calls ──> CallReader  launcher
+
+A call has the number that it has in its group, and a chain: a digest of what had to be the same on all ranks in this
+call and in all before. Two ranks with equal chains at a number have agreed up to there, so that a comparison needs to
+look at nothing else. Chains are computed from integers, whose hashes do not differ between processes.
+
+``backward``, the forward of ``DistributedDataParallel`` and steps of optimizers are calls, too, with counts of their
+own: the collectives that torch starts from C++ have no other trace here. What they say is evidence and no rule, so they
+are not part of a chain.
+
+Everything has a fixed size. Where the texts are full, both begin anew. A call costs about a microsecond and no system
+call. A reading may come while a rank writes: entries that were overwritten meanwhile are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from time import monotonic
+from typing import Any
+
+NUM_CALLS = 256
+"""How many calls of a rank are kept."""
+
+_ENTRY = struct.Struct("<9q2d")
+_SERIAL = struct.Struct("<q")  # with which an entry begins
+_MAX_SPLITS = 32
+_SPLITS = 8  # word of the header
+_HEADER_BYTES = 8 * (_SPLITS + 2 + 2 * _MAX_SPLITS)
+_TEXT_BYTES = 12 << 10
+_FIRST_ENTRY = _HEADER_BYTES + _TEXT_BYTES
+REGION_BYTES = -(-(_FIRST_ENTRY + NUM_CALLS * _ENTRY.size) // 4096) * 4096
+"""Memory of a rank; the system provides the pages that are written to."""
+
+_VERSION, _HEAD, _FIRST, _TEXT_LENGTH = range(4)  # words of the header
+_MAX_READS = 3
+
+UNCOUNTED = -1
+"""The size of a call in which ranks may have different sizes."""
+
+_NUM_DIMENSIONS = 4
+_NO_SHAPE = (0, 0, 0, 0)
+_MAX_RANKS_TEXT = 2000  # characters
+
+# What is called. Those after the first tuple are no collectives.
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+    "monitored_barrier",
+    "DistributedDataParallel",
+)
+POINT_TO_POINT = ("send", "recv")
+_CHAINED = frozenset(COLLECTIVES)
+BACKWARD, FORWARD, STEP = "backward", "forward", "step"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group.
+
+    Args:
+        ranks: of the job, in the order of the group.
+        number: how many groups with the same ranks the process had before it.
+        is_default: it is the group of the whole job.
+    """
+
+    ranks: tuple[int, ...] = ()
+    number: int = 0
+    is_default: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """What was called, and where: equal for all iterations of a loop.
+
+    Args:
+        kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`.
+        group: in which; None for what has none.
+        dtype: of the tensors; empty without any.
+        num_tensors: how many tensors of the shape that the call has.
+        num_dimensions: of that shape.
+        reduction: as ``SUM``; empty where there is none.
+        root: rank of the job that sends, receives or is the peer; -1 where there is none.
+        name: of the library's function that the user's code called.
+        filename: of the user's code; empty if it is not known.
+        line: in it.
+        detail: what else distinguishes it.
+    """
+
+    kind: str
+    group: Group | None = None
+    dtype: str = ""
+    num_tensors: int = 0
+    num_dimensions: int = 0
+    reduction: str = ""
+    root: int = -1
+    name: str = ""
+    filename: str = ""
+    line: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a rank.
+
+    Args:
+        serial: its number among all calls of the rank, from 1.
+        site: what and where.
+        number: in its group, or of its kind where it is no collective, from 1.
+        chain: digest of all collectives of the group up to it.
+        size: elements that must be as many on all ranks; :data:`UNCOUNTED` where they need not be.
+        shape: of the tensor, of at most four dimensions.
+        time_s: ``monotonic()``.
+        value: the learning rate of a step; 1.0 for a forward after which gradients are exchanged.
+    """
+
+    serial: int
+    site: Site
+    number: int
+    chain: int
+    size: int
+    shape: tuple[int, ...]
+    time_s: float
+    value: float
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks of the group must make this call."""
+        return self.site.kind in _CHAINED
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What must be the same on all ranks."""
+        site = self.site
+        return site.kind, self.size, site.dtype, site.reduction, site.root, site.detail
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rows that the last ``all_to_all`` with unequal parts sends to each rank of the group, and receives from it.
+
+    ``number`` is that of the call in its group.
+    """
+
+    number: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """The last calls of a rank, oldest first; ``num_calls`` is how many there were in all."""
+
+    calls: tuple[Call, ...] = ()
+    num_calls: int = 0
+    splits: Splits | None = None
+
+    @property
+    def last(self) -> Call | None:
+        """The last one."""
+        return self.calls[-1] if self.calls else None
+
+
+NO_CALLS = RankCalls()
+
+
+class CallWriter:
+    """The writer's side of a rank's region.
+
+    Args:
+        memory: :data:`REGION_BYTES` bytes of the board; None for memory of its own, in a process without a launcher.
+    """
+
+    def __init__(self, memory: memoryview | None = None) -> None:
+        self._serials = count(1)
+        self._version = 0
+        self._groups: list[Group] = []
+        self._write_to(memory)
+
+    def _write_to(self, memory: memoryview | None) -> None:
+        self._memory = memoryview(bytearray(REGION_BYTES)) if memory is None else memory
+        self._words = self._memory[:_HEADER_BYTES].cast("q")
+        self._begin_anew(1)
+
+    def detach(self) -> None:
+        """Write to private memory from now on, in a process that was forked from the rank."""
+        self._write_to(None)
+
+    def _begin_anew(self, first: int) -> None:
+        words = self._words
+        words[_VERSION] = self._version = max(self._version, words[_VERSION]) + 1
+        words[_TEXT_LENGTH], words[_FIRST] = 0, first
+        self._positions: dict[
+            Any, int
+        ] = {}  # of the texts of sites and of groups, which are not negative numbers
+        self._text_length = 0
+
+    def add_group(self, group: Group) -> int:
+        """Make a group known; return what stands for it in a site."""
+        self._groups.append(group)
+        return len(self._groups) - 1
+
+    def put(
+        self,
+        site: tuple[Any, ...],
+        number: int,
+        chain: int = 0,
+        size: int = UNCOUNTED,
+        shape: tuple[int, int, int, int] = _NO_SHAPE,
+        value: float = 0.0,
+    ) -> int:
+        """Record a call; return its serial number.
+
+        Args:
+            site: the arguments of :class:`Site`, in their order; the group as :meth:`add_group` gave it, or -1.
+            number: as in :class:`Call`, like the following.
+            chain: digest.
+            size: elements.
+            shape: filled up with zeros.
+            value: of a step or forward.
+        """
+        serial = next(self._serials)
+        position = self._positions.get(site)
+        if position is None:
+            position = self._add(site, serial)
+        _ENTRY.pack_into(
+            self._memory, _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY.size,
+            serial, position, number, chain, size, *shape, monotonic(), value,
+        )  # fmt: skip
+        self._words[_HEAD] = serial
+        return serial
+
+    def withdraw(self, serial: int) -> None:
+        """Take back a call that was refused, so that it is not read."""
+        start = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY.size
+        if _SERIAL.unpack_from(self._memory, start)[0] == serial:
+            _SERIAL.pack_into(self._memory, start, 0)
+
+    def put_splits(self, number: int, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Record the parts of the ``all_to_all`` that comes next, in a group of moderate size.
+
+        Args:
+            number: of the call in its group.
+            sent: rows for each rank of the group.
+            received: rows from each.
+        """
+        size = len(sent)
+        if size != len(received) or size > _MAX_SPLITS:
+            return
+        words = self._words
+        words[_SPLITS] = 0  # not valid while it is written
+        for place, rows in enumerate((*sent, *received), start=_SPLITS + 2):
+            words[place] = rows
+        words[_SPLITS + 1] = size
+        words[_SPLITS] = number
+
+    def _add(self, site: tuple[Any, ...], serial: int) -> int:
+        """Write a site, and its group if that is new; return its position among the texts."""
+        handle = site[1]
+        added: dict[Any, str] = {}
+        if handle >= 0 and handle not in self._positions:
+            added[handle] = _group_line(self._groups[handle])
+        place = self._positions.get(handle, len(self._positions)) if handle >= 0 else -1
+        added[site] = json.dumps([site[0], place, *site[2:]])
+        text = "".join(f"{line}\n" for line in added.values()).encode()
+        if self._text_length + len(text) > _TEXT_BYTES:
+            if not self._positions:  # it is longer than all the room there is
+                return -1
+            self._begin_anew(serial)
+            return self._add(site, serial)
+        start = _HEADER_BYTES + self._text_length
+        self._memory[start : start + len(text)] = text
+        for key in added:
+            self._positions[key] = len(self._positions)
+        self._text_length += len(text)
+        self._words[_TEXT_LENGTH] = self._text_length
+        return self._positions[site]
+
+
+def _group_line(group: Group) -> str:
+    """Return a group as text; of one with very many ranks only how many there are."""
+    line = json.dumps([_spans(group.ranks), group.number, group.is_default])
+    return line if len(line) <= _MAX_RANKS_TEXT else json.dumps([[], group.number, group.is_default])
+
+
+def _spans(numbers: tuple[int, ...]) -> list[list[int]]:
+    """Return numbers as ``[first, step, how many]``, the order kept."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        last = spans[-1] if spans else None
+        if last is not None and (last[2] == 1 or number == last[0] + last[1] * last[2]):
+            if last[2] == 1:
+                last[1] = number - last[0]
+            last[2] += 1
+        else:
+            spans.append([number, 1, 1])
+    return spans
+
+
+@lru_cache(maxsize=4096)
+def _group_of(line: str) -> Group:
+    """Return the group of a line: of all ranks that have the same one, the same object."""
+    spans, number, is_default = json.loads(line)
+    return Group(_from_spans(spans), number, is_default)
+
+
+def _from_spans(spans: list[list[int]]) -> tuple[int, ...]:
+    return tuple(first + step * index for first, step, length in spans for index in range(length))
+
+
+class CallReader:
+    """The reader's side of a rank's region; keeps the texts that it has read."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._words = memory[:_HEADER_BYTES].cast("q")
+        self._version = self._length = 0
+        self._sites: list[Site | Group] = []
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls there were; cheap."""
+        return self._words[_HEAD]
+
+    def digests(self, limit: int) -> dict[tuple[int, int], float]:
+        """Return a digest for each of the last calls: a quick way to see whether ranks differ.
+
+        Digests of different ranks under the same key must be equal. Keys are of this process.
+
+        Args:
+            limit: how many calls are looked at.
+        """
+        words = self._words
+        version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
+        digests: dict[tuple[int, int], float] = {}
+        self._read_texts(version)
+        for wanted in range(max(first, head - min(limit, NUM_CALLS - 1) + 1, 1), head + 1):
+            entry = _ENTRY.unpack_from(self._memory, _FIRST_ENTRY + wanted % NUM_CALLS * _ENTRY.size)
+            site = self._sites[entry[1]] if 0 <= entry[1] < len(self._sites) else None
+            if entry[0] == wanted and isinstance(site, Site) and site.group is not None:
+                if site.kind in _CHAINED:
+                    digests[id(site.group), entry[2]] = entry[3]
+                elif site.kind == STEP:
+                    digests[id(site.group), -entry[2]] = entry[-1]
+        return digests if words[_VERSION] == version else {}
+
+    def read(self) -> RankCalls:
+        """Read the last calls; none where the rank writes texts anew all the time."""
+        words = self._words
+        for _ in range(_MAX_READS):
+            version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
+            if head == 0:
+                return NO_CALLS
+            data = bytes(self._memory[_FIRST_ENTRY : _FIRST_ENTRY + NUM_CALLS * _ENTRY.size])
+            self._read_texts(version)
+            head_after = words[_HEAD]
+            if words[_VERSION] == version:
+                # The slot after the head may be half written.
+                oldest = max(first, head_after - NUM_CALLS + 2, 1)
+                return RankCalls(self._calls(data, range(oldest, head + 1)), head, self._splits())
+        return RankCalls(num_calls=words[_HEAD])
+
+    def _splits(self) -> Splits | None:
+        words = self._words
+        number, size = words[_SPLITS], words[_SPLITS + 1]
+        rows = tuple(words[_SPLITS + 2 : _SPLITS + 2 + 2 * size])
+        if not number or words[_SPLITS] != number:
+            return None
+        return Splits(number, rows[:size], rows[size:])
+
+    def _read_texts(self, version: int) -> None:
+        if version != self._version:
+            self._version, self._length, self._sites = version, 0, []
+        length = self._words[_TEXT_LENGTH]
+        new = bytes(self._memory[_HEADER_BYTES + self._length : _HEADER_BYTES + length])
+        self._length = max(length, self._length)
+        for line in new.decode(errors="replace").splitlines():
+            self._sites.append(self._parse(line))
+
+    def _parse(self, line: str) -> Site | Group:
+        try:
+            values = json.loads(line)
+            if isinstance(values[0], list):
+                return _group_of(line)
+            group = self._sites[values[1]] if values[1] >= 0 else None
+            return Site(values[0], group if isinstance(group, Group) else None, *values[2:])
+        except (ValueError, IndexError, TypeError):  # begun anew while it was read
+            return Site("")
+
+    def _calls(self, data: bytes, serials: range) -> tuple[Call, ...]:
+        calls = []
+        for wanted in serials:
+            serial, index, number, chain, size, *shape, time_s, value = _ENTRY.unpack_from(
+                data, wanted % NUM_CALLS * _ENTRY.size
+            )
+            site = self._sites[index] if 0 <= index < len(self._sites) else None
+            if serial == wanted and isinstance(site, Site):
+                dimensions = tuple(shape[: min(site.num_dimensions, _NUM_DIMENSIONS)])
+                calls.append(Call(serial, site, number, chain, size, dimensions, time_s, value))
+        return tuple(calls)
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self._words.release()
+        self._memory.release()

@@ -1,0 +1,381 @@
+"""Hooks on torch, by which this rank records its collectives, and what starts some from C++.
+
+    ProcessGroup.allreduce, ...         what Python code calls, torch's own, too: all ways to a collective end there
+    torch.distributed._functional_...   what DTensor calls
+    DistributedDataParallel             its constructor, which compares ranks, and its forwards
+    torch.autograd.backward, steps      in which collectives start from C++
+
+Before the first process group, nothing is recorded. Compiled code has none of these hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial, wraps
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+from nblaunch import packages
+from nblaunch.wire.board import Slot
+from nblaunch.wire.collective_calls import BACKWARD, FORWARD, STEP, UNCOUNTED, CallWriter
+from nblaunch.worker.collective_recorder import NO_FORM, CollectiveRecorder, Form, OpenGroup
+
+_Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+"""Records a call of a method: gets its process group, its arguments and those by name."""
+
+
+_REFUSED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
+"""What arguments raise here that torch is going to refuse."""
+
+
+def record_collectives(slot: Slot) -> None:
+    """Record the collectives of this process in its slot from now on, also of modules that are imported later."""
+    if slot.call_memory is None:
+        return
+    writer = CallWriter(slot.call_memory)
+    os.register_at_fork(after_in_child=writer.detach)
+    hooks = _Hooks(CollectiveRecorder(writer))
+    packages.when_imported("torch.distributed.distributed_c10d", hooks.watch_groups)
+    packages.when_imported("torch.distributed._functional_collectives", hooks.watch_functional)
+    packages.when_imported("torch.nn.parallel.distributed", hooks.watch_ddp)
+    packages.when_imported("torch.distributed.algorithms.join", hooks.watch_joins)
+    packages.when_imported("torch.optim.optimizer", hooks.watch_steps)
+    packages.when_imported("torch.autograd", hooks.watch_backward)
+
+
+def _is_of_connection(error: Exception) -> bool:
+    """Return whether an error is the end of a collective that had begun, rather than a refusal of its arguments."""
+    return type(error).__name__.startswith("Dist")
+
+
+class _Hooks:
+    """The hooks of this process."""
+
+    def __init__(self, recorder: CollectiveRecorder) -> None:
+        self._recorder = recorder
+        self._reductions: dict[int, str] = {}
+        self._backwards, self._forwards, self._transfers = count(1), count(1), count(1)
+        self._is_uneven = False
+        self._owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """Optimizer -> the group that keeps its parameters alike, None without one."""
+        self._wrapped: list[weakref.ref[Any]] = []
+
+    # --- process groups ----------------------------------------------------------------------------------------------
+
+    def watch_groups(self, c10d: Any) -> None:
+        """Record what Python code calls."""
+        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
+            if hasattr(c10d.ReduceOp, name):
+                self._reductions[int(getattr(c10d.ReduceOp, name))] = name
+        for method, describe in self._methods().items():
+            original = getattr(c10d.ProcessGroup, method, None)
+            if original is not None:
+                setattr(c10d.ProcessGroup, method, self._recording(original, describe))
+
+    def _recording(self, original: Callable[..., Any], describe: _Describe) -> Callable[..., Any]:
+        group_of = self._recorder.group_of
+
+        @wraps(original)
+        def record_and_call(pg: Any, *args: Any, **kwargs: Any) -> Any:
+            group = group_of(pg)
+            if group is None:
+                return original(pg, *args, **kwargs)
+            before = group.number, group.chain
+            with suppress(*_REFUSED):
+                describe(pg, args, kwargs)
+            try:
+                return original(pg, *args, **kwargs)
+            except Exception as error:
+                if not _is_of_connection(error):
+                    self._recorder.take_back(group, before)
+                raise
+
+        return record_and_call
+
+    def _methods(self) -> dict[str, _Describe]:
+        """Return what describes the methods of ``ProcessGroup``, by the names that they have in releases of torch."""
+        return {
+            "allreduce": self._all_reduce,
+            "allreduce_coalesced": self._all_reduce,
+            "broadcast": partial(self._rooted, "broadcast", 0),
+            "reduce": partial(self._rooted, "reduce", 0),
+            "gather": partial(self._rooted, "gather", 1),
+            "scatter": partial(self._rooted, "scatter", 0),
+            "allgather": self._all_gather,
+            "allgather_coalesced": partial(self._sized, "all_gather", 1, 1),
+            "_allgather_base": partial(self._sized, "all_gather", 0, 1),
+            "all_gather_single": partial(self._sized, "all_gather", 0, 1),
+            "allgather_into_tensor_coalesced": partial(self._sized, "all_gather", 0, 1),
+            "all_gather_single_coalesced": partial(self._sized, "all_gather", 0, 1),
+            "reduce_scatter": self._reduce_scatter,
+            "_reduce_scatter_base": partial(self._sized, "reduce_scatter", 1, 1),
+            "reduce_scatter_single": partial(self._sized, "reduce_scatter", 1, 1),
+            "reduce_scatter_tensor_coalesced": partial(self._sized, "reduce_scatter", 1, 1),
+            "reduce_scatter_single_coalesced": partial(self._sized, "reduce_scatter", 1, 1),
+            "alltoall_base": self._all_to_all_single,
+            "all_to_all_single": self._all_to_all_single,
+            "alltoall": self._all_to_all,
+            "barrier": partial(self._barrier, "barrier"),
+            "monitored_barrier": partial(self._barrier, "monitored_barrier"),
+            "send": partial(self._transfer, "send"),
+            "recv": partial(self._transfer, "recv"),
+        }
+
+    def _reduction(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """Return the name of the reduction in options, or of one that was passed by itself."""
+        for one in (*args[1:], *kwargs.values()):
+            operation = getattr(one, "reduceOp", one)
+            if type(operation).__name__ in ("ReduceOp", "RedOpType"):
+                return self._reductions.get(hash(operation), "")
+        return ""
+
+    def _all_reduce(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form, number, size = self._forms(args[0])
+        self._recorder.record(pg, "all_reduce", form, number, size, self._reduction(args, kwargs))
+
+    def _rooted(self, kind: str, shown: int, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a collective with a root; ``shown`` is the place of what has the same size on all ranks."""
+        form, number, size = self._forms(args[shown])
+        options = next(one for one in (*args[1:], *kwargs.values()) if hasattr(one, "rootRank"))
+        reduction = self._reduction(args, kwargs) if kind == "reduce" else ""
+        self._recorder.record(pg, kind, form, number, size, reduction, options.rootRank)
+
+    def _sized(
+        self, kind: str, compared: int, shown: int, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record a collective; ``compared`` is the place of tensors that are as large on all ranks."""
+        form, number, size = self._forms(args[shown])
+        if compared != shown:
+            size = self._forms(args[compared])[2]
+        reduction = self._reduction(args, kwargs) if kind == "reduce_scatter" else ""
+        self._recorder.record(pg, kind, form, number, size, reduction)
+
+    def _all_gather(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Ranks may have parts of different sizes, where the backend can gather them: all parts together are the same.
+        form, number, _ = self._forms(args[1])
+        self._recorder.record(pg, "all_gather", form, number, self._forms(args[0][0])[2])
+
+    def _reduce_scatter(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form, number, size = self._forms(args[1][0])
+        self._recorder.record(pg, "reduce_scatter", form, number, size, self._reduction(args, kwargs))
+
+    def _all_to_all_single(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form, number, size = self._forms(args[1])
+        received, sent = args[2:4] if len(args) > 3 else ((), ())
+        is_even = not received and not sent
+        if not is_even:
+            self._recorder.note_splits(pg, sent or args[1], received or args[0])
+        self._recorder.record(pg, "all_to_all", form, number, size if is_even else UNCOUNTED)
+
+    def _all_to_all(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form, number, _ = self._forms(args[1])
+        self._recorder.record(pg, "all_to_all", form, number)
+
+    def _barrier(self, kind: str, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._recorder.record(pg, kind)
+
+    def _transfer(self, kind: str, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        group = self._recorder.group_of(pg)
+        self._recorder.note(
+            kind, next(self._transfers), group, form=self._recorder.form_of(args[0][0]), root=args[1]
+        )
+
+    def _forms(self, tensors: Any) -> tuple[Form, int, int]:
+        """Return the form of the first of some tensors, how many there are, and how many elements they have in all."""
+        form_of = self._recorder.form_of
+        if not isinstance(tensors, (list, tuple)):
+            form = form_of(tensors)
+            return form, 1, form[0]
+        if not tensors:
+            return NO_FORM, 0, 0
+        form = form_of(tensors[0])
+        number = len(tensors)
+        return form, number, form[0] if number == 1 else sum(form_of(one)[0] for one in tensors)
+
+    # --- DTensor -----------------------------------------------------------------------------------------------------
+
+    def watch_functional(self, module: Any) -> None:
+        """Record what DTensor calls. In newer releases of torch, functions with old names call those with new ones."""
+        names = {"broadcast": "broadcast", "all_reduce": "all_reduce", "all_to_all_single": "all_to_all"}
+        names |= {"all_reduce_coalesced": "all_reduce"}
+        if hasattr(module, "all_gather_single"):
+            names |= dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), "all_gather")
+            names |= dict.fromkeys(
+                ("reduce_scatter_single", "reduce_scatter_single_coalesced"), "reduce_scatter"
+            )
+        else:
+            for ending in ("tensor", "tensor_autograd", "into_tensor_coalesced", "tensor_coalesced"):
+                names |= {f"all_gather_{ending}": "all_gather", f"reduce_scatter_{ending}": "reduce_scatter"}
+        for name, kind in names.items():
+            original = getattr(module, name, None)
+            if original is not None:
+                setattr(module, name, self._recording_functional(module, original, kind))
+
+    def _recording_functional(
+        self, module: Any, original: Callable[..., Any], kind: str
+    ) -> Callable[..., Any]:
+        places = {name: place for place, name in enumerate(inspect.signature(original).parameters)}
+        resolve = getattr(module, "_resolve_group", None) or module._resolve_group_name
+        torch = sys.modules["torch"]  # which may be half imported now
+        recorder = self._recorder
+
+        def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            place = places.get(name, len(args))
+            return args[place] if place < len(args) else kwargs.get(name, "")
+
+        def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OpenGroup, tuple[int, int]] | None:
+            pg = resolve(argument("group", args, kwargs), argument("tag", args, kwargs))
+            if isinstance(pg, str):
+                pg = sys.modules["torch.distributed.distributed_c10d"]._resolve_process_group(pg)
+            group = recorder.group_of(pg)
+            if group is None:
+                return None
+            before = group, (group.number, group.chain)
+            form, number, size = self._forms(args[0])
+            has_splits = kind == "all_to_all" and argument("input_split_sizes", args, kwargs)
+            recorder.record(
+                pg, kind, form, number, UNCOUNTED if has_splits else size,
+                str(argument("reduceOp", args, kwargs)).upper(),
+            )  # fmt: skip
+            return before
+
+        @wraps(original)
+        def record_and_call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or module._are_we_tracing():
+                return original(*args, **kwargs)
+            before = None
+            with suppress(*_REFUSED):
+                before = record(args, kwargs)
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:
+                if before is not None and not _is_of_connection(error):
+                    recorder.take_back(*before)
+                raise
+
+        return record_and_call
+
+    # --- DistributedDataParallel -------------------------------------------------------------------------------------
+
+    def watch_ddp(self, module: Any) -> None:
+        """Record constructors, in which ranks compare models, and forwards, after which gradients are exchanged."""
+        cls = module.DistributedDataParallel
+        construct, forward = cls.__init__, cls.forward
+        signature = inspect.signature(construct)
+        torch = sys.modules["torch"]
+
+        @wraps(construct)
+        def record_and_construct(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            with suppress(TypeError):  # arguments that it is going to refuse
+                self._record_model(signature.bind(ddp, *args, **kwargs).arguments)
+            construct(ddp, *args, **kwargs)
+            self._wrapped.append(weakref.ref(ddp, self._wrapped.remove))
+
+        @wraps(forward)
+        def record_and_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                is_synchronised = ddp.require_backward_grad_sync and torch.is_grad_enabled()
+                self._recorder.note(
+                    FORWARD, next(self._forwards), self._recorder.group_of(ddp.process_group),
+                    value=float(is_synchronised),
+                )  # fmt: skip
+            return forward(ddp, *inputs, **kwargs)
+
+        cls.__init__, cls.forward = record_and_construct, record_and_forward
+
+    def _record_model(self, arguments: dict[str, Any]) -> None:
+        pg, mesh = arguments.get("process_group"), arguments.get("device_mesh")
+        if pg is None:
+            pg = mesh.get_group(0) if mesh is not None else sys.modules["torch.distributed"].group.WORLD
+        module = arguments["module"]
+        if not hasattr(module, "named_parameters"):
+            return  # it is going to be refused
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        parameters = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
+        dtypes = "/".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters}))
+        size = sum(one.numel() for one in parameters)
+        detail = f"{len(parameters)} parameters of {size:,} elements"
+        layout = ", ".join(str(list(one.shape)) for one in parameters)
+        self._recorder.record(
+            pg,
+            "DistributedDataParallel",
+            (size, dtypes, 0, (0, 0, 0, 0)),
+            0,
+            crc32(layout.encode()),
+            detail=detail,
+        )
+
+    def watch_joins(self, module: Any) -> None:
+        """Note that ranks may take different numbers of steps."""
+        construct = module.Join.__init__
+
+        @wraps(construct)
+        def note_and_construct(join: Any, *args: Any, **kwargs: Any) -> None:
+            self._is_uneven = True
+            construct(join, *args, **kwargs)
+
+        module.Join.__init__ = note_and_construct
+
+    # --- backward and steps ------------------------------------------------------------------------------------------
+
+    def watch_backward(self, module: Any) -> None:
+        """Record each backward."""
+        backward = module.backward
+        recorder = self._recorder
+        torch = sys.modules["torch"]
+
+        @wraps(backward)
+        def record_and_run(*args: Any, **kwargs: Any) -> None:
+            if recorder.is_active and not torch.compiler.is_compiling():
+                recorder.note(BACKWARD, next(self._backwards))
+            backward(*args, **kwargs)
+
+        module.backward = record_and_run
+
+    def watch_steps(self, module: Any) -> None:
+        """Record each step of an optimizer whose parameters a process group keeps alike, with its learning rate."""
+        torch = sys.modules["torch"]
+
+        def record(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not self._recorder.is_active or torch.compiler.is_compiling():
+                return
+            group = self._group_of_optimizer(optimizer)
+            if group is None:
+                return
+            rate = optimizer.param_groups[0].get("lr")
+            group.num_steps += 1
+            self._recorder.note(
+                STEP, group.num_steps, group, detail="uneven" if self._is_uneven else "",
+                value=float(rate) if isinstance(rate, (int, float)) else -1.0,
+            )  # fmt: skip
+
+        module.register_optimizer_step_pre_hook(record)
+
+    def _group_of_optimizer(self, optimizer: Any) -> OpenGroup | None:
+        """Return the group over which the parameters of an optimizer are kept alike; None where none is known."""
+        if optimizer not in self._owners:
+            self._owners[optimizer] = self._owner_of(optimizer)
+        group: OpenGroup | None = self._owners[optimizer]
+        return group
+
+    def _owner_of(self, optimizer: Any) -> OpenGroup | None:
+        parameter = next((one for group in optimizer.param_groups for one in group["params"]), None)
+        if parameter is None:
+            return None
+        if hasattr(parameter, "device_mesh"):
+            return self._recorder.group_of(parameter.device_mesh.get_group(0))
+        for reference in self._wrapped:
+            ddp = reference()
+            if ddp is not None and any(one is parameter for one in ddp.parameters()):
+                return self._recorder.group_of(ddp.process_group)
+        return None

@@ -1,0 +1,253 @@
+"""What this rank remembers of its collectives while it records them: groups, forms of tensors, lines of the user.
+
+``collective_hooks.py`` calls this; ``wire/collective_calls.py`` has the format. Nothing here waits, and nothing is
+exchanged with other ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+from zlib import crc32
+
+from nblaunch.user_code import is_user_file
+from nblaunch.wire.collective_calls import UNCOUNTED, CallWriter, Group
+
+_MAX_KNOWN = 1024
+"""Forms of tensors that are kept."""
+
+_INNER = {"wrapper", "inner", "_fn", "decorate_context", "wrapped", "helper"}
+"""Names of functions that say nothing about what was called."""
+
+_OWN_FILES = {__file__, __file__.replace("collective_recorder", "collective_hooks")}
+
+_MODULE_CALL = "_wrapped_call_impl"
+
+Form = tuple[int, str, int, tuple[int, int, int, int]]
+"""Elements, type, number of dimensions, and the first four dimensions of a tensor."""
+
+NO_FORM: Form = (UNCOUNTED, "", 0, (0, 0, 0, 0))
+
+
+class OpenGroup:
+    """A process group that this process is in.
+
+    Attributes:
+        handle: what stands for it in a site.
+        ranks: of the job.
+        number: how many collectives this process has called in it.
+        chain: digest of them.
+        serial: number of the last one among all calls.
+        num_steps: how many steps of optimizers whose parameters it keeps alike.
+    """
+
+    __slots__ = ("chain", "handle", "num_steps", "number", "ranks", "reference", "serial")
+
+    def __init__(self, handle: int, ranks: tuple[int, ...], reference: weakref.ref[Any]) -> None:
+        self.handle = handle
+        self.ranks = ranks
+        self.reference = reference
+        self.number = self.chain = self.serial = self.num_steps = 0
+
+
+class CollectiveRecorder:
+    """The recorder of this process.
+
+    Args:
+        writer: of its region.
+    """
+
+    def __init__(self, writer: CallWriter) -> None:
+        self._writer = writer
+        self._groups: dict[int, OpenGroup] = {}
+        self._seen_groups: dict[tuple[int, ...], int] = {}
+        self._forms: dict[tuple[Any, Any], Form] = {}
+        self._codes: dict[str, int] = {}
+        self._is_user: dict[str, bool] = {}
+        self._last_place = ("", 0)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this process has used a process group."""
+        return bool(self._groups)
+
+    def record(
+        self,
+        pg: Any,
+        kind: str,
+        form: Form = NO_FORM,
+        num_tensors: int = 1,
+        size: int = UNCOUNTED,
+        reduction: str = "",
+        root: int = -1,
+        detail: str = "",
+    ) -> None:
+        """Record a collective, unless torch does not list its group.
+
+        Args:
+            pg: the process group.
+            kind: of it.
+            form: of the first tensor.
+            num_tensors: of this form, as far as that is known.
+            size: elements that must be as many on all ranks.
+            reduction: its name; empty where there is none.
+            root: its rank in the group; -1 where there is none.
+            detail: what else must be the same.
+        """
+        group = self.group_of(pg)
+        if group is None:
+            return
+        _, dtype, num_dimensions, shape = form
+        if root >= 0:
+            root = group.ranks[root]
+        code = self._code
+        group.number += 1
+        group.chain = hash((group.chain, code(kind), size, code(dtype), code(reduction), root, code(detail)))
+        site = (
+            kind, group.handle, dtype, num_tensors, num_dimensions, reduction, root, *self._place(), detail,
+        )  # fmt: skip
+        group.serial = self._writer.put(site, group.number, group.chain, size, shape)
+
+    def take_back(self, group: OpenGroup, before: tuple[int, int]) -> None:
+        """Take back the last call of a group, which torch has refused: the next one has its number.
+
+        Args:
+            group: the group.
+            before: its number and chain before the call.
+        """
+        if group.number > before[0]:
+            group.number, group.chain = before
+            self._writer.withdraw(group.serial)
+
+    def note(
+        self,
+        kind: str,
+        number: int,
+        group: OpenGroup | None = None,
+        *,
+        form: Form = NO_FORM,
+        root: int = -1,
+        detail: str = "",
+        value: float = 0.0,
+    ) -> None:
+        """Record what is no collective.
+
+        Args:
+            kind: of it.
+            number: how many of the kind there were.
+            group: in which.
+            form: of its tensor.
+            root: rank of the group at the other end.
+            detail: what else is known.
+            value: as in :class:`nblaunch.wire.collective_calls.Call`.
+        """
+        _, dtype, num_dimensions, shape = form
+        handle = -1
+        if group is not None:
+            handle = group.handle
+            root = group.ranks[root] if root >= 0 else root
+        site = (kind, handle, dtype, 1, num_dimensions, "", root, *self._place(), detail)
+        self._writer.put(site, number, shape=shape, value=value)
+
+    def note_splits(self, pg: Any, sent: Any, received: Any) -> None:
+        """Note the parts of the ``all_to_all`` that is recorded next.
+
+        Args:
+            pg: its process group.
+            sent: rows for each rank of the group, or the tensor that is sent in equal parts.
+            received: likewise.
+        """
+        group = self.group_of(pg)
+        if group is not None:
+            size = len(group.ranks)
+            parts = (
+                one if isinstance(one, (list, tuple)) else [len(one) // size] * size
+                for one in (sent, received)
+            )
+            self._writer.put_splits(group.number + 1, *parts)
+
+    def _code(self, text: str) -> int:
+        """Return a number for a text, the same in all processes."""
+        found = self._codes.get(text)
+        if found is None:
+            if len(self._codes) >= _MAX_KNOWN:
+                self._codes.clear()
+            found = self._codes[text] = crc32(text.encode())
+        return found
+
+    def _place(self) -> tuple[str, str, int]:
+        """Return the outermost function of libraries, and the user's file and line that called it.
+
+        Threads of autograd have no frame of the user's: then the last line that is known counts.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        known = self._is_user
+        name = ""
+        while frame is not None:
+            code = frame.f_code
+            filename = code.co_filename
+            is_user = known.get(filename)
+            if is_user is None:
+                is_user = known[filename] = is_user_file(filename)
+            if is_user:
+                self._last_place = filename, frame.f_lineno
+                return name, filename, frame.f_lineno
+            called = code.co_name
+            if called == _MODULE_CALL:
+                name = "forward"
+            elif called[0] not in "_<" and called not in _INNER and filename not in _OWN_FILES:
+                name = called
+            frame = frame.f_back
+        return name, *self._last_place
+
+    def group_of(self, pg: Any) -> OpenGroup | None:
+        """Return what is kept of a process group; None of one that torch does not list."""
+        known = self._groups.get(id(pg))
+        if known is not None and known.reference() is pg:
+            return known
+        c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+        # All that are new, in the order in which they were made: that is the same on all of their ranks.
+        for one, members in list(c10d._world.pg_group_ranks.items()):
+            if isinstance(one, int):
+                continue  # stands for a group that this rank is not in
+            known = self._groups.get(id(one))
+            if known is None or known.reference() is not one:
+                self._groups[id(one)] = self._opened(one, members, one is c10d.GroupMember.WORLD)
+        return self._groups.get(id(pg))
+
+    def _opened(self, pg: Any, members: dict[int, int], is_default: bool) -> OpenGroup:
+        ranks = tuple(sorted(members, key=members.__getitem__))
+        number = self._seen_groups[ranks] = self._seen_groups.get(ranks, -1) + 1
+        handle = self._writer.add_group(Group(ranks, number, is_default))
+        return OpenGroup(handle, ranks, weakref.ref(pg, self._forgetter(id(pg))))
+
+    def _forgetter(self, key: int) -> Callable[[Any], None]:
+        def forget(reference: Any) -> None:
+            known = self._groups.get(key)
+            if known is not None and known.reference is reference:
+                del self._groups[key]
+
+        return forget
+
+    def form_of(self, tensor: Any) -> Form:
+        """Return the form of a tensor.
+
+        Raises:
+            ValueError: it has no data, so that no collective begins.
+        """
+        if tensor.is_meta:
+            raise ValueError("nothing is exchanged of a tensor without data")
+        key = tensor.shape, tensor.dtype
+        form = self._forms.get(key)
+        if form is None:
+            if len(self._forms) >= _MAX_KNOWN:
+                self._forms.clear()
+            shape = tuple(int(size) for size in key[0])
+            first, second, third, fourth = (*shape, 0, 0, 0, 0)[:4]
+            dtype = str(key[1]).removeprefix("torch.")
+            form = int(tensor.numel()), dtype, len(shape), (first, second, third, fourth)
+            self._forms[key] = form
+        return form
