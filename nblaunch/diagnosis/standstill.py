@@ -88,7 +88,7 @@ def explain_standstill(standing: Standing) -> Explanation | None:
     for rank, one in known.items():
         by_key.setdefault(one.key, {})[rank] = one
     sides = [_Side(tuple(own), tuple(own.values())) for own in by_key.values()]
-    if not any(side.kind == "waits" for side in sides):
+    if not any(side.calls for side in sides):
         return None
     if len(sides) < 2:
         return _no_sync(standing, sides)
@@ -312,7 +312,10 @@ _UNEVEN = (
     "accelerator.join_uneven_inputs([model]), with torch alone into model.join()."
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."
-_COME = "Every rank must take part in the same collectives: look for what keeps it."
+_COME = (
+    "Every rank must take part in the same collectives: look for what keeps it. If it was just busy for that long, raise "
+    "hang_timeout_s."
+)
 _SAME = (
     "Every rank must call the same collectives in the same order: look for a condition, a loop or a return."
 )

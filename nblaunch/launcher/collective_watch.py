@@ -111,9 +111,8 @@ class CollectiveWatch:
         return self._certain(disagreement, calls)
 
     def _calls(self) -> dict[int, RankCalls]:
-        """Return the last calls of each rank that has any."""
-        found = {rank: self._board.calls(rank).read() for rank in self._ranks}
-        return {rank: calls for rank, calls in found.items() if calls.num_calls}
+        """Return the last calls of each rank."""
+        return {rank: self._board.calls(rank).read() for rank in self._ranks}
 
     def _certain(self, disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Explanation:
         self._found = None

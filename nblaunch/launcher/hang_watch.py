@@ -313,8 +313,7 @@ class HangWatch:
         self, positions: Positions, done: Collection[int], steps: Mapping[int, int]
     ) -> Explanation | None:
         ranks = self._attempt.ranks
-        found = {rank: self._board.calls(rank).read() for rank in ranks}
-        calls = {rank: own for rank, own in found.items() if own.num_calls}
+        calls = {rank: self._board.calls(rank).read() for rank in ranks}
         if (disagreement := find_disagreement(calls)) is not None and not disagreement.of_rates:
             return explain(disagreement, calls, steps)
         if (splits := explain_splits(calls)) is not None:

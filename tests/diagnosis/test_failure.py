@@ -173,10 +173,12 @@ def test_a_hang_that_was_stopped(log: JobLog) -> None:
     report = died(-15)
     report.signalled = {0: 1.0, 1: 1.0}
     lines = ("rank 0: waiting in barrier, train.py, line 3", "rank 1: train.py, line 9")
-    report.hang = Hang(1, "did not enter the collective that rank 0 waits in", lines, BUSY_FOR_LONG)
+    headline = "rank 1 did not enter the collective that rank 0 waits in"
+    report.hang = Hang((1,), headline, lines, BUSY_FOR_LONG)
     failure = failure_of(report, {}, log, 0)
     assert isinstance(failure.error, JobHung)
-    assert failure.sentence == "rank 1 did not enter the collective that rank 0 waits in"
+    assert failure.rank == 1
+    assert failure.sentence.startswith(headline)
     assert str(failure.error).splitlines()[1:] == [
         *lines,
         f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s.",

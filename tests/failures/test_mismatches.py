@@ -80,21 +80,3 @@ def test_fresh_interpreters_are_compared_too(kernel: Kernel, method: str) -> Non
     cell = kernel.submit(launch_of(mismatch, start_method=method)).wait(60)
     assert cell.raised.name == "CollectiveMismatch"
     assert not mismatch.problems(kernel.run(EXPLANATION, store_history=False).stdout, cell.shown)
-
-
-def test_an_interrupt_explains_what_ranks_waited_for(kernel: Kernel) -> None:
-    kernel.run("""
-def train():
-    dist.init_process_group()
-    dist.barrier()
-    print("ready")
-    if rank() == 2:
-        while True:
-            time.sleep(0.01)
-    dist.all_reduce(torch.ones(4))
-""")
-    cell = kernel.submit("notebook_launcher(train, num_processes=3, interrupt_grace_s=1)")
-    cell.wait_for(lambda cell: cell.shown.count("ready") or "[0-2] ready" in cell.shown, 20, "the ranks")
-    kernel.wait_until(lambda: "waiting in all_reduce" in stacks(kernel), 20, "ranks 0 and 1 to wait")
-    kernel.interrupt()
-    assert cell.wait(20).raised.name == "KeyboardInterrupt"
