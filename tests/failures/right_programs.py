@@ -1,4 +1,4 @@
-"""Programs that are odd, and right: ranks do different things, and nothing may be said about it.
+"""Programs that are odd, and right: ranks do different things, and no message may come of it.
 
 Each is the body of a function ``train`` in a cell, as in ``mismatches.py``.
 """

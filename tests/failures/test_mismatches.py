@@ -1,4 +1,4 @@
-"""Collectives that ranks call differently: explained, with the ranks at fault; odd programs that are right: not a word.
+"""Collectives that ranks call differently: explained, with the ranks at fault; odd programs that are right: no message.
 
 All mismatches are run by ``make bench ARGS=mismatches``, some of each kind here.
 """
@@ -63,7 +63,7 @@ def test_a_mismatch_is_explained(kernel: Kernel, name: str) -> None:
 
 
 @pytest.mark.parametrize("program", RIGHT_PROGRAMS, ids=lambda program: program.name)
-def test_nothing_is_said_about_a_right_program(kernel: Kernel, program: RightProgram) -> None:
+def test_a_right_program_gets_no_message(kernel: Kernel, program: RightProgram) -> None:
     kernel.run(program.source)
     cell = kernel.run(
         f"notebook_launcher(train, num_processes={program.num_ranks}, hang_timeout_s=15, on_hang='stop')"
