@@ -32,12 +32,14 @@ class Explanation:
         ranks: those at fault; empty where no side is more likely wrong than the other.
         lines: more about it.
         advice: what to do.
+        check: name under which ``NBLAUNCH_CHECKS`` leaves it out.
     """
 
     headline: str
     ranks: tuple[int, ...] = ()
     lines: tuple[str, ...] = ()
     advice: str = ""
+    check: str = "collectives_differ"
 
     @property
     def text(self) -> str:
@@ -170,7 +172,7 @@ def explain(
     shown = "; ".join(_side_text(ranks, calls, found, sides) for ranks, calls in sides[:_MAX_SIDES])
     if found.of_rates:
         headline = f"optimizer step {found.number}: {shown}"
-        return Explanation(headline, faulty, (), _RATES)
+        return Explanation(headline, faulty, (), _RATES, "learning_rates_differ")
     of_group = "" if found.group.is_default else f" of the group of {group_name(found.group)}"
     headline = f"collective {found.number}{of_group}: {shown}"
     return Explanation(headline, faulty, tuple(_left_loops(sides, calls, steps or {})), _advice(sides))

@@ -35,7 +35,7 @@ class _Activity:
     """What a rank does.
 
     Args:
-        kind: ``"returned"``, ``"elsewhere"``, ``"unknown"``, or ``"waits"``.
+        kind: ``"returned"``, ``"elsewhere"``, ``"behind"``, ``"unknown"``, or ``"waits"``.
         call: that it waits in; None of a rank that has not recorded it.
         position: of such a rank, and of one that does not wait.
         key: equal for ranks that do the same.
@@ -88,7 +88,7 @@ def explain_standstill(standing: Standing) -> Explanation | None:
     for rank, one in known.items():
         by_key.setdefault(one.key, {})[rank] = one
     sides = [_Side(tuple(own), tuple(own.values())) for own in by_key.values()]
-    if not any(side.calls for side in sides):
+    if not any(side.kind == "waits" and side.calls for side in sides):
         return None
     if len(sides) < 2:
         return _no_sync(standing, sides)
@@ -121,9 +121,22 @@ def _activity(standing: Standing, rank: int) -> _Activity:
             return _Activity("waits", (position.waiting_in, position.place), None, position)
     if call is None:
         return _Activity("unknown", ())
+    if standing.positions is None and _is_over(standing, call):
+        return _Activity("behind", ("behind", call.site.group, call.number), call)
     if call.is_collective:
         return _Activity("waits", ("collective", call.site.group, call.number), call)
     return _Activity("waits", (call.site.kind,), call)
+
+
+def _is_over(standing: Standing, call: Call) -> bool:
+    """Return whether another rank has called something later in the group, so that no rank waits in ``call``."""
+    if not call.is_collective:
+        return False
+    return any(
+        later.site.group == call.site.group and later.number > call.number and later.is_collective
+        for own in standing.calls.values()
+        for later in own.calls
+    )
 
 
 def _pending(calls: RankCalls) -> Call | None:
@@ -142,10 +155,11 @@ def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
     largest = max(sides, key=lambda side: len(side.ranks))
     if 2 * len(largest.ranks) > sum(len(side.ranks) for side in sides):
         return _ranks_of([side for side in sides if side is not largest])
-    guarded = [side for side in sides if side.calls and all(_condition(standing, side))]
+    waiting = [side for side in sides if side.kind == "waits" and side.calls]
+    guarded = [side for side in waiting if all(_condition(standing, side))]
     if len(guarded) == 1:
         return guarded[0].ranks
-    busy = [side for side in sides if side.kind == "elsewhere"]
+    busy = [side for side in sides if side.kind in ("elsewhere", "behind")]
     return _ranks_of(busy) if len(busy) < len(sides) else ()
 
 
@@ -235,7 +249,7 @@ def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) ->
 
 
 def _plain(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation:
-    advice = _COME if any(side.kind == "elsewhere" for side in sides) else _SAME
+    advice = _COME if any(side.kind in ("elsewhere", "behind") for side in sides) else _SAME
     return Explanation(_states(sides), tuple(faulty), (), advice)
 
 
@@ -293,6 +307,9 @@ def _state(side: _Side) -> str:
         assert position is not None, "a rank that does not wait has one"
         is_busy = f"{who} {'has' if is_one else 'have'} not come, and {'is' if is_one else 'are'}"
         return f"{is_busy} at {position.place}"
+    if side.kind == "behind":
+        has = "has" if is_one else "have"
+        return f"{who} {has} called nothing since {_what(side.calls[0])} ({places(side.calls)})"
     wait = f"{who} {'waits' if is_one else 'wait'} in"
     if not side.calls:
         return f"{wait} {position.waiting_in if position else 'a collective'}"

@@ -9,9 +9,11 @@ not come to the call yet get a moment to do so: the majority says who is at faul
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from nblaunch import env
 from nblaunch.diagnosis.disagreements import (
     Disagreement,
     Explanation,
@@ -20,6 +22,7 @@ from nblaunch.diagnosis.disagreements import (
     find_disagreement,
 )
 from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.standstill import Standing, explain_standstill
 from nblaunch.events import Event, Note
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.wire.collective_calls import RankCalls
@@ -32,6 +35,9 @@ _NUM_FULL = 10
 
 _MAX_SHARE = 0.01
 """Share of the launcher's time."""
+
+_STANDS_STILL_S = 3.0
+"""How long no rank has called anything where an interrupt is explained by what they wait for."""
 
 _PATIENCE_S = 0.5
 """For ranks that have not come to the call in which others differ."""
@@ -55,6 +61,7 @@ class CollectiveWatch:
         self._board = running.board
         self._ranks = running.attempt.ranks
         self._is_session = running.attempt.spec.is_session
+        self._left_out = env.read("NBLAUNCH_CHECKS")
         self._emit = emit
         self._clock = clock
         self._next_s = 0.0
@@ -75,7 +82,7 @@ class CollectiveWatch:
             return False
         found = self._look(now_s, running)
         self._next_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
-        if found is None:
+        if found is None or self._is_left_out(found.check):
             return False
         if self._is_session:
             self._emit(Note.of_job(found.text, "warning"))
@@ -86,13 +93,35 @@ class CollectiveWatch:
     def conclude(self, report: AttemptReport) -> None:
         """Compare the ranks once more, now that none writes any longer, and keep their last calls in ``report``."""
         report.calls = self._calls()
-        if report.disagreement is not None or self._is_session:
+        if report.disagreement is not None or self._is_session or report.interrupted or report.cancelled:
             return
-        disagreement = find_disagreement(report.calls)
+        found = self._explain(report.calls)
+        # An attempt that has failed is explained in any case.
+        if found is not None and not (report.is_success and self._is_left_out(found.check)):
+            report.disagreement = found
+
+    def describe_wait(self, report: AttemptReport) -> None:
+        """Emit what ranks wait for if they have stood still for a while; called where the user interrupts the job."""
+        calls = self._calls()
+        last_s = max((own.last.time_s for own in calls.values() if own.last is not None), default=math.inf)
+        if self._clock() - last_s < _STANDS_STILL_S:
+            return
+        standing = Standing(calls, report.returned.keys(), steps=self._steps())
+        found = self._explain(calls) or explain_standstill(standing)
+        if found is not None:
+            self._emit(Note.of_job(f"interrupted while ranks waited: {found.headline}", "warning"))
+
+    def _explain(self, calls: Mapping[int, RankCalls]) -> Explanation | None:
+        disagreement = find_disagreement(calls)
         if disagreement is None or self._key(disagreement) in self._known:
-            report.disagreement = explain_splits(report.calls)
-        else:
-            report.disagreement = self._certain(disagreement, report.calls)
+            return explain_splits(calls)
+        return self._certain(disagreement, calls)
+
+    def _is_left_out(self, check: str) -> bool:
+        return bool({"off", f"-{check}"} & self._left_out)
+
+    def _steps(self) -> dict[int, int]:
+        return {reading.rank: reading.step for reading in self._board.read()}
 
     def _look(self, now_s: float, alive: Collection[int]) -> Explanation | None:
         if self._found is None and not self._may_differ():
@@ -117,8 +146,7 @@ class CollectiveWatch:
     def _certain(self, disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Explanation:
         self._found = None
         self._known.add(self._key(disagreement))
-        steps = {reading.rank: reading.step for reading in self._board.read()}
-        return explain(disagreement, calls, steps)
+        return explain(disagreement, calls, self._steps())
 
     @staticmethod
     def _key(disagreement: Disagreement) -> tuple[object, int]:

@@ -376,6 +376,7 @@ class Supervisor:
     def _interrupt(self) -> None:
         now = time.monotonic()
         self._report.interrupted = self._report.interrupted or not self._is_decided()
+        self._collectives.describe_wait(self._report)
         if self._report.interrupted:
             for rank in self._alive:
                 self._board.slot(rank).keeps_weights = 1

@@ -6,6 +6,7 @@ All mismatches are run by ``make bench ARGS=mismatches``, some of each kind here
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,52 @@ def test_fresh_interpreters_are_compared_too(kernel: Kernel, method: str) -> Non
     cell = kernel.submit(launch_of(mismatch, start_method=method)).wait(60)
     assert cell.raised.name == "CollectiveMismatch"
     assert not mismatch.problems(kernel.run(EXPLANATION, store_history=False).stdout, cell.shown)
+
+
+def test_an_interrupt_names_what_ranks_waited_for(kernel: Kernel) -> None:
+    kernel.run("""
+def train():
+    dist.init_process_group()
+    dist.barrier()
+    if rank() == 2:
+        time.sleep(3600)
+    dist.all_reduce(torch.ones(4))
+""")
+    cell = kernel.submit("notebook_launcher(train, num_processes=3, interrupt_grace_s=1, hang_timeout_s=4)")
+    cell.wait_for(lambda cell: "rank 2 has not come" in cell.shown, 30, "the report of the hang")
+    kernel.interrupt()
+    assert cell.wait(20).raised.name == "KeyboardInterrupt"
+    assert "interrupted while ranks waited: rank 2 has called nothing since barrier" in cell.shown
+
+
+def test_checks_may_be_left_out(kernel: Kernel) -> None:
+    mismatch = next(one for one in MISMATCHES if one.name == "half with bfloat16, at the end")
+    kernel.run(mismatch.source)
+    kernel.run("os.environ['NBLAUNCH_CHECKS'] = '-collectives_differ'")
+    try:
+        kernel.run(launch_of(mismatch))
+    finally:
+        kernel.run("del os.environ['NBLAUNCH_CHECKS']")
+
+
+def test_a_session_warns_and_goes_on(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run("session = nblaunch.Session(3)")
+    try:
+        kernel.run("""
+def join():
+    import nblaunch
+    nblaunch.Accelerator(cpu=True).wait_for_everyone()
+def differ(gate):
+    import os, time, torch, torch.distributed as dist
+    dist.all_reduce(torch.ones(4, dtype=torch.int32 if dist.get_rank() == 1 else torch.float32))
+    while not os.path.exists(gate):
+        time.sleep(0.01)
+session.run(join)
+""")
+        gate = tmp_path / "gate"
+        cell = kernel.submit(f"session.run(differ, {str(gate)!r})")
+        cell.wait_for(lambda cell: "rank 1 all_reduce int32[4]" in cell.shown, 30, "the warning")
+        gate.touch()
+        assert cell.wait(20).error is None
+    finally:
+        kernel.run("session.close()")

@@ -1,0 +1,135 @@
+"""Calls in which ranks differ: which is the first, and which ranks are at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nblaunch.diagnosis.disagreements import explain, find_disagreement
+from nblaunch.diagnosis.standstill import Standing, explain_standstill
+from nblaunch.wire.collective_calls import BACKWARD, STEP, Call, Group, RankCalls, Site
+
+ALL = Group((0, 1, 2, 3), 0, True)
+
+
+def calls_of(*sites: Site, first: int = 1) -> RankCalls:
+    """The calls of a rank, with the numbers and chains that it would record."""
+    calls: list[Call] = []
+    counts: dict[object, int] = {}
+    chain = 0
+    for serial, site in enumerate(sites, start=first):
+        key = site.group if site.kind not in (BACKWARD, STEP) else site.kind
+        counts[key] = number = counts.get(key, first - 1) + 1
+        size = 4 if site.num_tensors else -1
+        chain = hash((chain, site.kind, site.dtype, site.reduction, site.root))
+        value = float(site.detail or 0) if site.kind == STEP else 0.0
+        calls.append(Call(serial, replace(site, detail=""), number, chain, size, (4,), float(serial), value))
+    return RankCalls(tuple(calls), len(calls) + first - 1)
+
+
+def reduce(line: int = 9, **changed: object) -> Site:
+    site = Site("all_reduce", ALL, "float32", 1, 1, "SUM", filename="train.py", line=line)
+    return replace(site, **changed)  # type: ignore[arg-type]
+
+
+BARRIER = Site("barrier", ALL, filename="train.py", line=20)
+
+
+def test_equal_calls_on_any_lines_do_not_differ() -> None:
+    calls = {rank: calls_of(reduce(rank), BARRIER, reduce(30 + rank)) for rank in range(4)}
+    assert find_disagreement(calls) is None
+
+
+def test_ranks_that_are_not_equally_far_do_not_differ() -> None:
+    assert find_disagreement({rank: calls_of(*[reduce()] * (rank + 1)) for rank in range(4)}) is None
+
+
+@pytest.mark.parametrize(
+    "other", [BARRIER, reduce(dtype="int32"), reduce(reduction="MAX"), reduce(kind="reduce", root=1)]
+)
+def test_the_minority_is_at_fault(other: Site) -> None:
+    calls = {rank: calls_of(reduce(), other if rank == 2 else reduce(), reduce()) for rank in range(4)}
+    found = find_disagreement(calls)
+    assert found is not None
+    assert found.number == 2
+    assert explain(found, calls).ranks == (2,)
+
+
+def test_of_two_sides_none_is_at_fault() -> None:
+    calls = {rank: calls_of(reduce(reduction="MAX" if rank < 2 else "SUM")) for rank in range(4)}
+    found = find_disagreement(calls)
+    assert found is not None
+    assert explain(found, calls).ranks == ()
+
+
+def test_a_difference_that_is_no_longer_kept_is_not_seen_in_what_follows() -> None:
+    calls = {0: calls_of(*[reduce()] * 5, first=300), 1: calls_of(*[reduce()] * 5, first=300)}
+    shifted = tuple(replace(call, chain=call.chain + 1) for call in calls[1].calls)
+    assert find_disagreement({**calls, 1: replace(calls[1], calls=shifted)}) is None
+
+
+def test_a_learning_rate_must_differ_twice() -> None:
+    def steps(*rates: float) -> RankCalls:
+        return calls_of(*(Site(STEP, ALL, detail=str(rate), filename="train.py", line=5) for rate in rates))
+
+    assert find_disagreement({0: steps(0.1, 0.1, 0.1), 1: steps(0.1, 0.2, 0.1)}) is None
+    calls = {0: steps(0.1, 0.1, 0.1), 1: steps(0.1, 0.2, 0.2), 2: steps(0.1, 0.1, 0.1)}
+    found = find_disagreement(calls)
+    assert found is not None
+    assert "rank 1 learning rate 0.2" in explain(found, calls).headline
+
+
+SOURCE = """
+for batch in loader:
+    loss.backward()
+if rank == 0:
+    dist.all_reduce(x)
+dist.barrier()
+"""
+
+
+def stand(
+    tmp_path: Path, calls: Mapping[int, Sequence[tuple[str, int]]], returned: Sequence[int] = ()
+) -> Standing:
+    (tmp_path / "train.py").write_text(SOURCE)
+    found = {
+        rank: calls_of(*(Site(kind, None if kind == BACKWARD else ALL, filename=str(tmp_path / "train.py"), line=line)
+                         for kind, line in own))
+        for rank, own in calls.items()
+    }  # fmt: skip
+    return Standing(found, returned)
+
+
+def test_a_loop_that_was_left_early(tmp_path: Path) -> None:
+    backward = (BACKWARD, 3)
+    calls = {0: [backward] * 3, 1: [backward] * 2 + [("barrier", 6)], 2: [backward] * 3}
+    found = explain_standstill(stand(tmp_path, calls))
+    assert found is not None
+    assert found.ranks == (1,)
+    assert found.headline.startswith(
+        "rank 1 left the loop of line 2 after 2 batches, ranks 0, 2 are still in it, in batch 3"
+    )
+
+
+def test_a_rank_that_a_condition_lets_come_alone(tmp_path: Path) -> None:
+    for calls in ({0: [("all_reduce", 5)], 1: [(BACKWARD, 3)]}, {0: [("all_reduce", 5)], 1: []}):
+        found = explain_standstill(stand(tmp_path, calls, returned=[1] if not calls[1] else []))
+        assert found is not None
+        assert found.ranks == (0,)
+        assert "rank 0 alone called all_reduce" in found.headline
+        assert "under `if rank == 0`" in found.headline
+
+
+def test_two_ranks_in_different_places_are_named_without_blame(tmp_path: Path) -> None:
+    found = explain_standstill(stand(tmp_path, {0: [(BACKWARD, 3)] * 2, 1: [(BACKWARD, 3), ("barrier", 6)]}))
+    assert found is not None
+    assert found.ranks == ()
+    assert "rank 0" in found.headline
+    assert "rank 1" in found.headline
+
+
+def test_ranks_that_all_wait_for_the_same_are_not_explained(tmp_path: Path) -> None:
+    assert explain_standstill(stand(tmp_path, {rank: [("barrier", 6)] for rank in range(3)})) is None
