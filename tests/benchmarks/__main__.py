@@ -30,6 +30,7 @@ TITLES = {
     "repeat": "A hundred launches",
     "faults": "A hundred launches with faults",
     "step_overhead": "Step overhead",
+    "mismatches": "Mismatched collectives",
     "gpu": "GPUs",
     "gpu_launches": "Launches from a kernel that has used its GPU",
     "lotteries": "Lotteries",

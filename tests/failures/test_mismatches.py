@@ -124,7 +124,7 @@ def differ(gate):
 session.run(join)
 """)
         gate = tmp_path / "gate"
-        cell = kernel.submit(f"session.run(differ, {str(gate)!r})")
+        cell = kernel.submit(f"session.run(differ, ({str(gate)!r},))")
         cell.wait_for(lambda cell: "rank 1 all_reduce int32[4]" in cell.shown, 30, "the warning")
         gate.touch()
         assert cell.wait(20).error is None

@@ -1,0 +1,178 @@
+"""Collectives that ranks call differently: how many are explained, by nblaunch and by torch alone; what recording costs.
+
+    python -m tests.benchmarks mismatches [--only DDP] [--peers 1]
+
+``--peers 1`` runs the programs also as plain processes, once by torch as it is and once with
+``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and counts those whose output has what an explanation must have, with ranks and
+lines left out. A program that has not ended after some seconds explains nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.benchmarks.bench import Row, at_most
+from tests.failures.mismatches import MISMATCHES, PREAMBLE, Mismatch
+from tests.failures.right_programs import RIGHT_PROGRAMS
+from tests.kernels import Kernel
+
+HANG_TIMEOUT_S = 4.0
+PEER_TIMEOUT_S = 12.0
+MAX_UNEXPLAINED = 0.05
+MAX_SHARE = 1.0
+
+EXPLANATION = """
+error = nblaunch.last_job().exception()
+print("\\n".join([str(error), *getattr(error, "__notes__", [])]))
+"""
+
+# The steps of the benchmark step_overhead, with and without what is called for each of them.
+COST = """
+def cost():
+    import gc, statistics
+    from nblaunch.worker import collective_hooks
+    model, optimizer = begin(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)))
+    batch = torch.ones(16, 32)
+    def step():
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    hooks = next(one for one in gc.get_objects() if isinstance(one, collective_hooks._Hooks))
+    recorder, group = hooks._recorder, hooks._recorder.group_of(dist.group.WORLD)
+    def record():
+        recorder.note("forward", 1, group, value=1.0)
+        recorder.note("backward", 1)
+        hooks._group_of_optimizer(optimizer)
+        recorder.note("step", 1, group, value=0.1)
+    def took(function, number):
+        before = time.process_time()
+        for _ in range(number):
+            function()
+        return (time.process_time() - before) / number
+    took(step, 100)
+    steps = [took(step, 100) for _ in range(7)]
+    records = [took(record, 5000) for _ in range(7)]
+    dist.barrier()
+    return statistics.median(records) * 1e6, statistics.median(steps) * 1e6
+recorded, stepped = notebook_launcher(cost, num_processes=2, dashboard="none")
+print(recorded, stepped)
+"""
+
+
+def measure(only: str = "", peers: int = 0) -> Iterator[Row]:
+    chosen = [mismatch for mismatch in MISMATCHES if mismatch.name.startswith(only)]
+    with _kernel() as kernel:
+        yield from _explained(kernel, chosen)
+        if not only:
+            yield from _right(kernel)
+            recorded, stepped = map(float, kernel.run(COST).stdout.split()[-2:])
+            share = 100 * recorded / stepped
+            yield at_most(f"recording a step of {stepped:.0f} us of processor time", share, MAX_SHARE, " %")
+    if peers:
+        plain = [mismatch for mismatch in chosen if "ccelerator" not in mismatch.name]
+        for label, detail in (("torch alone", "OFF"), ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "DETAIL")):
+            good = sum(_is_explained_by_torch(mismatch, detail) for mismatch in plain)
+            yield Row(f"explained by {label}, ranks and lines left out", f"{good}/{len(plain)}")
+
+
+def _kernel() -> Kernel:
+    kernel = Kernel.start(env={"NBLAUNCH_LOG_DIR": tempfile.mkdtemp(prefix="nblaunch-mismatches-")})
+    kernel.run(PREAMBLE)
+    return kernel
+
+
+def _explained(kernel: Kernel, chosen: Sequence[Mismatch]) -> Iterator[Row]:
+    num_good, num_blamed = 0, 0
+    latest_s = 0.0
+    for mismatch in chosen:
+        kernel.run(mismatch.source)
+        began_s = time.monotonic()
+        cell = kernel.submit(
+            f"notebook_launcher(train, num_processes={mismatch.num_ranks}, hang_timeout_s={HANG_TIMEOUT_S}, "
+            "on_hang='stop', interrupt_grace_s=1)"
+        ).wait(90)
+        took_s = time.monotonic() - began_s
+        explanation = kernel.run(EXPLANATION, store_history=False).stdout if cell.error is not None else ""
+        problems = mismatch.problems(explanation, cell.shown)
+        num_good += not problems
+        num_blamed += any(problem.startswith("accuses") for problem in problems)
+        latest_s = max(latest_s, took_s)
+        if problems:
+            yield Row(mismatch.name, "; ".join(problems))
+    limit = len(chosen) - int(MAX_UNEXPLAINED * len(chosen))
+    yield Row("mismatches explained", f"{num_good}/{len(chosen)}", f">= {limit}", num_good >= limit)
+    yield Row("of these, innocent ranks accused", str(num_blamed), "0", num_blamed == 0)
+    yield Row("the longest, from the call to the error", f"{latest_s:.1f} s")
+
+
+def _right(kernel: Kernel) -> Iterator[Row]:
+    num_quiet = 0
+    for program in RIGHT_PROGRAMS:
+        kernel.run(program.source)
+        cell = kernel.submit(f"notebook_launcher(train, num_processes={program.num_ranks})").wait(90)
+        num_quiet += cell.error is None and "very rank" not in cell.shown
+    total = len(RIGHT_PROGRAMS)
+    yield Row(
+        "right programs without a message", f"{num_quiet}/{total}", f"{total}/{total}", num_quiet == total
+    )
+
+
+def _is_explained_by_torch(mismatch: Mismatch, detail: str) -> bool:
+    """Return whether the output of plain processes has the texts that an explanation must have."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        imports = PREAMBLE.replace(
+            "import nblaunch\nfrom nblaunch import notebook_launcher, Accelerator\n", ""
+        )
+        path.write_text(f"{imports}\n{mismatch.source}\ntrain()\n")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        output = Path(folder) / "output"
+        with output.open("w") as file:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, str(path)],
+                    stdout=file,
+                    stderr=file,
+                    env=_environment(rank, mismatch, port, detail),
+                )
+                for rank in range(mismatch.num_ranks)
+            ]
+            deadline = time.monotonic() + PEER_TIMEOUT_S
+            for process in processes:
+                try:
+                    process.wait(max(deadline - time.monotonic(), 0.1))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        text = output.read_text(errors="replace").lower()
+        # torch writes types and shapes in its own way, and the source of the line that raised.
+        wanted = [word.lower().partition("[")[0] for word in mismatch.says if not word.startswith("if ")]
+        shapes = [word.partition("[")[2].rstrip("]") for word in mismatch.says if "[" in word]
+        errors = "\n".join(
+            line for line in text.splitlines() if "error" in line or "detected mismatch" in line
+        )
+        return bool(errors) and all(
+            word.replace("_", "") in errors.replace("_", "") for word in (*wanted, *shapes)
+        )
+
+
+def _environment(rank: int, mismatch: Mismatch, port: int, detail: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(mismatch.num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISTRIBUTED_DEBUG": detail,
+    }
