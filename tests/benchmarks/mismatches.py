@@ -1,4 +1,4 @@
-"""Collectives that ranks call differently: how many are explained, by nblaunch and by torch alone; what recording costs.
+"""Collectives that ranks call differently: how many are explained, here and by torch; what recording costs.
 
     python -m tests.benchmarks mismatches [--only DDP] [--peers 1]
 
