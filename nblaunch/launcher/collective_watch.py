@@ -92,7 +92,7 @@ class CollectiveWatch:
 
     def conclude(self, report: AttemptReport) -> None:
         """Compare the ranks once more, now that none writes any longer, and keep their last calls in ``report``."""
-        report.calls = self._calls()
+        report.calls = self.calls()
         if report.disagreement is not None or self._is_session or report.interrupted or report.cancelled:
             return
         found = self._explain(report.calls)
@@ -102,7 +102,7 @@ class CollectiveWatch:
 
     def describe_wait(self, report: AttemptReport) -> None:
         """Emit what ranks wait for if they have stood still for a while; called where the user interrupts the job."""
-        calls = self._calls()
+        calls = self.calls()
         last_s = max((own.last.time_s for own in calls.values() if own.last is not None), default=math.inf)
         if self._clock() - last_s < _STANDS_STILL_S:
             return
@@ -126,7 +126,7 @@ class CollectiveWatch:
     def _look(self, now_s: float, alive: Collection[int]) -> Explanation | None:
         if self._found is None and not self._may_differ():
             return None
-        calls = self._calls()
+        calls = self.calls()
         disagreement = find_disagreement(calls)
         if disagreement is None or self._key(disagreement) in self._known:
             self._found = None
@@ -139,7 +139,7 @@ class CollectiveWatch:
             return None
         return self._certain(disagreement, calls)
 
-    def _calls(self) -> dict[int, RankCalls]:
+    def calls(self) -> dict[int, RankCalls]:
         """Return the last calls of each rank."""
         return {rank: self._board.calls(rank).read() for rank in self._ranks}
 

@@ -43,6 +43,7 @@ from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.collective_calls import RankCalls
 
 Positions = Mapping[int, Position]
 
@@ -131,6 +132,7 @@ class HangWatch:
         requests: whose queries about stacks are answered.
         emit: receives what is found.
         ask_ranks: asks ranks for their stacks, rank -> process; None = they are of this machine.
+        read_calls: returns rank -> its last collectives, of ranks of this machine.
     """
 
     def __init__(
@@ -140,9 +142,11 @@ class HangWatch:
         requests: JobRequests,
         emit: Callable[[Event], None],
         ask_ranks: Callable[[Mapping[int, int]], StackQuery] | None = None,
+        read_calls: Callable[[], Mapping[int, RankCalls]] = dict,
     ) -> None:
         self._attempt = attempt
         self._read_board = read_board
+        self._read_calls = read_calls
         self._requests = requests
         self._emit = emit
         self._is_local = ask_ranks is None
@@ -312,13 +316,12 @@ class HangWatch:
     def _explain(
         self, positions: Positions, done: Collection[int], steps: Mapping[int, int]
     ) -> Explanation | None:
-        ranks = self._attempt.ranks
-        calls = {rank: self._board.calls(rank).read() for rank in ranks}
+        calls = self._read_calls()
         if (disagreement := find_disagreement(calls)) is not None and not disagreement.of_rates:
             return explain(disagreement, calls, steps)
         if (splits := explain_splits(calls)) is not None:
             return splits
-        return explain_standstill(Standing(calls, set(done) & set(ranks), positions, steps))
+        return explain_standstill(Standing(calls, set(done) & calls.keys(), positions, steps))
 
     def _report(self, headline: str, lines: Sequence[str]) -> None:
         self._emit(Note.of_job("\n".join([headline, *(f"    {line}" for line in lines)]), "hang"))

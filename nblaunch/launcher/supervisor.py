@@ -123,9 +123,11 @@ class Supervisor:
         self._lingering_since: float | None = None
         self._watched_ends, self._started = set[int](), set[int]()
         self._memory_sampler = MemorySampler()
-        self._hangs = HangWatch(attempt, running.board.read, requests, emit)
-        self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit))
         self._collectives = CollectiveWatch(running, emit)
+        self._hangs = HangWatch(
+            attempt, running.board.read, requests, emit, read_calls=self._collectives.calls
+        )
+        self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit))
 
     @property
     def _alive(self) -> set[int]:
