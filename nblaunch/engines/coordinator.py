@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from nblaunch import env, formatting
-from nblaunch.diagnosis.hang import Check, cause
-from nblaunch.diagnosis.report import AttemptReport, Hang
+from nblaunch.diagnosis.hang import Check
+from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.stacks import described_here
 from nblaunch.engines.link import NodeLink
 from nblaunch.engines.messages import (
@@ -325,6 +325,7 @@ class Coordinator:
         report.unkillable |= over.unkillable
         report.evidence |= over.evidence
         report.hang = report.hang or over.hang
+        report.disagreement = report.disagreement or over.disagreement
         report.last_readings += [link.reading_here(reading) for reading in over.last_readings]
         link.is_over = True
 
@@ -436,9 +437,7 @@ class Coordinator:
         if hang is None or self._attempt.spec.on_hang != "stop" or self._ends_since is not None:
             return
         if running := sorted(self._owner.keys() - self._report.exits.keys() - self._report.returned.keys()):
-            steps = {reading.rank: reading.step for reading in self._readings()}
-            named = cause(hang.positions, steps, running)
-            self._report.hang = Hang(*named, tuple(hang.lines), hang.advice)
+            self._report.hang = hang.reported(running)
         self._end_ranks()
 
     def _ask_ranks(self, pids: Mapping[int, int]) -> _NodesStacks:

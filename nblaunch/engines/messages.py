@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nblaunch.diagnosis.disagreements import Explanation
 from nblaunch.diagnosis.hang import Check
 from nblaunch.diagnosis.report import Evidence, Hang
 from nblaunch.events import Event
@@ -302,6 +303,7 @@ class AttemptOver:
         evidence: what this machine says of its failures.
         last_readings: of the ranks of this node.
         hang: which this node has found for certain, as a deadlock of threads.
+        disagreement: calls in which ranks of this node differ.
     """
 
     signalled: Mapping[int, float]
@@ -309,3 +311,4 @@ class AttemptOver:
     evidence: Mapping[int, Evidence]
     last_readings: tuple[SlotReading, ...]
     hang: Hang | None = None
+    disagreement: Explanation | None = None

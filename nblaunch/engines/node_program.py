@@ -210,6 +210,7 @@ class NodeProgram:
                 evidence=_evidence(report),
                 last_readings=tuple(one for one in report.last_readings if one.rank in own),
                 hang=report.hang,
+                disagreement=report.disagreement,
             )
         )
         self._channel.send_now()

@@ -70,25 +70,27 @@ class CollectiveWatch:
         self._found: tuple[Disagreement, float] | None = None
         self._known: set[tuple[object, int]] = set()
 
-    def compare(self, report: AttemptReport, running: Collection[int]) -> bool:
-        """Compare the ranks if it is time; return whether the job must end because they differ for certain.
+    def compare(self, report: AttemptReport, running: Collection[int], end: Callable[[], None]) -> None:
+        """Compare the ranks if it is time.
 
         Args:
             report: gets the disagreement.
             running: ranks that may still come to a call.
+            end: ends the job; called where the ranks differ for certain.
         """
         now_s = self._clock()
-        if now_s < self._next_s or report.interrupted:
-            return False
+        is_ending = report.disagreement or report.hang or report.interrupted or report.cancelled
+        if now_s < self._next_s or is_ending:
+            return
         found = self._look(now_s, running)
         self._next_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
         if found is None or self._is_left_out(found.check):
-            return False
+            return
         if self._is_session:
             self._emit(Note.of_job(found.text, "warning"))
-            return False
-        report.disagreement = found
-        return True
+        else:
+            report.disagreement = found
+            end()
 
     def conclude(self, report: AttemptReport) -> None:
         """Compare the ranks once more, now that none writes any longer, and keep their last calls in ``report``."""

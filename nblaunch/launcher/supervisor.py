@@ -8,8 +8,7 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
 
 Events, ends, requests, prompts of a debugger and failures of other nodes wake the loop at once (ends are polled where
 the system has no descriptors for them). Logs, the board, memory, use of devices and hangs are looked at by the clock.
-When the last process has ended, pipes, logs and what the workers returned are read to their end before anything is
-concluded.
+When the last process has ended, pipes, logs and outboxes are read to their end before anything is concluded.
 """
 
 from __future__ import annotations
@@ -123,10 +122,8 @@ class Supervisor:
         self._lingering_since: float | None = None
         self._watched_ends, self._started = set[int](), set[int]()
         self._memory_sampler = MemorySampler()
-        self._collectives = CollectiveWatch(running, emit)
-        self._hangs = HangWatch(
-            attempt, running.board.read, requests, emit, read_calls=self._collectives.calls
-        )
+        self._collectives = collectives = CollectiveWatch(running, emit)
+        self._hangs = HangWatch(attempt, running.board.read, requests, emit, read_calls=collectives.calls)
         self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit))
 
     @property
@@ -199,8 +196,7 @@ class Supervisor:
         self._running.close()
         for watcher in self._watchers:
             watcher.end()
-        found = self._running.left_running
-        if found:
+        if found := self._running.left_running:
             named = formatting.first(found, _MAX_NAMED)
             self._note(f"ended with the job, though out of the workers' POSIX process groups: {named}")
 
@@ -529,8 +525,7 @@ class Supervisor:
         self._inspect(readings)
         for watcher in self._watchers:
             watcher.collect(self._alive)
-        if self._escalation is None and self._collectives.compare(self._report, self._active_pids()):
-            self._begin_escalation()
+        self._collectives.compare(self._report, self._active_pids(), self._begin_escalation)
         self._check_lingering()
 
     def _read_logs(self) -> None:
