@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,7 +133,8 @@ class NodeProgram:
         if boot.registered_backend:
             backends.find(boot.spec.backend, boot.registered_backend)
         try:
-            (function, args), _ = saved.load()
+            with _ending_with(self._channel):
+                (function, args), _ = saved.load()
         except (Exception, SystemExit) as error:
             raise LaunchError(f"the call can't be loaded there: {type(error).__name__}: {error}") from error
         saved.close()
@@ -214,6 +218,32 @@ class NodeProgram:
             )
         )
         self._channel.send_now()
+
+
+@contextmanager
+def _ending_with(channel: Channel) -> Iterator[None]:
+    """End this process in the block if the coordinator goes: libraries that are imported there take seconds.
+
+    The thread that watches has ended when the block has: ranks are forked later.
+    """
+    is_over, over = os.pipe()
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(channel.reading_fd, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
+        poller.register(is_over, select.POLLIN)
+        if is_over not in {fd for fd, _ in poller.poll()}:
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="nblaunch-coordinator", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(over, b"x")
+        thread.join()
+        os.close(over)
+        os.close(is_over)
 
 
 def _evidence(report: AttemptReport) -> Mapping[int, Evidence]:

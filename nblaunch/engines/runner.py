@@ -151,6 +151,7 @@ class EngineRunner(JobRunner):
     def _check_requests(self) -> None:
         """Raise if the job was interrupted or cancelled while nodes start."""
         signal_handlers.run_arrived()
+        self.emit_readings(())  # listeners publish then, and so show notes
         self.requests.acknowledge()
         if self.requests.is_cancelled:
             raise JobCancelled(f"{self.spec.function_name} was cancelled while its nodes started")

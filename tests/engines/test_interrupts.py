@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.kernels import Kernel
+from tests.kernels import Cell, Kernel
 
 pytestmark = pytest.mark.timeout(180)
 
 
 def test_an_interrupt_reaches_the_ranks_of_all_nodes_and_their_finally_blocks(
-    notebook: Kernel, tmp_path: str
+    notebook: Kernel, tmp_path: Path
 ) -> None:
     notebook.run(f"""
 def train():
@@ -57,29 +59,41 @@ def held_out():
     assert notebook.run("node_programs()").value == []
 
 
-def test_an_interrupt_while_nodes_start_ends_them(notebook: Kernel) -> None:
-    notebook.run("""
+LOADING = """
 class Slow:
-    def __init__(self, marks): self.marks = marks
-    def __reduce__(self): return _slowly, (self.marks,)
+    def __init__(self, marks):
+        self.marks = marks
+    def __reduce__(self):
+        return _slowly, (self.marks,)
 
 def _slowly(marks):
     import os, time
     open(f"{marks}/{os.getpid()}", "w").close()
     time.sleep(3600)
+"""
 
-import tempfile
-marks = tempfile.mkdtemp()
-""")
-    cell = notebook.submit("launch(print, Slow(marks))")
-    notebook.wait_until(lambda: len(_listed(notebook)) == 2, 60.0, "nodes to load the call", cell)
+
+def test_an_interrupt_while_nodes_load_the_call_ends_them(notebook: Kernel, tmp_path: Path) -> None:
+    cell = _load_slowly(notebook, tmp_path)
     notebook.interrupt()
     assert cell.wait().raised.name == "KeyboardInterrupt"
     assert notebook.run("node_programs()").value == []
 
 
-def _listed(notebook: Kernel) -> list[str]:
-    return [p.name() for p in notebook.processes() if "nblaunch.engines.node" in " ".join(p.cmdline())]
+def test_nodes_that_load_the_call_end_with_a_killed_kernel(notebook: Kernel, tmp_path: Path) -> None:
+    _load_slowly(notebook, tmp_path)
+    notebook.kill()
+    notebook.wait_for_no_processes()
+
+
+def _load_slowly(notebook: Kernel, folder: Path) -> Cell:
+    """Launch a call that two nodes load and load."""
+    marks = folder / "marks"
+    marks.mkdir()
+    notebook.run(LOADING)
+    cell = notebook.submit(f"launch(print, Slow({str(marks)!r}))")
+    notebook.wait_until(lambda: len(list(marks.iterdir())) == 2, 60.0, "nodes to load the call", cell)
+    return cell
 
 
 def test_weights_of_the_last_step_come_back_from_an_interrupt(notebook: Kernel) -> None:
@@ -131,3 +145,25 @@ def test_cancel_kills_the_ranks(notebook: Kernel) -> None:
     notebook.run("job = launch(time.sleep, 3600, background=True)")
     notebook.run("job.cancel(); job.result(30)", raises="JobCancelled")
     assert notebook.run("node_programs()").value == []
+
+
+def test_sigterm_on_one_machine_lets_all_ranks_save_at_the_same_step(notebook: Kernel) -> None:
+    notebook.run("""
+def train():
+    accelerator = Accelerator()
+    step = 0
+    while not accelerator.should_stop:
+        accelerator.reduce(torch.ones(()))
+        step += 1
+        if step == 5:
+            print(f"rank {rank()} is under way", flush=True)
+        time.sleep(0.02)
+    return step
+
+job = launch(train, background=True, return_all=True)
+while not all("under way" in job.logs(r) for r in range(4)): time.sleep(0.05)
+os.kill(sorted(node_programs())[0], signal.SIGTERM)
+""")
+    steps = notebook.run("job.result(60)").value
+    assert len(steps) == 4
+    assert len(set(steps)) == 1

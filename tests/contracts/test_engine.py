@@ -1,0 +1,217 @@
+"""What every engine must do, whatever carries its bytes: processes, ssh, Slurm's srun, actors of Ray.
+
+``ssh``, ``srun`` and ``scontrol`` are stand-ins here, which run the command on this machine; the Ray cluster is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.conftest import PREAMBLE
+from tests.engines.ray_cluster import cluster
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(300)
+
+SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+[ "$1" = unreachable ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
+echo "Welcome to $1"
+cd /
+SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" exec sh -c "$2"
+"""
+SRUN = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/sh
+echo "$3" | tr , '\\n'
+"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine under test.
+
+    Args:
+        settings: of a launch on two nodes.
+        environment: of the kernel.
+        refused: settings of a launch that it can't satisfy.
+        refusal: what the error must contain.
+    """
+
+    settings: dict[str, Any]
+    environment: dict[str, str]
+    refused: dict[str, Any]
+    refusal: tuple[str, ...]
+
+
+def _processes(stack: ExitStack, path: str) -> Subject:
+    return Subject({"engine": "processes"}, {}, {"backend": "cuda"}, ("node ", "cuda"))
+
+
+def _ssh(stack: ExitStack, path: str) -> Subject:
+    refused = {"hosts": ["one", "unreachable"]}
+    return Subject(
+        {"engine": "ssh", "hosts": ["one", "other"]},
+        {"PATH": path},
+        refused,
+        ("node 1 (host unreachable)", "Connection refused"),
+    )
+
+
+def _slurm(stack: ExitStack, path: str) -> Subject:
+    environment = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "one,other"}
+    return Subject(
+        {"engine": "slurm"}, environment, {"num_nodes": 4}, ("num_nodes=4", "job 7", "has 2: one, other")
+    )
+
+
+def _ray(stack: ExitStack, path: str) -> Subject:
+    address = stack.enter_context(cluster())
+    return Subject(
+        {"engine": "ray"},
+        {"RAY_ADDRESS": address},
+        {"resources_per_node": {"CPU": 64}},
+        ("2 nodes with 64 CPU each are wanted", "0 could ever give that", "has 4 CPU, free 4 CPU"),
+    )
+
+
+ENGINES: dict[str, Callable[[ExitStack, str], Subject]] = {
+    "processes": _processes,
+    "ssh": _ssh,
+    "slurm": _slurm,
+    "ray": _ray,
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    if request.param == "ray" and find_spec("ray") is None:
+        pytest.skip("Ray has no wheels for this Python")
+    folder = tmp_path_factory.mktemp("bin")
+    for name, text in (("ssh", SSH), ("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    with ExitStack() as stack:
+        yield ENGINES[request.param](stack, f"{folder}:/usr/local/bin:/usr/bin:/bin")
+
+
+@pytest.fixture
+def notebook(subject: Subject, nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel in a folder with a module of its own, which launches on two nodes of the engine."""
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+    (folder / "helpers.py").write_text(
+        "class Odd(Exception):\n    pass\n\n\ndef doubled(x):\n    return 2 * x\n\n\n"
+        "def fail(text):\n    raise Odd(text)\n"
+    )
+    environment = {"NBLAUNCH_LOG_DIR": str(tmp_path / "logs"), **subject.environment}
+    with Kernel.start(env=environment, cwd=folder) as kernel:
+        kernel.run(PREAMBLE)
+        kernel.run(
+            f"def go(function, *args, **settings):\n"
+            f"    return launch(function, *args, **{{**{subject.settings!r}, **settings}})"
+        )
+        yield kernel
+
+
+def test_ranks_run_on_two_nodes_with_call_results_and_weights(notebook: Kernel) -> None:
+    notebook.run("""
+import helpers
+model = nn.Linear(4, 2)
+before = model.weight.detach().clone()
+large = torch.arange(2_000_000, dtype=torch.float32)
+
+def train(model, large):
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    with torch.no_grad():
+        model.weight += total
+    print(f"rank {rank()} of {int(total)}")
+    return helpers.doubled(large[rank() :: 4]), os.environ["GROUP_RANK"], os.getppid()
+""")
+    cell = notebook.run("values = go(train, model, large, return_all=True)", timeout_s=180)
+    assert notebook.run("[value[1] for value in values]").value == ["0", "0", "1", "1"]
+    assert notebook.run("len({value[2] for value in values})").value == 2
+    assert notebook.run("all((v[0] == 2 * large[r::4]).all() for r, v in enumerate(values))").value is True
+    assert notebook.run("bool(torch.allclose(model.weight, before + 4))").value is True
+    for number in range(4):
+        assert f"[{number}] rank {number} of 4" in cell.stdout
+    assert notebook.run("'ray' in sys.modules").value is False
+    notebook.wait_for_no_processes()
+
+
+def test_an_exception_of_the_notebooks_own_module_is_of_its_very_class(notebook: Kernel) -> None:
+    notebook.run(
+        """
+import helpers
+
+def train():
+    dist.init_process_group("gloo")
+    if rank() == 3:
+        helpers.fail("rank 3 can't go on")
+    dist.barrier()
+
+try:
+    go(train)
+except helpers.Odd as error:
+    caught = str(error), error.__notes__[0]
+""",
+        timeout_s=120,
+    )
+    text, where = notebook.run("caught").value
+    assert text == "rank 3 can't go on"
+    assert " on node 1 (host " in where
+    assert notebook.run("nblaunch.last_job().status").value == "failed"
+
+
+def test_what_the_engine_cannot_give_is_refused_in_words(notebook: Kernel, subject: Subject) -> None:
+    notebook.run("""
+def text_of(call):
+    try:
+        return str(call())
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+""")
+    error = notebook.run(f"text_of(lambda: go(rank, **{subject.refused!r}))", timeout_s=120).value
+    for part in subject.refusal:
+        assert part in error
+    notebook.wait_for_no_processes()
+
+
+def test_a_node_program_that_is_killed_is_named_and_ends_the_job(notebook: Kernel) -> None:
+    notebook.run(
+        """
+def train():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    print(f"under way below {os.getppid()}", flush=True)
+    time.sleep(3600)
+
+job = go(train, background=True)
+while not all("under way" in job.logs(r) for r in range(4)): time.sleep(0.05)
+os.kill(int(job.logs(2).split()[-1]), signal.SIGKILL)
+""",
+        timeout_s=120,
+    )
+    error = notebook.run("job.result(60)", raises="NodeLost").raised
+    assert "node 1 (host " in error.value
+    assert "its process was killed by SIGKILL" in error.value
+    notebook.wait_for_no_processes()
+
+
+def test_nothing_is_left_on_any_node_of_a_killed_kernel(notebook: Kernel) -> None:
+    notebook.run("job = go(time.sleep, 3600, background=True)", timeout_s=120)
+    pids = notebook.run("sorted(job.pids.values())").value
+    assert pids
+    notebook.kill()
+    notebook.wait_for_no_processes()

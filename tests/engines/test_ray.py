@@ -1,0 +1,116 @@
+"""What is Ray's own about nodes of a Ray cluster: the user's connection, resources, and the death of a raylet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import PREAMBLE
+from tests.kernels import Kernel
+
+pytest.importorskip("ray", reason="Ray has no wheels for this Python")
+
+from tests.engines.ray_cluster import cluster
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with cluster() as address:
+        yield address
+
+
+@pytest.fixture
+def notebook(address: str, nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
+        kernel.run(PREAMBLE)
+        kernel.run(f"import ray\nray.init({address!r}, log_to_driver=False)")
+        kernel.run(
+            "def go(function, *args, **settings): return launch(function, *args, engine='ray', **settings)"
+        )
+        yield kernel
+
+
+def test_the_users_own_actors_and_resources_are_untouched(notebook: Kernel) -> None:
+    notebook.run("""
+@ray.remote(num_cpus=1)
+class Counter:
+    def __init__(self): self.count = 0
+    def add(self):
+        self.count += 1
+        return self.count
+
+counter = Counter.remote()
+ray.get(counter.add.remote())
+
+def free():
+    return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+
+before = free()
+
+def train():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return rank()
+""")
+    for _ in range(2):
+        assert notebook.run("go(train, return_all=True)", timeout_s=180).value == [0, 1, 2, 3]
+    assert notebook.run("ray.is_initialized(), ray.get(counter.add.remote())").value == (True, 2)
+    notebook.run(
+        "deadline = time.monotonic() + 20\nwhile free() != before and time.monotonic() < deadline: time.sleep(0.1)"
+    )
+    assert notebook.run("free() == before").value is True
+    states = notebook.run("[group['state'] for group in ray.util.placement_group_table().values()]").value
+    assert set(states) == {"REMOVED"}
+
+
+def test_a_range_of_nodes_takes_what_is_free(notebook: Kernel) -> None:
+    size = notebook.run(
+        "go(lambda: int(os.environ['WORLD_SIZE']), num_nodes='1:4', num_processes=8)", timeout_s=180
+    ).value
+    assert size == 4, "two of at most four nodes, with two ranks each"
+
+
+def test_nodes_in_use_are_waited_for_with_a_note(notebook: Kernel) -> None:
+    notebook.run("""
+@ray.remote(num_cpus=4)
+class Busy:
+    def ready(self): return True
+
+busy = [Busy.remote()]
+ray.get([one.ready.remote() for one in busy])
+""")
+    cell = notebook.submit("go(rank, resources_per_node={'CPU': 3}, return_all=True, dashboard='text')")
+    cell.wait_for_text("waiting for nodes of the Ray cluster: 2 nodes with 3 CPU each are wanted", 90)
+    notebook.interrupt()
+    assert cell.wait(90).raised.name == "KeyboardInterrupt"
+    notebook.run("del busy")
+
+
+def test_the_death_of_a_raylet_is_reported_as_what_it_is(tmp_path: Path, nothing_left_behind: None) -> None:
+    with cluster() as address, Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
+        kernel.run(PREAMBLE)
+        kernel.run(
+            f"""
+os.environ["RAY_ADDRESS"] = {address!r}
+
+def train():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    print("raylet", os.environ["RAY_RAYLET_PID"], flush=True)
+    time.sleep(3600)
+
+job = launch(train, engine="ray", background=True)
+while not all("raylet" in job.logs(r) for r in range(4)): time.sleep(0.05)
+mine = [int(job.logs(r).split()[-1]) for r in (1, 3)]
+head = [p.pid for p in psutil.process_iter() if p.name() == "raylet" and "--head" in p.cmdline()]
+victim = next(pid for pid in mine if pid not in head)
+os.kill(victim, signal.SIGKILL)
+""",
+            timeout_s=180,
+        )
+        error = kernel.run("job.result(60)", raises="NodeLost").raised
+        assert "its raylet has died" in error.value
