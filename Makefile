@@ -62,13 +62,22 @@ $(FASTAI_STAMP): tests/integration/fastai.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(FASTAI) --requirement $<
 	@touch $@
 
-# Make .venv with what pip is to install, $(1). The pip that comes with an older Python takes minutes to choose releases.
+# Make .venv and install $(1) into it, with uv if it is installed, else with pip. Both show what they download, because that
+# takes minutes. uv reads neither pip's settings nor its variables: an index is passed on to it, and where uv fails, pip tries.
+# The pip that comes with an older Python takes minutes to choose releases.
+UV := $(shell command -v uv 2>/dev/null)
+UV_INDEX = $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL)) \
+	$(if $(PIP_EXTRA_INDEX_URL),--index $(PIP_EXTRA_INDEX_URL) --index-strategy unsafe-best-match)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --upgrade pip && $(BIN)/python -m pip install
 define install
 @test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found;" \
 	"install one or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
 $(PYTHON) -m venv $(VENV)
-$(BIN)/python -m pip install --quiet --upgrade pip
-$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable $(1)
+@echo "Installing nblaunch and what it needs into $(VENV) ..."
+$(if $(PIP_EXTRA_INDEX_URL),,@echo "If torch's CUDA build is chosen, this downloads several gigabytes. To choose the CPU build:" \
+	"make $(MAKECMDGOALS) PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu")
+$(if $(UV),$(UV) pip install --python $(BIN)/python $(UV_INDEX) --constraint $(CONSTRAINTS) --editable $(1) || \
+	{ echo "make: uv failed; trying pip"; )$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable $(1)$(if $(UV),; })
 @touch $@
 endef
 
@@ -209,7 +218,7 @@ golden: setup  ## write the golden files of the tests anew: what failures, table
 bench: setup  ## run the benchmarks and print what they measured; ARGS='launch_cost memory' for some of them
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-picture: setup browser  ## take the README's picture of the dashboard again, in JupyterLab
+picture: setup browser  ## take the pictures of the dashboard again, in JupyterLab: one of a job that runs, and a moving one
 	$(BIN)/python -m tests.tools.picture
 
 clean:  ## remove .venv and everything that tools left

@@ -4,8 +4,8 @@
 
     result = notebook_launcher(training_function, (model,))
 
-The names in ``__all__`` are public, and so are those of ``nblaunch.utils``. Each is imported at its first use, so that
-``import nblaunch`` takes milliseconds and imports neither torch nor ipywidgets.
+The names in ``__all__`` and in ``nblaunch.utils`` are public. Each is imported when it is first used, so ``import
+nblaunch`` takes milliseconds and imports neither torch nor ipywidgets.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A debugger that is attached to this process: pydevd, which JupyterLab, VS Code and PyCharm use, or pdb.
+"""A debugger attached to this process: pydevd, which JupyterLab, VS Code and PyCharm use, or pdb.
 
-It traces the main thread, and pydevd has replaced what starts processes, to follow into them. A worker has neither its
-threads nor its connection to the front end, and would wait for both for ever. So workers start as if no debugger were
-attached (:func:`kept_out`), and a forked process gives up its copy (:func:`leave`).
+A debugger traces the main thread. pydevd also replaces the functions that start processes, so that it can follow the
+children. A worker has neither the debugger's threads nor its connection to the front end, and would wait for both
+forever. Therefore workers start as if no debugger were attached (:func:`kept_out`), and a forked process drops its copy
+(:func:`leave`).
 
-Nothing here imports a debugger. Where a debugger has no public way, names that it may not have are looked up.
+This module never imports a debugger. It uses private names of debuggers only if they exist.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def is_attached() -> bool:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Let no debugger trace this thread in the block."""
+    """Stop debuggers from tracing this thread within the block."""
     tracer = sys.gettrace()
     if not _is_of_debugger(tracer):
         yield
@@ -43,7 +44,7 @@ def untraced() -> Iterator[None]:
 
 @contextmanager
 def kept_out() -> Iterator[None]:
-    """Start processes in the block as if no debugger were attached."""
+    """Start processes within the block as if no debugger were attached."""
     with untraced(), ExitStack() as stack:
         monitoring: Any = getattr(sys, "monitoring", None)
         if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
@@ -57,26 +58,26 @@ def kept_out() -> Iterator[None]:
 
 
 def fork() -> int:
-    """Fork by the system's own function: the one in ``os`` may be a debugger's, which follows into the child."""
+    """Fork with the system's function. A debugger may have replaced ``os.fork`` to follow the child."""
     import posix
 
     return posix.fork()
 
 
 def note() -> str | None:
-    """Return a sentence for the user whose debugger workers are without, once in this process; None otherwise."""
+    """Return a note, once per process, that the attached debugger does not work in workers; else None."""
     global _is_noted
     if _is_noted or not is_attached():
         return None
     _is_noted = True
     return (
-        "breakpoints of the front end's debugger do not stop in workers; breakpoint() in the function does, and opens "
-        "pdb in the cell. With engine='inline' the function runs in the kernel, where both stop"
+        "breakpoints of the front end do not stop workers; call breakpoint() in the function, which opens "
+        "pdb in the cell. With engine='inline', the function runs in the kernel, where both work"
     )
 
 
 def leave() -> None:
-    """Give up the debugger in a forked process: nothing is traced, and processes start as without it."""
+    """Drop the debugger in a forked process, so that it traces nothing and does not follow new processes."""
     if _is_of_debugger(sys.gettrace()):
         _settrace()(None)
     if _is_of_debugger(threading._trace_hook):  # type: ignore[attr-defined]  # gettrace() of Python 3.10
@@ -97,7 +98,7 @@ def leave() -> None:
 
 
 def _is_of_debugger(tracer: Any) -> bool:
-    """Return whether a trace function is a debugger's, rather than that of a tool that measures, as coverage."""
+    """Return whether a trace function belongs to a debugger, and not to a tool such as coverage."""
     pdb: Any = sys.modules.get("bdb")
     if pdb is not None and isinstance(getattr(tracer, "__self__", None), pdb.Bdb):
         return True

@@ -1,7 +1,7 @@
-"""The context of this process: its topology, backend, slot of the board, and connection to the launcher.
+"""The context of this process: topology, backend, slot of the board, and connection to the launcher.
 
 ``worker/bootstrap.py`` installs a context before it calls the user's function, as ``start_methods/inline.py`` does. In
-other processes (``torchrun``, plain ``python``, a notebook cell), :func:`current` makes one from the environment.
+other processes (``torchrun``, plain ``python``, a notebook cell), :func:`current` creates one from the environment.
 Training code uses the launcher only through the context, so that the same script runs everywhere.
 """
 
@@ -32,32 +32,33 @@ def _do_nothing() -> None:
 
 @dataclass
 class ProcessContext:
-    """The context of a process: of a worker in its job, or of one without a launcher (``is_launched`` False).
+    """The context of a worker, or of a process without a launcher (``is_launched`` False).
 
     Args:
         topology: ranks and sizes.
         backend: device family.
-        slot: of the progress board.
-        emit: sends an event to the launcher; waits while the pipe is full.
-        locks: between the workers of this machine.
-        accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, as
+        slot: the slot of this process on the progress board.
+        emit: sends an event to the launcher; blocks while the pipe is full.
+        locks: shared by the workers of this machine.
+        accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, such as
             ``{"mixed_precision": "bf16"}``.
-        parent_pid: process that started this worker; 0 if there is none.
+        parent_pid: the process that started this worker; 0 = none.
         attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
-        command_connection: on which the kernel sends commands; None where it sends none.
-        debug_connection: on which the kernel asks the debugger in this process; None where there is none.
-        key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
-        is_launched: the process runs the function of a launch, as a worker or inline; False if the context was made
-            from the environment.
-        num_commands: commands of a session that this process has begun.
-        reports: what this process shows on the board (``nblaunch.progress.reports``), None before its first use; opaque
-            here.
+        command_connection: connection for commands of the kernel; None = no commands.
+        debug_connection: connection of the kernel to the debugger in this process; None = no debugger.
+        key: key that authenticates objects from other ranks of the job (``wire/signing.py``); b"" = none.
+        is_launched: whether the process runs the function of a launch, as a worker or inline; False if the context
+            comes from the environment.
+        num_commands: number of session commands that this process has started.
+        reports: what this process writes to the board (``training/board_reports.py``); None before its first use;
+            opaque here.
         training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
-        was_reset: ``PartialState._reset_state()`` was called: what the user has of ``training`` does not make it anew.
-        compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
-        flush_losses: writes the last losses and the memory of the device to the board, which are held back because
-            reading them waits for the device; set with ``reports``, called when the function has returned.
-        forget_losses: begins the losses of the board anew, for another command of a session; set with ``reports``.
+        was_reset: whether ``PartialState._reset_state()`` was called; the user's objects then don't recreate
+            ``training``.
+        compares_shapes: whether collectives compare shapes across ranks; None = as launched.
+        flush_losses: writes the last losses and the device memory to the board. They are delayed, because reading them
+            waits for the device. Set with ``reports``, and called when the function has returned.
+        forget_losses: clears the losses on the board for the next command of a session; set with ``reports``.
     """
 
     topology: Topology
@@ -85,7 +86,7 @@ _current: ProcessContext | None = None
 
 
 def current() -> ProcessContext:
-    """Return the context of this process; made from the environment at the first call if none is installed."""
+    """Return the context of this process. If none is installed, create it from the environment."""
     global _current
     if _current is None:
         _current = ProcessContext(
@@ -96,26 +97,26 @@ def current() -> ProcessContext:
 
 
 def install(context: ProcessContext | None) -> None:
-    """Set the context of this process; None removes it.
+    """Set the context of this process, or remove it if it is None.
 
-    Called by the worker's bootstrap and by the inline engine.
+    The worker's bootstrap and the inline engine call it.
     """
     global _current
     _current = context
 
 
 def take() -> ProcessContext | None:
-    """Remove and return the context of this process; None if there was none."""
+    """Remove and return the context of this process, or None."""
     global _current
     taken, _current = _current, None
     return taken
 
 
 def exists() -> bool:
-    """Return whether this process has a context. Creates none."""
+    """Return whether this process has a context, without creating one."""
     return _current is not None
 
 
 def is_worker() -> bool:
-    """Return whether this process runs the function of a launch, as a worker or inline. Creates no context."""
+    """Return whether this process runs the function of a launch, without creating a context."""
     return _current is not None and _current.is_launched

@@ -1,8 +1,8 @@
-"""``nblaunch.debug``: pdb in a worker, typed into the running cell or the terminal.
+"""``nblaunch.debug``: use pdb in a worker from the running cell or the terminal.
 
 worker: pdb ── Prompted ──> DebugClient ──> printed here, input() ── Line ──> worker
 
-The debugger's modules, in the folders of the processes and of what they serve:
+The modules of the debugger:
 
     debugging.py                   asks the user, in the kernel
     launcher/debug_client.py       commands to the workers, replies and prompts from them; keeps a job's failure for it
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 
 
 class Debugged(Protocol):
-    """What :func:`debug` can look into: a job, or a session."""
+    """A job or a session, for :func:`debug`."""
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """Return the client of the debugger, and the rank to be debugged; None = that with the root cause."""
+        """Return the client of the debugger, and the rank to debug. None = the rank that failed first."""
 
 
 def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
-    """Open pdb in a worker, in this cell: at the failure of a job with ``post_mortem=True``, or at a ``breakpoint()``.
+    """Open pdb in a worker: at the failure of a job with ``post_mortem=True``, or at a ``breakpoint()``.
 
-    Also where the last command of a session has failed, until its next one.
+    Also works after a session command has failed, until the next command.
 
-    All commands of pdb work. At a failure, and where a rank waits for others, the frames can be looked at but do not
-    go on. ``q`` leaves; at a ``breakpoint()``, ``c`` lets the rank go on, and ``q`` ends the job.
+    All pdb commands work. At a failure, and on ranks that wait for others, you can look at frames but not continue.
+    ``q`` leaves pdb; at a ``breakpoint()``, ``c`` continues, and ``q`` ends the job.
 
     Args:
-        rank: which; None = the one that failed, or the first that waits at a ``breakpoint()``.
-        job: or session; None = the one that last failed or came to a ``breakpoint()`` and is kept or waits there; else
-            the last job.
+        rank: rank to debug. None = the rank that failed, or the first that waits at a ``breakpoint()``.
+        job: a job or a session. None = the most recent one that is kept after a failure or waits at a ``breakpoint()``,
+            else the last job.
 
     Raises:
-        RuntimeError: no worker can be asked, or no user can type here.
+        RuntimeError: no worker waits for a debugger, or no user can type here.
         ValueError: there is no such rank, or it has not failed.
     """
     __tracebackhide__ = True
@@ -63,12 +63,12 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
         job = job or _latest_waiting() or last_job()
         if job is None:
             raise RuntimeError(
-                "no job was launched and no command of a session has failed: nblaunch.debug() opens pdb in a worker"
+                "there is no worker to debug: no job was launched, and no session command has failed"
             )
         if not can_type():
             raise RuntimeError(
-                "nblaunch.debug() needs a user who types: this front end, or program, allows no input(). "
-                "inspect('name') and compare() of the job or session show variables without"
+                "nblaunch.debug() needs a front end that allows input(). inspect('name') and compare() of "
+                "the job or session show variables without it"
             )
         debugger, rank = job.find_debugger(rank)
         debugger.open_pdb(rank)
@@ -87,9 +87,9 @@ def _latest_waiting() -> Debugged | None:
 
 
 def on_prompts(runner: JobRunner) -> None:
-    """Ask the user in the running cell for the line that pdb of the first rank waits for.
+    """Ask the user in the running cell for the next line of the first rank's pdb.
 
-    In the thread of a job in the background, say what the user can do.
+    In the thread of a background job, print a hint instead.
     """
     debugger = runner.debugger
     assert debugger is not None, "a rank waits"
@@ -102,7 +102,7 @@ def on_prompts(runner: JobRunner) -> None:
 
 
 def answer_prompt(debugger: DebugClient, interrupt: Callable[[], None]) -> None:
-    """Ask the user for the line that pdb of the first rank waits for; call ``interrupt()`` on an interrupt."""
+    """Ask the user for the next line of the first rank's pdb; call ``interrupt()`` on an interrupt."""
     rank = debugger.next_prompt()
     if rank is None or (prompt := debugger.prompts.get(rank)) is None:
         return
@@ -123,7 +123,7 @@ def can_type() -> bool:
 def takes_breakpoints(background: bool) -> bool:
     """Return whether ``breakpoint()`` in a worker can open pdb: a user types, and the main thread asks.
 
-    A cell that waits for its job asks by itself; in the background :func:`debug` does.
+    A cell that waits for its job asks the user; for a background job, :func:`debug` asks.
     """
     return can_type() and (background or threading.current_thread() is threading.main_thread())
 

@@ -1,7 +1,7 @@
-"""Environment variables; no other module uses ``os.environ``.
+"""Environment variables. No other module uses ``os.environ``.
 
-``TABLE`` lists every variable that nblaunch reads. These are settings of a user or a cluster; values between parts of
-nblaunch are passed as arguments or in the payload of a launch.
+``TABLE`` lists every variable that nblaunch reads. They are settings of a user or a cluster. Parts of nblaunch pass
+values to each other as arguments or in the payload of a launch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VariableType:
-    """Conversion of a text to a value.
+    """A type of values, with the conversion from text.
 
     Args:
         convert: returns the value; raises ValueError if the text is invalid.
-        valid: description of valid texts, as the end of a sentence.
+        valid: description of valid texts, which ends a sentence.
     """
 
     convert: Callable[[str], Any]
@@ -76,7 +76,7 @@ _FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
 _NUMBER = VariableType(partial(_as_whole, least=0), "a whole number of at least 0")
 _LEVELS = VariableType(
-    # The first number of OpenMP's list is that of the outermost level; the others are not read.
+    # The first number of OpenMP's list is for the outermost level; the others are not read.
     lambda text: _as_whole(text.partition(",")[0], least=0),
     "a whole number of at least 0, or several as in 4,2",
 )
@@ -90,35 +90,35 @@ TABLE = {
         Variable("NBLAUNCH_LOG_DIR", _TEXT, "", "folder for jobs' logs; default: nblaunch-<uid> among temporary files"),
         Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
-        Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "MB that the log of a rank may take; its beginning goes"),
+        Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "largest log of a rank in MB; older output is dropped"),
         Variable("NBLAUNCH_CHECKS", _LEFT_OUT, frozenset(), "off: no checks of training loops; -NAME: not that one"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in ~/.config"),
-        Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: ranks choose among the same GPUs"),
+        Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: the GPUs from which ranks choose"),
         Variable("RAY_ADDRESS", _TEXT, "", "address of a Ray cluster, for engine='ray'"),
         Variable("RAY_AUTH_MODE", _TEXT, "", "token: the Ray cluster takes commands with its token alone"),
         Variable("RAY_RAYLET_PID", _NUMBER, 0, "set by Ray in its workers: the daemon of their node"),
         Variable("SLURM_JOB_ID", _TEXT, "", "set by Slurm in an allocation, for engine='slurm'"),
         Variable("SLURM_JOB_NODELIST", _TEXT, "", "set by Slurm: the nodes of the allocation"),
         Variable("SSH_CONNECTION", _TEXT, "", "set by sshd: how this machine was reached, for engine='ssh'"),
-        Variable("TERM", _TEXT, "", "kind of terminal; a dumb one has no colours"),
-        Variable("NO_COLOR", _TEXT, "", "anything: no colours on terminals"),
-        Variable("FORCE_COLOR", _TEXT, "", "anything: colours, also where the output is no terminal"),
+        Variable("TERM", _TEXT, "", 'kind of terminal; "dumb" turns colours off'),
+        Variable("NO_COLOR", _TEXT, "", "any value turns colours off"),
+        Variable("FORCE_COLOR", _TEXT, "", "any value turns colours on, also outside of terminals"),
         Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
         Variable("XDG_STATE_HOME", _TEXT, "", "folder of detached jobs, in nblaunch/jobs; default: ~/.local/state"),
         Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),
-        Variable("CUDA_DEVICE_ORDER", _TEXT, None, "PCI_BUS_ID: CUDA numbers GPUs by bus, not the fastest first"),
+        Variable("CUDA_DEVICE_ORDER", _TEXT, None, "PCI_BUS_ID: number GPUs by bus, not by speed"),
         Variable("CUDA_VISIBLE_DEVICES", _TEXT, None, "GPUs to use, in CUDA's format"),
-        Variable("HIP_VISIBLE_DEVICES", _TEXT, None, "AMD GPUs to use; CUDA_VISIBLE_DEVICES where it is unset"),
-        Variable("ROCR_VISIBLE_DEVICES", _TEXT, None, "AMD GPUs among which HIP_VISIBLE_DEVICES chooses"),
+        Variable("HIP_VISIBLE_DEVICES", _TEXT, None, "AMD GPUs to use; default: CUDA_VISIBLE_DEVICES"),
+        Variable("ROCR_VISIBLE_DEVICES", _TEXT, None, "AMD GPUs from which HIP_VISIBLE_DEVICES chooses"),
         Variable("ZE_AFFINITY_MASK", _TEXT, None, "Intel GPUs to use, in Level Zero's format"),
         Variable("ZE_FLAT_DEVICE_HIERARCHY", _TEXT, None, "COMPOSITE: the tiles of an Intel GPU count as one device"),
         Variable("ONEAPI_DEVICE_SELECTOR", _TEXT, None, "Intel GPUs to use, in SYCL's format"),
         Variable("PYTORCH_NVML_BASED_CUDA_CHECK", _TEXT, None, "how torch counts GPUs; set to 1 if unset"),
         Variable("NCCL_P2P_DISABLE", _TEXT, None, "disable peer access between GPUs; set for GPUs without it"),
         Variable("PJRT_DEVICE", _TEXT, None, "device of torch_xla: TPU or CPU; default: TPU if there is one"),
-        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", _TEXT, None, "0: torch imports no further devices by itself"),
+        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", _TEXT, None, "0: torch imports no device packages by itself"),
         Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, set by the host's image: v5litepod-8"),
-        Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "anything: the metadata server of the TPU host is not asked"),
+        Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "any value: do not query the metadata server of the TPU host"),
         Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts of the TPU slice of this machine"),
         Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
         Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision if script and launcher set none"),
@@ -126,11 +126,11 @@ TABLE = {
             Variable(f"ACCELERATE_FP8_{name}", _FLAG, True, "as in AORecipeKwargs")
             for name in ("PAD_INNER_DIM", "ENABLE_FSDP_FLOAT8_ALL_GATHER")
         ),
-        Variable("ACCELERATE_USE_CPU", _FLAG, False, "use the CPU, in processes that nblaunch did not launch"),
+        Variable("ACCELERATE_USE_CPU", _FLAG, False, "use the CPU, in processes that nblaunch has not started"),
         Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per step if the script sets none"),
-        Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare the shapes of collectives over ranks"),
+        Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare shapes across ranks in every collective"),
         Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "level of get_logger if the script sets none"),
-        Variable("ACCELERATE_USE_PARALLELISM_CONFIG", _FLAG, False, "divide the ranks as the next variables say"),
+        Variable("ACCELERATE_USE_PARALLELISM_CONFIG", _FLAG, False, "divide the ranks by the next variables"),
         *(
             Variable(f"PARALLELISM_CONFIG_{name}_SIZE", _COUNT, 1, f"{name.lower()}_size of the ParallelismConfig")
             for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
@@ -140,19 +140,19 @@ TABLE = {
         ),
         Variable("ACCELERATE_DYNAMO_BACKEND", _TEXT, "no", "compile models with this backend of torch.compile"),
         Variable("ACCELERATE_DYNAMO_MODE", _DYNAMO_MODE, "", "mode of torch.compile"),
-        Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", _FLAG, False, "compile models in one piece"),
-        Variable("ACCELERATE_DYNAMO_USE_DYNAMIC", _FLAG, None, "compile for changing shapes"),
-        Variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", _FLAG, False, "compile repeated blocks only"),
+        Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", _FLAG, False, "compile models without graph breaks"),
+        Variable("ACCELERATE_DYNAMO_USE_DYNAMIC", _FLAG, None, "compile for dynamic shapes"),
+        Variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", _FLAG, False, "compile only repeated blocks"),
     )
 }  # fmt: skip
 
 
 def read(name: str) -> Any:
-    """Return the converted value of a variable of the table; its default if it is unset or empty.
+    """Return the converted value of a variable of the table, or its default if it is unset or empty.
 
     Raises:
         KeyError: the variable is not in the table.
-        ValueError: the text is invalid; the message has the variable, the text and a description of valid texts.
+        ValueError: the text is invalid; the message names the variable, the text and valid texts.
     """
     row = TABLE[name]
     text = os.environ.get(name)
@@ -165,7 +165,7 @@ def read(name: str) -> Any:
 
 
 def check() -> None:
-    """Check every variable of the table before anything is started.
+    """Check every variable of the table before anything starts.
 
     Raises:
         ValueError: variables are invalid; the message lists all of them.
@@ -186,7 +186,7 @@ def snapshot() -> dict[str, str]:
 
 
 def split_by_size(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the smallest variables, which a program can be started with on any system, and the others."""
+    """Return the variables that are small enough for any system to start a program with, and the others."""
     small, room = {}, _ROOM_BYTES
     for name, value in sorted(environment.items(), key=lambda item: len(item[1])):
         room -= len(os.fsencode(name)) + len(os.fsencode(value)) + _OVERHEAD_BYTES
@@ -213,7 +213,7 @@ def apply(changes: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables while the block runs, then restore their values."""
+    """Set variables within the block, then restore them."""
     before = {name: os.environ.get(name) for name in changes}
     apply(changes)
     try:

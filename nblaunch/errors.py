@@ -1,4 +1,4 @@
-"""The exceptions of nblaunch, except ``config.resolving.ConfigError``; and warnings.
+"""The exceptions and warnings of nblaunch, except ``config.resolving.ConfigError``.
 
     NblaunchError
     ├── LaunchError           the job could not be started; no worker ran the function
@@ -6,18 +6,18 @@
     ├── WorkerError           a worker failed
     │   ├── WorkerFailed      it raised an exception that can't be pickled; has its type, message and traceback as text
     │   └── WorkerDied        no exception: a signal, sys.exit(n), os._exit, or a return while others wait
-    │       └── NodeLost      it was on another machine, which has left or sends no heartbeats
+    │       └── NodeLost      its machine left the job or sends no heartbeats
     ├── CollectiveMismatch    ranks called different collectives where all must call the same
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
-    ├── JobLost               the process that watched a detached job was killed, or its machine restarted
+    ├── JobLost               the process of a detached job was killed, or its machine restarted
     ├── ResultError           the return value can't be pickled; ``partial`` is what can
     ├── JobCancelled          the job was stopped by ``job.cancel()`` (``job.interrupt()`` gives KeyboardInterrupt)
     ├── CheckpointError       a checkpoint can't be written, is damaged, or does not fit
     └── DistributedOperationException   ranks called a collective with tensors of different shapes
 
 Exceptions of the user's function are raised with their original type; invalid arguments raise ``ValueError`` or
-``TypeError``. All exceptions can be pickled, for process pools and test runners. :func:`warn` shows a warning at the
-user's line.
+``TypeError``. All exceptions can be pickled, so that process pools and test runners can pass them on. :func:`warn`
+shows a warning at the user's line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging", "torch"})
 class NblaunchError(Exception):
     """Base of all exceptions defined here.
 
-    Each can be constructed from its message alone, so that Python can pickle it with its attributes.
+    Each can be constructed from only its message, so that Python can pickle it with its attributes.
     """
 
 
@@ -51,7 +51,7 @@ class WorkerError(NblaunchError, RuntimeError):
 
     Args:
         message: what happened, where, the evidence and the remedy.
-        rank: of the worker that failed first.
+        rank: rank of the worker that failed first.
     """
 
     def __init__(self, message: str, *, rank: int = -1) -> None:
@@ -66,7 +66,7 @@ class WorkerFailed(WorkerError):
 class WorkerDied(WorkerError):
     """A worker ended without raising an exception.
 
-    ``exitcode`` is its exit status (``-N`` for signal ``N``, as in :class:`subprocess.Popen`), or 1 where other code of
+    ``exitcode`` is its exit status (``-N`` for signal ``N``, as in :class:`subprocess.Popen`), or 1 if other code in
     the kernel has taken the status.
     """
 
@@ -76,14 +76,15 @@ class WorkerDied(WorkerError):
 
 
 class NodeLost(WorkerDied):
-    """Another machine of the job has left, or has sent no heartbeat for too long.
+    """Another machine left the job, or sent no heartbeat for too long.
 
-    ``rank`` is its first rank; ``exitcode`` is unrelated to the exit codes of its workers.
+    ``rank`` is the first rank of this machine; ``exitcode`` says nothing about its workers.
     """
 
 
 class JobHung(NblaunchError, RuntimeError):
-    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message has all positions.
+    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message has the position of every
+    rank.
 
     Args:
         message: what happened.
@@ -109,7 +110,7 @@ class CollectiveMismatch(NblaunchError, RuntimeError):
 
 
 class JobLost(NblaunchError, RuntimeError):
-    """The process that watched a job with ``detach=True`` has left no end: it was killed, or the machine restarted.
+    """The process of a detached job was killed, or its machine restarted, before it could record the outcome.
 
     Its workers ended with it; the logs are kept.
     """
@@ -138,7 +139,7 @@ class CheckpointError(NblaunchError, RuntimeError):
 
 
 class DistributedOperationException(NblaunchError, ValueError):
-    """Ranks called a collective with tensors of different shapes; the message has the shapes of each rank."""
+    """Ranks called a collective with tensors of different shapes; the message lists the shapes."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -152,7 +153,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def user_frame() -> FrameType:
     """Return the innermost frame that is neither nblaunch's nor one that it is called through, such as torch's.
 
-    The outermost frame where there is none.
+    Returns the outermost frame if there is none.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _top_level_package(frame) in _NOT_USER_CODE:

@@ -1,13 +1,13 @@
 """Events of a job, as plain data.
 
 Workers send the first group to the launcher through a channel (``wire/channel.py``). The launcher adds the second group
-and passes all events to its listeners: dashboards, the recorder of a detached job, the output of a session, those of
-``nblaunch launch``. Steps are not events: each rank writes them to its slot of the shared board (``wire/board.py``),
-which the launcher samples. A step is a batch taken from a prepared loader, or an item of ``accelerator.progress``;
-steps of optimizers are counted beside them.
+and passes all events to its listeners: dashboards, the recorder of a detached job, the output of a session, and the
+listeners of ``nblaunch launch``. Steps are not events: each rank writes them to its slot of the shared board
+(``wire/board.py``), which the launcher samples. A step is a batch taken from a prepared loader, or an item of
+``accelerator.progress``; optimizer steps are counted separately.
 
-``time_s`` is the wall clock (``time.time()``) of the process that has made the event: of a worker for the first group,
-of the launcher for the second. Both make notes.
+``time_s`` is the wall clock (``time.time()``) of the process that created the event: a worker for the first group, the
+launcher for the second. Both create notes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 class WorkerState(enum.IntEnum):
     """State of a worker, as shown to users. Values are stored in the board.
 
-    Dashboards derive ``DONE`` and ``STOPPED`` from events. On the board, ``DONE`` is a rank of a session that waits for
-    a command.
+    Dashboards derive ``DONE`` and ``STOPPED`` from events. On the board, ``DONE`` means that a rank of a session waits
+    for a command.
     """
 
     STARTING = 0
@@ -51,7 +51,8 @@ class ExitStatus:
 
     Args:
         code: the status.
-        server_pid: the status is that of the forkserver, with which the worker has ended; 0 = the worker's own.
+        server_pid: process id of the forkserver whose status this is, because the worker ended with it; 0 = the
+            worker's own status.
     """
 
     code: int
@@ -59,7 +60,7 @@ class ExitStatus:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known how the process ended."""
+        """Whether the exit status of the process is known."""
         return self.code != _UNKNOWN_CODE
 
     @property
@@ -84,7 +85,7 @@ _UNKNOWN_CODE = (
 )
 
 UNKNOWN_EXIT = ExitStatus(_UNKNOWN_CODE)
-"""The status of a process that other code has reaped, as a ``waitpid(-1)`` of the user does."""
+"""The status of a process that other code has reaped, for example with ``waitpid(-1)``."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class FrameInfo:
         lineno: current line.
         name: of the function.
         line: source text of the line, also for notebook cells.
-        is_user: the user's code, neither of a library nor of Python.
+        is_user: whether the code is the user's, not a library's or Python's.
         first_lineno: first line of the function; 0 if unknown.
     """
 
@@ -176,11 +177,11 @@ class Metric(Event):
 
 @dataclass(frozen=True)
 class EpochEnded(Event):
-    """A loop over a training loader has ended, perhaps before its last batch.
+    """A loop over a training loader ended, perhaps before its last batch.
 
     Args:
         epoch: its number, from 1.
-        loss: mean of the rank's losses since the last such event; None without any.
+        loss: mean of the rank's losses since the last such event; None = no losses.
         duration_s: of the loop.
     """
 
@@ -252,12 +253,12 @@ class Observation(Event):
 
 @dataclass(frozen=True)
 class ValueLocation:
-    """Where the return value lies in a rank's outbox (``wire/outbox.py``).
+    """Position of the return value in a rank's outbox (``wire/outbox.py``).
 
     Args:
         at: offset of the return value; -1 if there is none or it is not needed.
-        end: its end.
-        unpicklable: paths of parts that can't be pickled, as ``result['model'].lock``.
+        end: offset of its end.
+        unpicklable: paths of parts that can't be pickled, such as ``result['model'].lock``.
     """
 
     at: int = -1
@@ -270,8 +271,8 @@ class Returned(Event):
     """The function of a rank returned.
 
     Args:
-        value_location: of the return value.
-        left_by_exit: the function called ``sys.exit(0)`` instead of returning.
+        value_location: position of the return value.
+        left_by_exit: whether the function called ``sys.exit(0)`` instead of returning.
         sends: argument paths of the modules and optimizers whose states follow, each with a :class:`StateSent`.
     """
 
@@ -282,11 +283,11 @@ class Returned(Event):
 
 @dataclass(frozen=True)
 class Interrupted(Event):
-    """The user's interrupt has ended the function of a rank. What it had trained follows, then :class:`Failed`.
+    """The user's interrupt ended the function of a rank. The trained states follow, then :class:`Failed`.
 
     Args:
-        step: steps of optimizers that had ended.
-        is_cut: it was in the middle of another one, and sends nothing.
+        step: number of completed optimizer steps.
+        is_cut: whether the rank was in the middle of another step, and therefore sends nothing.
         sends: as in :class:`Returned`.
     """
 
@@ -297,12 +298,12 @@ class Interrupted(Event):
 
 @dataclass(frozen=True)
 class StateSent(Event):
-    """The state dict of a module or an optimizer is in the rank's outbox (``wire/outbox.py``), or could not be sent.
+    """The state dict of a module or optimizer is in the rank's outbox (``wire/outbox.py``), or could not be sent.
 
     Args:
-        path: of the module or optimizer in the arguments (``wire/argument_paths.py``).
-        at: where in the outbox; -1 where there is nothing to send, or nothing could be sent.
-        end: where the outbox ends then.
+        path: path of the module or optimizer in the arguments (``wire/argument_paths.py``).
+        at: offset in the outbox; -1 if there was nothing to send or nothing could be sent.
+        end: offset of its end.
         lost: the parts that could not be sent, and why.
         error: why nothing could be sent.
     """
@@ -321,7 +322,7 @@ class Failed(Event):
     Args:
         info: the exception as text.
         exception: the pickled exception, or None if it can't be pickled.
-        is_consequence: a collective or connection error, most likely caused by another rank's failure.
+        is_consequence: whether it is a collective or connection error, which another rank's failure probably caused.
         evidence: lines about the state of the device, and what to try.
     """
 
@@ -333,7 +334,7 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class PutUnread(Event):
-    """A rank can't end: what its function has put into queues between processes has not been read.
+    """A rank can't end, because no process has read the items that its function put into queues.
 
     Args:
         pipes: inodes of the queues' pipes.
@@ -356,15 +357,15 @@ class AttemptStarted(Event):
         num_processes: number of workers.
         backend: device family.
         start_method: of the workers.
-        reason: for the start method.
-        fallback: a sentence why the usual start method was not possible; empty otherwise.
+        reason: reason for the start method.
+        fallback: why the usual start method was not possible, as a sentence; empty if it was possible.
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
         attempt: number of the attempt, from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
         is_spmd: one worker drives all devices.
         mixed_precision: default of accelerators in the workers.
         first_rank: lowest rank of this machine.
-        ago_s: seconds since it started, for listeners that came later.
+        ago_s: seconds since the start, for listeners that were added later.
     """
 
     function_name: str = ""
@@ -405,15 +406,15 @@ class Hint(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """A rank has made no progress for some time, and where it is.
+    """A rank makes no progress, and its position.
 
-    Emitted from half of ``hang_timeout_s`` on for ranks that wait in a collective, for others when that time is over.
+    Emitted after half of ``hang_timeout_s`` for ranks that wait in a collective, and after all of it for others.
 
     Args:
-        where: its line, as ``cell 5, line 14``.
-        waiting_in: the collective that it waits in, as ``all_reduce``; empty if it does not.
+        where: its line, such as ``cell 5, line 14``.
+        waiting_in: the collective that it waits in, such as ``all_reduce``; empty = none.
         for_s: seconds since its last progress.
-        is_certain: it waits or hangs; False where it may work without steps.
+        is_certain: whether it certainly waits or hangs; False if it may be working without steps.
     """
 
     where: str = ""
@@ -427,11 +428,11 @@ class HostMemory(Event):
     """Host memory of a worker's process, sampled by the launcher.
 
     Args:
-        num_bytes: of memory.
-        is_proportional: shared pages are divided by the number of processes, so that the values of ranks can be added;
-            False if the system counts them in full.
-        peak_bytes: the most so far; 0 where that is not known.
-        job_peak_bytes: the most of all ranks of this machine together; 0 where that is not known.
+        num_bytes: size of the memory.
+        is_proportional: whether shared pages are divided by the number of processes that share them, so that the values
+            of ranks can be added.
+        peak_bytes: the peak so far; 0 = unknown.
+        job_peak_bytes: the peak of all ranks of this machine together; 0 = unknown.
     """
 
     num_bytes: int = 0
@@ -456,13 +457,13 @@ class Exited(Event):
 
 @dataclass(frozen=True)
 class JobEnded(Event):
-    """The job has ended; its last event. ``rank`` is -1.
+    """The job has ended. This is its last event; ``rank`` is -1.
 
     Args:
         outcome: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
-        failed_rank: rank of the root cause; None if there is none.
+        failed_rank: the rank that failed first; None = no failure.
         message: one line about the failure.
-        is_early: it was done before its last step because that was requested.
+        is_early: whether the job was stopped early on request.
         has_hung: it failed because a hang was stopped, or ranks that call different collectives: what ranks raise then
             explains nothing.
     """

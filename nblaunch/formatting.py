@@ -1,4 +1,4 @@
-"""Sizes, counts, ranks, durations, rates, losses and columns as text, the same in messages, notes and dashboards."""
+"""Format sizes, counts, ranks, durations, rates, losses and columns alike in messages, notes and dashboards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def size(num_bytes: float) -> str:
 
 
 def parse_size(size: int | str) -> int:
-    """Return a size in bytes: ``"5GB"`` and ``"5G"`` are 5 * 10**9, ``"5GiB"`` 5 * 2**30; numbers are bytes already.
+    """Return a size in bytes: ``"5GB"`` and ``"5G"`` are 5 * 10**9, ``"5GiB"`` 5 * 2**30; numbers are bytes.
 
     Raises:
         ValueError: ``size`` is neither a size nor a number, or not positive.
@@ -75,7 +75,7 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers, runs of them as ranges: ``3``, ``0, 2, 5-63``."""
+    """Return numbers as text, with ranges for consecutive ones: ``3``, ``0, 2, 5-63``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:
@@ -123,10 +123,10 @@ def loss(value: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
-    """Return rows as lines whose cells stand below each other, two spaces apart.
+    """Return rows as lines with aligned columns, two spaces apart.
 
     Args:
-        rows: each with the same number of cells.
+        rows: rows with the same number of cells.
         num_left: number of columns, from the first, that are aligned to the left, others to the right; None = all.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,8 +1,8 @@
-"""``notebook_launcher``, ``debug_launcher`` and ``launch``: arguments in, a job run, its result back.
+"""``notebook_launcher``, ``debug_launcher`` and ``launch``: turn arguments into a job, run it, and return its result.
 
-    arguments ──> LaunchSpec ──> LaunchPlan ──> Job ──> its result, or in the background the Job
+    arguments ──> LaunchSpec ──> LaunchPlan ──> Job ──> its result, or with ``background=True`` the Job
 
-Annotations are not postponed here: ``help(notebook_launcher)`` would show each of them in quotes.
+Annotations are evaluated in this module, because ``help(notebook_launcher)`` would otherwise show them in quotes.
 """
 
 import os
@@ -81,12 +81,11 @@ def notebook_launcher(
 ) -> Any:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
 
-    Workers are forked from this process: they have the function, what it closes over and the modules in ``args``
-    without a pickle, in memory that is shared until one side writes to it (copy-on-write). Trained weights are sent
-    back at the end, and loaded into these modules. Where a fork is not possible (CUDA is in use in the kernel),
-    workers start through a clean process instead, and nothing needs a restart. Inside the function,
-    ``Accelerator()``, plain ``torch.distributed.init_process_group()`` and other frameworks find their rank and each
-    other by themselves.
+    nblaunch forks the workers from this process. They share the function, its closure and the modules in ``args`` with
+    it, without a pickle; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads
+    the trained weights into the modules in ``args``. If a fork is unsafe, for example because the kernel uses CUDA, the
+    workers start through a clean process, and the kernel needs no restart. Inside the function, ``Accelerator()``,
+    plain ``torch.distributed.init_process_group()`` and other frameworks find the ranks by themselves.
 
     Example::
 
@@ -97,101 +96,98 @@ def notebook_launcher(
             ...  # a plain PyTorch loop
             return {"accuracy": accuracy}
 
-        result = notebook_launcher(train, (model,))  # on all devices; model has the trained weights now
+        result = notebook_launcher(train, (model,))  # on all devices; model then has the trained weights
 
     Args:
-        function: the training function. It runs in every worker; its return value must be picklable.
-        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once, and
-            its trained weights come back. Several models are several arguments, or lie in lists, tuples, dicts or
-            dataclasses. Keyword arguments: pass ``functools.partial(function, name=value)`` as the function.
-        num_processes: number of workers, of all machines together where an engine starts them; None =
-            ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a CPU-only machine).
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; default of an ``Accelerator()`` in the function.
-        use_port: TCP port of the rendezvous; None = a free one, so that two notebooks never collide; with several
-            machines 29500.
-        master_addr: address on which the rendezvous listens: of machine 0, as the others reach it.
-        node_rank: rank of this machine, from 0. Run the same call on every machine, each with its own.
-        num_nodes: number of machines; ``"min:max"`` where fewer will do, with ``rdzv_backend="c10d"`` or an engine.
-        rdzv_backend: how several machines meet: ``"static"``: a fixed set, at ``master_addr:use_port``; ``"c10d"``: as
-            they come and go, at ``rdzv_endpoint``, which one of them hosts. One machine needs none of it: without
-            an address, both mean the same there.
-        rdzv_endpoint: that address, as ``"host:port"``, the same on every machine.
-        rdzv_conf: further settings by torch's names: ``timeout``, ``join_timeout``, ``last_call_timeout``,
-            ``keep_alive_interval`` (seconds of silence after which a machine is named, 5),
-            ``keep_alive_max_attempt`` (how many such intervals until it is given up, 3), ``is_host``.
+        function: the training function. It runs in every worker, and its return value must be picklable.
+        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is in memory once, and its
+            trained weights come back. Pass several models as several arguments, or in lists, tuples, dicts or
+            dataclasses. For keyword arguments, pass ``functools.partial(function, name=value)`` as the function.
+        num_processes: number of workers; with an engine for several machines, on all of them together. None =
+            ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a machine without GPUs or TPUs).
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the default of ``Accelerator()`` in the
+            function.
+        use_port: TCP port of the rendezvous. None = a free port, or 29500 with several machines.
+        master_addr: address on which the rendezvous listens: the address at which other machines reach machine 0.
+        node_rank: rank of this machine, from 0. Run the same call on every machine, each with its own rank.
+        num_nodes: number of machines, or ``"min:max"`` with ``rdzv_backend="c10d"`` or an engine.
+        rdzv_backend: how machines find each other. ``"static"``: a fixed set of machines meets at
+            ``master_addr:use_port``. ``"c10d"``: machines can join and leave; they meet at ``rdzv_endpoint``. On one
+            machine, both are the same.
+        rdzv_endpoint: address of the c10d rendezvous as ``"host:port"``: one of the machines, the same on all of them.
+        rdzv_conf: further settings with torch's names: ``timeout``, ``join_timeout``, ``last_call_timeout``,
+            ``keep_alive_interval`` (seconds without a heartbeat after which a machine is reported, 5),
+            ``keep_alive_max_attempt`` (number of such intervals after which it is lost, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
-        max_restarts: how often all workers are started again after a failure; with several machines also after one of
-            them was lost, once it is back. With ``background=True`` later attempts never fork the kernel, which may be
-            running other code by then: they load a copy of the call as it was at the launch, which is pickled for that
-            and kept in memory until the job ends.
-        monitor_interval: accepted for compatibility; workers are watched by events, not by polling.
-        log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``;
+        max_restarts: how often to restart all workers after a failure. With several machines, also after a machine was
+            lost, once it is back. With ``background=True``, restarts never fork the kernel, which may be running other
+            code: they load a pickled copy of the call, which stays in memory until the job ends.
+        monitor_interval: accepted for compatibility; the launcher waits for events instead of polling.
+        log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
             None = ``[rank]``.
         backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"xpu"``, ``"mps"``, ``"xla"`` or ``"torch_tpu"``.
-        engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb,
-            which refuses what only processes can do (``background``, ``start_method``, ``max_restarts``, ...);
-            ``"elastic"``: worker processes that join those of other machines, which ``"auto"`` means with
-            ``num_nodes`` above 1. From this one process on ``num_nodes`` machines, with ``num_processes`` in all:
-            ``"ray"``: nodes of a Ray cluster; ``"ssh"``: ``hosts``; ``"slurm"``: nodes of the allocation in which this
-            process runs; ``"processes"``: this machine stands for all of them, to try that out.
+        engine: ``"auto"`` or ``"local"``: worker processes. ``"inline"``: this process, as the only rank, for pdb;
+            arguments that need worker processes raise an error (``background``, ``start_method``, ``max_restarts``,
+            ...). ``"elastic"``: worker processes that join the workers of other machines; ``"auto"`` chooses it if
+            ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
+            ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
+            which this process runs, and ``"processes"`` on this machine, as a test.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
-        strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices,
-            with batches sharded over them by the compiler, and weights, too, with ``Accelerator(fsdp_plugin=...)``.
-            (Strategies for models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.)
-        return_all: return the list of all ranks' values.
-        sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
-        sync_optimizers: load what the optimizers in ``args`` and torch's schedulers of them have become (moments,
-            steps, learning rates) back into these very objects, so that the next launch goes on where this one ended.
-            For data parallel training; sharded states are saved by ``accelerator.save_state``.
-        background: return a :class:`Job` as soon as the workers run and leave the kernel free; the job's ``result()``
-            waits. An interrupt before that ends the job.
-        detach: with ``background=True``, let the job outlive this process: its own process and workers run apart from
-            it, and :func:`nblaunch.attach` gives the :class:`Job` again in any kernel, script or shell
-            (:func:`nblaunch.jobs` lists all). The call is pickled for that. Trained weights are kept for
-            :meth:`Job.load_weights`, and loaded into no module by themselves.
-        dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
-            that is updated; ``"text"``: lines; ``"none"``: nothing, and what workers print is in the logs only.
-            ``"auto"``: widgets where a user can see them, else HTML in a notebook, else text.
-        threads_per_process: CPU threads of each worker; None = ``OMP_NUM_THREADS``, or usable cores / workers.
-        interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed. The modules in
-            ``args`` then have the weights of the last optimizer step that had ended, or a note says why not. A function
-            that catches the KeyboardInterrupt and returns on every rank has lost nothing: the cell ends with the
-            interrupt, but trained weights are loaded, and ``last_job().result()``, or ``session.result()``, returns the
-            value. With several machines this holds for each on which every rank returns.
-        hang_timeout_s: seconds without progress after which the position of every rank is shown; None = never. Progress
-            is counted: steps of optimizers, batches of prepared loaders, collectives and backward of the
-            ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and bars of tqdm that advance. Output and
-            processor time are no progress. A collective that is waited in for so long while no rank makes progress, or
-            one line that a rank stays in since its last step, is a hang; other work without progress is reported as
-            what may be one.
-        on_hang: ``"report"`` that, or ``"stop"`` the job as well, where it is a hang for certain.
-        post_mortem: when a rank raises, raise its exception as ever, but keep the workers where they are, the others
-            in a collective maybe: :func:`nblaunch.debug` then opens pdb at the failure, ``last_job().inspect("name")``
-            and ``last_job().compare()`` show variables of every rank. They end with the next launch,
+        strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
+            compiler shards batches over them, and with ``Accelerator(fsdp_plugin=...)`` also weights. Strategies for
+            models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.
+        return_all: return the list of the values of all ranks.
+        sync_weights: load the trained weights into the modules in ``args``.
+        sync_optimizers: load the states of the optimizers in ``args`` and of torch's schedulers (moments, steps,
+            learning rates) into these objects, so that the next launch continues from them. For data parallel training
+            only; save sharded states with ``accelerator.save_state``.
+        background: return a :class:`Job` as soon as the workers run, and leave the kernel free; ``job.result()`` waits.
+            An interrupt before that ends the job.
+        detach: with ``background=True``, let the job outlive this process. It then runs in its own process, and
+            :func:`nblaunch.attach` returns its :class:`Job` in any kernel, script or shell (:func:`nblaunch.jobs` lists
+            all jobs). The call is pickled. Trained weights stay with the job until :meth:`Job.load_weights` loads them.
+        dashboard: ``"widgets"``: live widgets in a notebook, replaced by a table at the end. ``"html"``: a table that
+            is updated. ``"text"``: lines. ``"none"``: nothing; output goes only to the logs. ``"auto"``: widgets if a
+            user can see them, else HTML in a notebook, else text.
+        threads_per_process: CPU threads of each worker. None = ``OMP_NUM_THREADS``, or usable cores / workers.
+        interrupt_grace_s: seconds for ``finally`` blocks between an interrupt and the kill. The modules in ``args``
+            then have the weights of the last completed optimizer step, or a note says why not. If a function catches
+            the KeyboardInterrupt and returns on every rank, the trained weights are loaded and ``last_job().result()``
+            or ``session.result()`` returns the value, although the cell raises the interrupt. With several machines,
+            this applies to each machine on which every rank returns.
+        hang_timeout_s: seconds without progress before the position of every rank is shown. None = never. These count
+            as progress: optimizer steps, batches of prepared loaders, collectives and ``backward`` of the
+            ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and tqdm bars that advance. Output and
+            processor time do not. It is a hang if no rank makes progress while one waits in a collective, or stays in
+            one line since its last step. Other work without progress is reported as a possible hang.
+        on_hang: ``"report"`` a hang, or ``"stop"`` the job as well.
+        post_mortem: keep the workers where they are when a rank raises; the cell still raises the exception at once.
+            :func:`nblaunch.debug` then opens pdb at the failure, and ``last_job().inspect("name")`` and
+            ``last_job().compare()`` show variables of every rank. The workers end with the next launch, with
             ``last_job().release()``, or after 30 minutes.
-        log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
-        rdzv_timeout_s: seconds in which several machines must find each other, or an engine's nodes must be ready;
-            None = 600.
-        hosts: with ``engine="ssh"``, the machines as ``ssh`` names them; they need no password, and have Python and
-            nblaunch.
-        resources_per_node: with ``engine="ray"``, what a node must have free, as ``{"CPU": 8, "GPU": 4}``; None = a
-            core, and a GPU where the cluster has any, for each rank.
-        runtime_env: with ``engine="ray"``, the environment of the nodes, as ``ray.init`` takes it.
-        session: run on the workers of a :class:`Session` instead of new ones. Settings of their start are those of
-            the session; others are refused.
+        log_dir: folder for logs. None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
+        rdzv_timeout_s: seconds in which all machines must find each other or be ready. None = 600.
+        hosts: with ``engine="ssh"``, the names of the machines for ``ssh``. They must accept connections without a
+            password, and have Python and nblaunch.
+        resources_per_node: with ``engine="ray"``, free resources that a node must have, such as ``{"CPU": 8, "GPU":
+            4}``. None = a core for each rank, and a GPU if the cluster has any.
+        runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.
+        session: run on the workers of a :class:`Session` instead of new ones. Arguments that concern the start of the
+            workers must then have their default or the session's value.
 
     Returns:
-        The return value of rank 0, its tensors on the CPU; the list of all ranks' with ``return_all``; a
-        :class:`Job` with ``background``. On each of several machines: of its own first rank, or of its own ranks.
+        The return value of rank 0, with its tensors on the CPU. With ``return_all``, the list of the values of all
+        ranks; with ``background``, a :class:`Job`. On each of several machines, the value of its first rank, or the
+        list of the values of its ranks.
 
     Raises:
-        TypeError, ValueError, RuntimeError: an argument can't be used; raised before any process starts.
+        TypeError, ValueError, RuntimeError: an argument is invalid; raised before any process starts.
         LaunchError: the workers could not be started.
-        JobHung: the job made no progress, with ``on_hang="stop"``; says where every rank was.
-        WorkerDied: a worker ended without raising an exception; says how, and what to do.
-        ResultError: the return value can't be pickled; its ``partial`` holds what could.
-        KeyboardInterrupt: the launch was interrupted, before any rank failed.
-        BaseException: whatever ``function`` raised first, with its original type.
+        JobHung: the job made no progress, with ``on_hang="stop"``; the message has the position of every rank.
+        WorkerDied: a worker ended without raising an exception; the message says how, and what to do.
+        ResultError: the return value can't be pickled; its ``partial`` has the parts that can.
+        KeyboardInterrupt: the launch was interrupted before any rank failed.
+        BaseException: the first exception that ``function`` raised, with its original type.
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
@@ -230,12 +226,12 @@ def _checked_detach(detach: bool, background: bool, session: object) -> bool:
 
 
 def debug_launcher(function: Callable[..., T], args: tuple[Any, ...] = (), num_processes: int = 2) -> T:
-    """Run ``function(*args)`` in a few CPU processes without mixed precision, to try out distributed code.
+    """Run ``function(*args)`` in a few CPU processes without mixed precision, to test distributed code.
 
     Args:
-        function: as for :func:`notebook_launcher`.
-        args: its arguments, a tuple.
-        num_processes: how many.
+        function: as in :func:`notebook_launcher`.
+        args: its positional arguments, a tuple.
+        num_processes: number of workers.
 
     Returns:
         The return value of rank 0.
@@ -260,8 +256,8 @@ def launch(
 ) -> Any:
     """Run ``function(*args)`` on every device from a script, one process each, and return rank 0's value.
 
-    The same as :func:`nblaunch.notebook_launcher`, with the settings and the configuration file of ``nblaunch launch``:
-    an argument beats the file, the file beats the defaults.
+    Works like :func:`nblaunch.notebook_launcher`, with the settings and the configuration file of ``nblaunch launch``.
+    Arguments override the file, and the file overrides the defaults.
 
     Example::
 
@@ -271,22 +267,24 @@ def launch(
             result = nblaunch.launch(train, (model,), num_processes=4)
 
     Args:
-        function: the training function. It runs in every worker; its return value must be picklable.
-        args: its positional arguments, a tuple; a model among them is held in memory once.
-        config_file: written by ``nblaunch config`` or ``accelerate config``; None = the default one, if it exists.
-        return_all: return the list of all ranks' values.
-        sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
+        function: the training function. It runs in every worker, and its return value must be picklable.
+        args: its positional arguments, a tuple. A model in it is in memory once.
+        config_file: file written by ``nblaunch config`` or ``accelerate config``. None = the default file, if it
+            exists.
+        return_all: return the list of the values of all ranks.
+        sync_weights: load the trained weights into the modules in ``args``.
         background: return a :class:`Job` as soon as the workers run; its ``result()`` waits.
-        **settings: any option of ``nblaunch launch`` by its name, as ``num_processes=4, mixed_precision="bf16"``.
+        **settings: any option of ``nblaunch launch`` by name, such as ``num_processes=4, mixed_precision="bf16"``.
 
     Returns:
-        The return value of rank 0; the list of all ranks' with ``return_all``; a :class:`Job` with ``background``.
+        The return value of rank 0. With ``return_all``, the list of the values of all ranks; with ``background``, a
+        :class:`Job`.
 
     Raises:
         TypeError: there is no such setting.
-        ValueError: a setting, or the file, has a value that it can't have; raised before any process starts.
+        ValueError: a setting or the file has an invalid value; raised before any process starts.
         LaunchError: the workers could not be started.
-        BaseException: whatever ``function`` raised first, with its original type.
+        BaseException: the first exception that ``function`` raised, with its original type.
     """
     __tracebackhide__ = True
     from nblaunch.config.launching import device_choice, resolved_settings, spec_of
@@ -308,8 +306,8 @@ def launch(
 def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
     """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
 
-    An interrupt ends the job, with ``background`` only one that comes before its workers run. KeyboardInterrupt is
-    raised when it has ended; where a rank had failed before, what that one raised.
+    An interrupt ends the job; with ``background``, only an interrupt before its workers run. This function then raises
+    KeyboardInterrupt, or the exception of a rank that had failed before.
 
     Raises:
         BaseException: as :func:`notebook_launcher` describes.
@@ -339,7 +337,7 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
 
 
 def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
-    """Return the job of a spec: one that is detached runs, any other has not started."""
+    """Return the job of a spec. A detached job is already running; any other has not started."""
     __tracebackhide__ = True
     descriptors.occupy_standard_ones()
     can_break = not (spec.is_elastic or spec.is_on_nodes or spec.is_detached)
@@ -365,7 +363,7 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
 
 
 def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobRunner:
-    """Return the runner of a job that has not started; what several machines need is imported only for them."""
+    """Return the runner of a job, not started. Code for several machines is imported only if needed."""
     if spec.is_on_nodes:
         from nblaunch.engines.runner import EngineRunner
 

@@ -1,6 +1,6 @@
-"""Installed packages, and hooks on the first import of a module. Nothing here imports a package.
+"""Installed packages, and hooks on the first import of a module. This module imports no package.
 
-A hook changes a library that the user's function may import, right after its import.
+A hook changes a library right after its import.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Change = Callable[[ModuleType], None]
 def is_installed(package: str) -> bool:
     """Return whether ``package`` is installed, or is a module without a file in ``sys.modules``.
 
-    The result is not cached, because users install packages from a cell. A folder of that name without ``__init__``
-    does not count, though Python would import it as a namespace package: wandb and others write into folders with
-    their name, next to the notebook.
+    The result is not cached, because users install packages from cells. A folder of this name without ``__init__`` does
+    not count, although Python would import it as a namespace package: wandb and others create folders with their name
+    beside the notebook.
 
     Args:
         package: name of the top-level module.
@@ -35,7 +35,7 @@ def is_installed(package: str) -> bool:
 
 
 def version(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed, or not by pip."""
+    """Return the version of a package; None if it is not installed, or not by pip."""
     import importlib.metadata  # 10 ms that a fresh interpreter does not need
 
     try:
@@ -45,7 +45,7 @@ def version(package: str) -> str | None:
 
 
 def torch_mismatch(package: str) -> str | None:
-    """Return that ``package`` is made for other releases of torch than this; None: for this, or nothing is known."""
+    """Return a sentence that ``package`` needs another torch; None if it fits or nothing is known."""
     import importlib.metadata
 
     torch, own = version("torch"), version(package)
@@ -60,7 +60,7 @@ def torch_mismatch(package: str) -> str | None:
     if all(_fits(release(torch), sign, release(limit)) for sign, limit in bounds):
         return None
     wanted = " and ".join(sign + limit for sign, limit in sorted(bounds, reverse=True))
-    return f"{package} {own} is made for torch {wanted}, and torch {torch} is installed"
+    return f"{package} {own} needs torch {wanted}, but torch {torch} is installed"
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""One setting, and converters of its values: from the text of a command line or a file, or from a Python call.
+"""A setting, and converters for its values from a command line, a file or a Python call.
 
-Files are read as text (``config/files.py``), so that values have one form there and on the command line. A Python call
-is read more strictly: text does not stand for a number there.
+Files are read as text (``config/files.py``), so values have the same form in files and on the command line. Python
+calls are checked more strictly: a string is not accepted as a number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MACHINES = re.compile(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?")
 
 
 class Converter(ABC):
-    """Conversion of a value to the type of a setting."""
+    """Converts a value to the type of a setting."""
 
     metavar = ""
 
@@ -35,7 +35,7 @@ class Converter(ABC):
         """
 
     def accept(self, value: Any) -> Any:
-        """Return an argument of a Python call in the form that the setting has.
+        """Return an argument of a Python call in the form of the setting.
 
         Raises:
             TypeError: it has another type. The message ends a sentence.
@@ -87,7 +87,7 @@ class Machines(Converter):
         if low < 1:
             raise ValueError("must be at least 1")
         if low > high:
-            raise ValueError("has a minimum above its maximum, and must be 'min:max' as in '1:4'")
+            raise ValueError("has a minimum above its maximum; write 'min:max' as in '1:4'")
         return low if low == high else f"{low}:{high}"
 
 
@@ -151,7 +151,7 @@ class Choice(Converter):
     """One of ``choices``, case ignored.
 
     Args:
-        word: for the help, where the choices are too many.
+        word: shown in the help instead of the choices, if there are too many.
     """
 
     choices: tuple[str, ...] = ()
@@ -180,11 +180,11 @@ class Choice(Converter):
 
 @dataclass(frozen=True)
 class Text(Converter):
-    """Any non-empty text; in a Python call also an empty one, which means the default.
+    """Any non-empty string; in a Python call also an empty one, which means the default.
 
     Args:
-        metavar: for the help.
-        example: for messages.
+        metavar: placeholder in the help.
+        example: valid value for messages.
     """
 
     metavar: str = "TEXT"
@@ -192,13 +192,13 @@ class Text(Converter):
 
     def convert(self, value: Any) -> str:
         if isinstance(value, (bool, Mapping, list)) or not str(value).strip() or "\0" in str(value):
-            raise ValueError("must be a text")
+            raise ValueError("must be a string")
         return str(value)
 
     def accept(self, value: Any) -> str:
         if not isinstance(value, str):
             like = f" such as {self.example!r}" if self.example else ""
-            raise TypeError(f"must be a text{like}, but is a {type(value).__name__}")
+            raise TypeError(f"must be a string{like}, but is a {type(value).__name__}")
         return value
 
 
@@ -285,7 +285,7 @@ class Setting:
     """One row of the table of settings: an option, a key of configuration files, an argument of ``nblaunch.launch``.
 
     Args:
-        name: of the option, the key and the argument.
+        name: name of the option, the key and the argument.
         converter: converts and checks values.
         default: None = chosen at the launch.
         meaning: one line, for help and for comments in files.

@@ -2,9 +2,9 @@
 
 ``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. A field says once what its
 values are, what it means, and where it can't be used: the options of ``nblaunch launch``, the keys of configuration
-files, the arguments of ``nblaunch.launch``, and what sessions, detached jobs and ``engine="inline"`` refuse are derived
-from the fields. Values are checked when a ``LaunchSpec`` is made, before anything starts; ``launcher/plan.py`` checks
-what depends on the devices of this machine.
+files, the arguments of ``nblaunch.launch``, and the restrictions of sessions, detached jobs and ``engine="inline"`` are
+derived from the fields. Values are checked when a ``LaunchSpec`` is made, before anything starts; ``launcher/plan.py``
+checks everything that depends on the devices of this machine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
 
 
 def parse_port(use_port: str | int | None) -> int | None:
-    """Return a port as a number; None and 0 mean that the system chooses, and become None.
+    """Return a port as a number. None and 0 let the system choose, and become None.
 
     Raises:
         ValueError: it is not a whole number from 0 to 65535.
@@ -112,12 +112,13 @@ class RendezvousSettings(Pairs):
                 raise ValueError(f"has the unknown setting {name!r}; valid are {_listed(RDZV_SETTINGS)}")
             is_number = isinstance(content, (int, float)) and not isinstance(content, bool)
             if name not in ("is_host", "rank") and not (is_number and content > 0):
-                raise ValueError(f"has {name!r}: {content!r}, which must be a positive number")
+                raise ValueError(f"has {name!r}: {content!r}, but it must be a positive number")
         return conf
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, also within a :func:`functools.partial`; of other objects, their repr or class."""
+    """Return the name of a function, also within a :func:`functools.partial`; for other objects, return their repr or
+    class."""
     while isinstance(function, functools.partial):
         function = function.func
     has_repr = any("__repr__" in vars(cls) for cls in type(function).__mro__[:-1])
@@ -134,9 +135,9 @@ def _check_call(function: Any, args: Any) -> None:
         )
     _check_runs_when_called(function)
     if not isinstance(args, (tuple, list)):
-        remedy = "for one argument write (model,) with a comma"
+        remedy = "for one argument, write (model,) with a comma"
         if isinstance(args, Mapping):
-            remedy = "for keyword arguments pass functools.partial(function, **arguments) as the function"
+            remedy = "for keyword arguments, pass functools.partial(function, **arguments) as the function"
         raise TypeError(
             f"args must be a tuple of the function's arguments, but is a {type(args).__name__}; {remedy}"
         )
@@ -157,13 +158,13 @@ def _check_runs_when_called(function: Any) -> None:
     name = name_of(function)
     if inspect.iscoroutinefunction(function):
         raise TypeError(
-            f"{name} is an async function, and calling it only makes a coroutine; "
-            f"pass a plain function that runs it: lambda *args: asyncio.run({name}(*args))"
+            f"{name} is an async function, so a call only creates a coroutine; pass a function that runs it: "
+            f"lambda *args: asyncio.run({name}(*args))"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
-            f"{name} is a generator function (it has a yield), and calling it runs none of its lines; "
-            f"pass a plain function that iterates over it, such as lambda *args: list({name}(*args))"
+            f"{name} is a generator function, so a call runs none of its lines; pass a function that iterates over "
+            f"it: lambda *args: list({name}(*args))"
         )
 
 
@@ -173,17 +174,17 @@ _OF_FIELD = object()
 
 @dataclass(frozen=True)
 class Use:
-    """How a field of :class:`LaunchSpec` is set, and where it can't be.
+    """How a field of :class:`LaunchSpec` is set, and where it can't be set.
 
     Args:
-        converter: checks its values; None = checked elsewhere.
+        converter: checks the values; None = checked elsewhere.
         meaning: one line, for help and configuration files.
-        group: of options; empty = no option of ``nblaunch launch``.
+        group: group of the option; empty = no option of ``nblaunch launch``.
         option: name of the option and key; empty = the name of the field.
-        option_default: default of the option, where the default of the field is another.
+        option_default: default of the option, if it differs from the default of the field.
         is_of_start: whether workers keep the value from their start to their end, as in a session.
         needs_workers: whether ``engine="inline"`` can't honour it.
-        not_detached: why a detached job can't have it, or what to do instead; empty = it can.
+        not_detached: why a detached job can't have it, or what to do instead; empty = it can have it.
         engines: the only engines that take it; empty = all.
     """
 
@@ -205,11 +206,11 @@ def _set(default: Any, converter: Converter | None = None, meaning: str = "", **
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """All settings of a launch. Those that ``notebook_launcher`` has, too, are described there.
+    """All settings of a launch. ``notebook_launcher`` describes the settings that are its arguments.
 
     Args:
         function: called as ``function(*args)`` in every worker.
-        args: positional arguments; modules among them are in the workers without a copy, until one writes to them.
+        args: positional arguments; workers share the modules in them without a copy until one writes to them.
         num_processes: number of workers, of all machines together where an engine starts them; None = one per device
             (GPUs; usable cores on a CPU-only machine).
         hosts: machines, as ``ssh`` names them, for ``engine="ssh"``.
@@ -220,13 +221,13 @@ class LaunchSpec:
         rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
         rdzv_timeout_s: timeout in seconds of the rendezvous, or of the wait for an engine's nodes; None =
             ``rdzv_conf["timeout"]``, or 600.
-        has_breakpoints: ``breakpoint()`` in a worker opens pdb there, typed into this process: wherever a user can
-            type, as in most notebooks.
-        is_session: the workers are those of a session: this process sends them commands while they run.
-        is_detached: the job outlives this process; trained weights are kept for those that attach to it.
-        is_spmd: one process drives all devices (XLA).
-        accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, as
-            ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its own arguments.
+        has_breakpoints: whether ``breakpoint()`` in a worker opens pdb in this process, which needs a front end that
+            allows input.
+        is_session: whether the workers belong to a session, to which this process sends commands.
+        is_detached: whether the job outlives this process; it then keeps the trained weights.
+        is_spmd: whether one process drives all devices (XLA).
+        accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, such as
+            ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its arguments.
 
     Raises:
         TypeError: an argument has a wrong type, or ``args`` do not fit the function.
@@ -236,13 +237,16 @@ class LaunchSpec:
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     num_processes: int | None = _set(
-        None, Whole(1), "processes of all machines together; default: one per device", group="processes"
+        None,
+        Whole(1),
+        "total number of processes on all machines; default: one per device",
+        group="processes",
     )
-    backend: str = _set("auto", None, "device family; auto = the best one here", group="devices")
+    backend: str = _set("auto", None, "device family; auto = the best one on this machine", group="devices")
     threads_per_process: int | None = _set(
         None,
         Whole(1),
-        "CPU threads of each; default: cores / processes",
+        "CPU threads per process; default: cores / processes",
         group="processes",
         option="num_cpu_threads_per_process",
         needs_workers=True,
@@ -250,7 +254,7 @@ class LaunchSpec:
     start_method: str = _set(
         "auto",
         Choice(START_METHODS),
-        "how processes start; default for scripts: spawn (fresh ones)",
+        "how processes start; default for scripts: spawn",
         group="processes",
         option_default=None,
         needs_workers=True,
@@ -298,36 +302,36 @@ class LaunchSpec:
         None, Number(0.001), "timeout of the rendezvous in seconds; default: 600", group="machines"
     )
     rdzv_id: str = _set(
-        "none", Text("NAME"), "name of the job among several at one rendezvous", group="machines"
+        "none", Text("NAME"), "name of the job, if a rendezvous serves several", group="machines"
     )
     max_restarts: int = _set(
         0,
         Whole(0),
-        "how often all processes are restarted after a failure",
+        "how often to restart all processes after a failure",
         group="machines",
         needs_workers=True,
     )
     mixed_precision: str = _set(
-        "no", Choice(MIXED_PRECISIONS), "precision of forward passes", group="training"
+        "no", Choice(MIXED_PRECISIONS), "precision of the forward pass", group="training"
     )
     log_dir: str | None = _set(
         None,
         Folder(),
         "folder for logs; default: NBLAUNCH_LOG_DIR, or a temporary one",
         group="running",
-        not_detached="log_dir: nblaunch.jobs() looks for jobs in one folder; NBLAUNCH_LOG_DIR chooses it",
+        not_detached="log_dir: nblaunch.jobs() looks in a single folder; set NBLAUNCH_LOG_DIR to choose it",
     )
     log_line_prefix_template: str | None = _set(
         None,
         Text("TEMPLATE", "[${rank}] "),
-        "label of printed lines, as '[${rank}] '",
+        "label of printed lines, such as '[${rank}] '",
         group="running",
         is_of_start=False,
     )
     hang_timeout_s: float | None = _set(
         300.0,
         Number(0.001, is_optional=True),
-        "seconds without progress until stacks are shown",
+        "seconds without progress before stacks are shown",
         group="running",
         needs_workers=True,
     )
@@ -339,7 +343,7 @@ class LaunchSpec:
         needs_workers=True,
     )
     interrupt_grace_s: float = _set(
-        5.0, Number(0.0), "seconds for finally blocks after Ctrl-C, before the kill", group="running"
+        5.0, Number(0.0), "seconds for finally blocks between Ctrl-C and the kill", group="running"
     )
     return_all: bool = _set(False, Flag(), is_of_start=False)
     sync_weights: bool = _set(True, Flag(), is_of_start=False)
@@ -347,13 +351,13 @@ class LaunchSpec:
         False,
         Flag(),
         is_of_start=False,
-        not_detached="sync_optimizers=True: save their state inside the function, by accelerator.save_state()",
+        not_detached="sync_optimizers=True: save the optimizer state in the function with accelerator.save_state()",
     )
     post_mortem: bool = _set(
         False,
         Flag(),
         is_of_start=False,
-        not_detached="post_mortem=True: the debugger is in this kernel, and the job is to outlive it",
+        not_detached="post_mortem=True: the debugger runs in this kernel, which the job outlives",
     )
     has_breakpoints: bool = False
     is_session: bool = False
@@ -386,7 +390,7 @@ class LaunchSpec:
         return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
-        """Return a copy that has of the function its name alone: the job has ended, or gets the call apart."""
+        """Return a copy without the function and its arguments; it keeps the function's name."""
         spec = copy.copy(self)
         object.__setattr__(spec, "function", None)
         object.__setattr__(spec, "args", ())
@@ -394,7 +398,7 @@ class LaunchSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that pass settings to other frameworks in workers, as to Accelerate."""
+        """Environment variables that pass settings to other frameworks in workers, such as Accelerate."""
         is_mixed = self.mixed_precision != "no"
         return {"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if is_mixed else {}
 
@@ -445,7 +449,7 @@ def uses() -> Iterator[tuple[Field[Any], Use]]:
 
 
 def options() -> dict[str, Setting]:
-    """Return name of the field -> its row in the table of settings, of those that ``nblaunch launch`` has."""
+    """Return name of the field -> its row in the table of settings, for options of ``nblaunch launch``."""
     return {
         spec_field.name: Setting(
             name=use.option or spec_field.name,
@@ -460,10 +464,7 @@ def options() -> dict[str, Setting]:
 
 
 def wants_spmd(strategy: Any) -> bool:
-    """Return whether one process drives all devices, by the ``strategy`` argument of the Python API.
-
-    Strategies for *models* are set by plugins of the Accelerator, or by the setting ``strategy``
-    (``config/settings.py``), which has both kinds.
+    """Return whether ``strategy`` of the Python API makes one process drive all devices.
 
     Raises:
         ValueError: it is neither ``"auto"`` nor ``"spmd"``.
@@ -518,28 +519,28 @@ def _check_nodes(spec: LaunchSpec) -> None:
     host, _ = parse_endpoint(spec.rdzv_endpoint)
     if spec.node_rank >= spec.max_nodes:
         raise ValueError(
-            f"node_rank={spec.node_rank} must be below num_nodes={spec.num_nodes}: nodes count from 0"
+            f"node_rank={spec.node_rank} must be less than num_nodes={spec.num_nodes}: nodes are numbered from 0"
         )
     if spec.rdzv_backend == "c10d" and not host and spec.is_elastic:
         raise ValueError(
-            "rdzv_backend='c10d' needs rdzv_endpoint='host:port', the same on every machine: the address of one of them"
+            "rdzv_backend='c10d' needs rdzv_endpoint='host:port': the address of one of the machines, the same "
+            "on all of them"
         )
     if spec.is_on_nodes:
         return
     if spec.rdzv_backend == "static" and spec.min_nodes != spec.max_nodes:
         raise ValueError(
-            f"num_nodes={spec.num_nodes!r} leaves the number of machines open, which needs rdzv_backend='c10d'"
+            f"num_nodes={spec.num_nodes!r} does not fix the number of machines, which needs rdzv_backend='c10d'"
         )
     if not spec.is_elastic and (spec.rdzv_endpoint or spec.rdzv_conf or spec.rdzv_timeout_s is not None):
         raise ValueError(
-            "rdzv_endpoint, rdzv_conf and rdzv_timeout_s describe how several machines meet, and num_nodes=1 is one; "
-            "leave them out (the launcher hosts the store of one machine by itself)"
+            "rdzv_endpoint, rdzv_conf and rdzv_timeout_s are for several machines, but num_nodes=1; leave them out"
         )
     if spec.is_elastic and spec.post_mortem:
-        raise ValueError("post_mortem=True: a debugger can look into the workers of one machine only")
+        raise ValueError("post_mortem=True works only on one machine")
     if spec.is_elastic and spec.engine not in ("auto", "elastic"):
         raise ValueError(
-            f"engine={spec.engine!r} is for one machine; leave it out for num_nodes={spec.num_nodes!r} with "
+            f"engine={spec.engine!r} works only on one machine; leave it out for num_nodes={spec.num_nodes!r} with "
             f"rdzv_backend={spec.rdzv_backend!r}"
         )
 
@@ -590,9 +591,7 @@ def _check_detached(spec: LaunchSpec) -> None:
         raise ValueError(f"detach=True can't be combined with {reasons[0]}")
 
 
-_NODES_DETACHED = (
-    "several machines: their launchers would have to stay; start it by `nblaunch launch` under nohup"
-)
+_NODES_DETACHED = "several machines; start `nblaunch launch` under nohup instead"
 
 
 def _listed(valid: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The ranks and sizes of a worker in its job, and their environment variables, which are those of ``torchrun``."""
+"""The ranks and sizes of a worker in its job, and their environment variables, as in ``torchrun``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks and sizes of one worker. All ranks count from 0.
+    """Ranks and sizes of one worker. All ranks are numbered from 0.
 
     Args:
-        rank: among all workers of the job.
-        local_rank: among the workers of this node.
-        node_rank: of this node.
+        rank: rank among all workers of the job.
+        local_rank: rank among the workers of this node.
+        node_rank: rank of this node.
         world_size: number of workers in the job.
         local_world_size: number of workers on this node.
         num_nodes: number of nodes.
         master_addr: host name or address of the workers' store.
-        master_port: TCP port of the store. 0: there is none (a single process without a launcher), or the launcher has
-            not opened it yet.
+        master_port: TCP port of the store. 0 = no store (a single process without a launcher), or the launcher has not
+            opened it yet.
 
     Raises:
         ValueError: a rank is out of range.
@@ -41,7 +41,9 @@ class Topology:
             ("node_rank", "num_nodes"),
         ):
             if not 0 <= getattr(self, rank) < getattr(self, size):
-                raise ValueError(f"{rank}={getattr(self, rank)} is not in [0, {size}={getattr(self, size)})")
+                raise ValueError(
+                    f"{rank}={getattr(self, rank)} is out of range [0, {size}={getattr(self, size)})"
+                )
 
     def to_env(self, restart_count: int = 0, max_restarts: int = 0) -> dict[str, str]:
         """Return the variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
@@ -50,8 +52,8 @@ class Topology:
         every rank. ``TORCHELASTIC_RUN_ID`` shows frameworks that a launcher has started the process.
 
         Args:
-            restart_count: how often the job's workers were started before.
-            max_restarts: how often they may be started again.
+            restart_count: how often the job's workers were restarted.
+            max_restarts: how often they may be restarted.
         """
         return {
             "RANK": str(self.rank),

@@ -1,4 +1,4 @@
-"""What of a program is the user's: cells and files, frames of a traceback, variables that a function uses."""
+"""Find the user's code: cells and files, frames of a traceback, variables that a function uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIBRARY_FOLDERS = tuple(
 _STANDARD_FOLDERS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
-"""Parts of paths of installed packages: also those of the user, of ``PYTHONPATH``, and of the system below a venv."""
+"""Parts of paths of installed packages, also of the user's, of ``PYTHONPATH``, and of the system below a venv."""
 
 
 def is_own_file(filename: str) -> bool:
@@ -30,7 +30,7 @@ def is_own_file(filename: str) -> bool:
 
 
 def is_user_file(filename: str) -> bool:
-    """Return whether the file is a notebook cell or a module of the user's: neither installed nor part of Python."""
+    """Return whether the file is a notebook cell or a user's module, neither installed nor part of Python."""
     if filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>")):
         return False
     return not any(folder in filename for folder in _PACKAGE_FOLDERS)
@@ -61,16 +61,16 @@ def cell_name(filename: str) -> str:
 
 
 def ipython_shell() -> Any:
-    """Return IPython's shell; None outside of IPython, which is never imported for this."""
+    """Return IPython's shell, or None outside IPython. Never imports IPython."""
     # Another thread may be importing it.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython() if get_ipython is not None else None
 
 
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame that is not nblaunch's, where the user's function begins.
+    """Return the traceback from the first frame outside nblaunch on, where the user's function begins.
 
-    Later frames stay, those of nblaunch too: the function may call it.
+    Later frames of nblaunch stay, because the function may call it.
     """
     while tb is not None and is_own_file(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
@@ -78,15 +78,15 @@ def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
 
 
 def line_of(tb: TracebackType) -> int:
-    """Return the line of a traceback's entry; the first of its function where Python knows none.
+    """Return the line of a traceback entry, or the first line of its function if Python knows none.
 
-    An interrupt may come at an instruction that belongs to no line, as the jump of a ``while True: pass``.
+    An interrupt may arrive at an instruction that belongs to no line, such as the jump of a ``while True: pass``.
     """
     return tb.tb_lineno or tb.tb_frame.f_code.co_firstlineno
 
 
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield closure variables and globals that the function's own code names and that have a value, with it."""
+    """Yield name and value of the closure variables and globals that the function's code names."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -100,9 +100,9 @@ def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def used_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function uses without getting it in its arguments, by the name that it has there.
+    """Yield objects that a function uses but does not receive as arguments, with their names in the function.
 
-    Only what is in plain sight: closures, global names, the object of a bound method, the arguments of a ``partial``.
+    It finds closures, global names, the object of a bound method, and the arguments of a ``partial``.
     """
     if isinstance(function, functools.partial):
         for position, value in enumerate(function.args):

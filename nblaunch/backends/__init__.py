@@ -42,11 +42,9 @@ def register(backend: Backend) -> None:
     if not isinstance(backend, Backend):
         raise TypeError(f"register() takes an instance of nblaunch.backends.base.Backend, not {backend!r}")
     if not re.fullmatch("[a-z][a-z0-9_]*", backend.name):
-        raise ValueError(
-            f"a backend can't be named {backend.name!r}: valid are words in lower case, as 'npu'"
-        )
+        raise ValueError(f"a backend can't be named {backend.name!r}: use a lower-case word, such as 'npu'")
     if backend.name in ("auto", *_built_in()):
-        raise ValueError(f"a backend can't be named {backend.name!r}: that name is taken")
+        raise ValueError(f"a backend can't be named {backend.name!r}: the name is taken")
     _registered[backend.name] = backend
 
 

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The network interface of connections that stay on this machine."""
 
-NO_FP8 = "fp8 needs an NVIDIA GPU of compute capability 8.9 or more (L4, H100); use mixed_precision='bf16'"
+NO_FP8 = (
+    "fp8 needs an NVIDIA GPU with compute capability 8.9 or higher (L4, H100); use mixed_precision='bf16'"
+)
 """Why a device can't compute in fp8."""
 
 
@@ -237,7 +239,7 @@ class Backend(ABC):
             RuntimeError: it is too late: the process uses one device already.
         """
         raise ValueError(
-            f"strategy='spmd' is for XLA devices, and this process computes on {self.name}; leave it out there"
+            f"strategy='spmd' needs XLA devices, but this process uses {self.name}; leave it out"
         )
 
     @property
@@ -298,7 +300,7 @@ class Backend(ABC):
             ValueError: the device has no such mode.
         """
         raise ValueError(
-            f"downcast_bf16=True is for XLA devices and can't be used on {self.name}; there, mixed_precision='bf16' "
+            f"downcast_bf16=True needs XLA devices and can't be used on {self.name}, where mixed_precision='bf16' "
             "computes in bf16 and keeps weights in fp32"
         )
 

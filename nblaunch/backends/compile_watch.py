@@ -133,17 +133,18 @@ class CompileWatch:
             usual = known.shapes.most_common(1)[0][0]
             self._note_cause(
                 f"{phase} shape",
-                f"{phase} step {known.num_steps} compiled {formatting.count(num_graphs, 'new graph')} in {seconds:.1f} "
-                f"s: its batch is {shapes}, the others are {usual}. Every shape is compiled once: keep one batch size "
-                "(even_batches=True, or drop_last=True) and pad sequences to a few fixed lengths",
+                f"{phase} step {known.num_steps} compiled {formatting.count(num_graphs, 'new graph')} in "
+                f"{seconds:.1f} s: its batch is {shapes}, the others are {usual}. Every new shape is compiled: "
+                "keep one batch size (even_batches=True, or drop_last=True) and pad sequences to a few fixed "
+                "lengths",
             )
         elif known.shapes[shapes] > WARM_UP_STEPS:
             known.num_late_steps += 1
             if known.num_late_steps == _CHANGING_STEPS:
                 self._note(
-                    f"{phase}: {_CHANGING_STEPS} steps compiled new graphs although their batches are as before, the "
-                    f"last one in {seconds:.1f} s: something else in the loop changes from step to step, as another "
-                    "model, a Python number that enters a computation, or a branch",
+                    f"{phase}: {_CHANGING_STEPS} steps compiled new graphs although the batch shape did not "
+                    f"change, the last one in {seconds:.1f} s: something else in the loop changes between steps: "
+                    "another model, a Python number in a computation, or a branch",
                 )
 
     def _check_reads(self, known: _Phase, num_scalars: int) -> None:
@@ -151,9 +152,9 @@ class CompileWatch:
         if known.num_reading_steps == _READING_STEPS:
             self._note_cause(
                 "reads",
-                "a value is read from the device in every step (item(), float(), or `if` on a tensor): each read waits "
-                "for the device, and before optimizer.step() it also cuts the graph in two. Read every few hundred "
-                "steps, or after the loop; accelerator.backward shows the loss by itself",
+                "every step reads a value from the device (item(), float(), or `if` on a tensor): each read waits "
+                "for the device, and before optimizer.step() it also splits the graph. Read values every few "
+                "hundred steps, or after the loop; accelerator.backward reports the loss without a read",
             )
 
     def _check_fallbacks(self, fallbacks: Mapping[str, int]) -> None:
@@ -161,8 +162,8 @@ class CompileWatch:
             if fallbacks[name] > self._before.fallbacks.get(name, 0):
                 self._note_cause(
                     name,
-                    f"{name} runs on the CPU, because the device does not have it: its inputs and outputs travel "
-                    "between host and device at every call",
+                    f"{name} runs on the CPU, because the device does not support it: every call copies its inputs "
+                    "and outputs between host and device",
                 )
 
     def _report(self, phase: str) -> None:

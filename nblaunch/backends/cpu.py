@@ -40,10 +40,13 @@ class CpuBackend(Backend):
     def fork_hazard(self) -> str | None:
         # Accelerate looks for torch_xla when it is imported, once for all.
         if getattr(sys.modules.get("accelerate.utils.imports"), "_torch_xla_available", False):
-            return "Hugging Face Accelerate was imported in this process and takes torch_xla for its device"
+            return "Hugging Face Accelerate was imported in this process and uses torch_xla as its device"
         runtime = first_use.gpu_in_use()
         if runtime is not None:
-            return f"this process has used {runtime}, which backward() and optimizers ask for in a forked copy, in vain"
+            return (
+                f"this process has used {runtime}, which backward() and optimizers need, and which does not work "
+                "in a forked process"
+            )
         return None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:
@@ -64,10 +67,7 @@ class CpuBackend(Backend):
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
-            return (
-                "fp16 needs a GPU: the CPU computes in full precision in its place; mixed_precision='bf16' computes "
-                "in 16 bits there"
-            )
+            return "fp16 needs a GPU: the CPU computes in full precision instead; mixed_precision='bf16' works on CPUs"
         if precision == "fp8":
             return NO_FP8
         return None

@@ -43,8 +43,8 @@ class CudaBackend(GpuBackend):
             value = env.read("CUDA_VISIBLE_DEVICES")
             if value is None:
                 return (
-                    "MIG is enabled on the GPUs, and they have no instances: `nvidia-smi mig -lgip` lists the "
-                    "profiles, `nvidia-smi mig -cgi PROFILE -C` makes an instance"
+                    "MIG is enabled on the GPUs, but they have no instances: `nvidia-smi mig -lgip` lists the "
+                    "profiles, `nvidia-smi mig -cgi PROFILE -C` creates an instance"
                 )
             return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(physical)} GPUs"
         return self.build_refusal() or ""
@@ -62,14 +62,14 @@ class CudaBackend(GpuBackend):
         notes = list(super().launch_notes(num_processes))
         if not notes and num_processes > 1 and self._instances():
             notes.append(
-                "each worker has a MIG instance of its own; they talk by gloo, through host memory, since NCCL does "
-                "not join instances"
+                "each worker has its own MIG instance; the workers communicate by gloo through host memory, "
+                "because NCCL does not join instances"
             )
         model = gpus.lacks_p2p()
         if model is not None and num_processes > 1 and env.read("NCCL_P2P_DISABLE") is None:
             notes.append(
-                f"NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 are set for the workers: with this driver, direct "
-                f"connections of {model} cards hang. A driver from 550.40.07 on needs neither"
+                "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 are set for the workers: with this driver, direct "
+                f"connections of {model} cards hang. Drivers from 550.40.07 on need neither"
             )
         return tuple(notes)
 
@@ -95,7 +95,7 @@ class CudaBackend(GpuBackend):
         if torch is None or not torch.cuda.is_initialized():
             return None  # a worker finds out
         has_fp8 = torch.cuda.get_device_capability() >= _FP8_CAPABILITY
-        return None if has_fp8 else f"{torch.cuda.get_device_name()} has no fp8; {NO_FP8}"
+        return None if has_fp8 else f"{torch.cuda.get_device_name()} does not support fp8; {NO_FP8}"
 
     def _instances(self) -> list[str]:
         """Return the MIG instances that workers compute on, of which CUDA shows each process one at most."""

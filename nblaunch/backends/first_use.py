@@ -45,9 +45,12 @@ from nblaunch import attached_debugger, env, packages
 from nblaunch.host import proc
 
 _NUM_FRAMES = 200
-_POISONED = "torch refuses GPUs in a forked copy"
+_POISONED = "torch refuses to use GPUs in a forked process"
 _EARLIER_BACKWARD = "autograd's threading"  # torch's words: torch/csrc/autograd/engine.cpp
-_ASKED = "has asked the {} driver through torch (torch.{}.is_available() can do so), and a forked copy can't use it"
+_ASKED = (
+    "has called the {} driver through torch (torch.{}.is_available() can do that), and a forked process can't use "
+    "it"
+)
 # What starts the XLA runtime in the process that calls it; found by trying each in torch_xla 2.9.
 XLA_INITIALISERS = re.compile(
     r"xla_device|torch_xla\.device|device_count\(|get_xla_supported_devices|world_size\(|global_ordinal|"
@@ -176,7 +179,7 @@ def _module_of_torch(runtime: GpuRuntime) -> Any:
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
     """Return why a forked copy of this process can't use a GPU, as the end of "this process ..."; None where it can."""
     torch_module, name, module = _module_of_torch(runtime), runtime.name, runtime.module
-    in_vain = f"{name} can't be used in a forked copy of it"
+    in_vain = f"{name} can't be used in a forked process"
     if torch_module is not None and torch_module.is_initialized():
         return f"has used {name} through torch, and {in_vain}"
     if not _is_in_use(runtime):
@@ -185,8 +188,8 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
     if _POISONED in failure:
         return _ASKED.format(name, module)
     if _EARLIER_BACKWARD in failure:
-        return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
-    return f"has used {name} by another way than torch.{module}, and {in_vain}"
+        return f"has run backward(), which fails in forked workers ({failure.splitlines()[0]:.120})"
+    return f"has used {name} without torch.{module}, and {in_vain}"
 
 
 def _try_torch(runtime: GpuRuntime) -> None:
@@ -248,7 +251,7 @@ def xla_first_use() -> str:
 
 
 def first_match(cells: Sequence[str]) -> str:
-    """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that starts the runtime, else nothing.
+    """Return ``" (probably in cell 3, line 2: `...`)"`` for the first line that starts the runtime, else nothing.
 
     Functions, lambdas and methods don't count: they run in the workers, most likely.
     """
@@ -258,7 +261,7 @@ def first_match(cells: Sequence[str]) -> str:
             if line[:1] not in ("", " ", "\t", ")"):  # the last ends arguments that take several lines
                 is_in_function = bool(_FUNCTION.match(line))
             if XLA_INITIALISERS.search(line) and not is_in_function and not _NOT_RUN.search(line):
-                return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
+                return f" (probably in cell {number}, line {position}: `{line.strip():.80}`)"
     return ""
 
 
@@ -271,7 +274,7 @@ def xla_backward_hazard() -> str | None:
     if failure is None:
         return None
     first_line = failure.splitlines()[0]
-    return f"backward() ran in this process, and would fail in every forked worker ({first_line:.120})"
+    return f"backward() ran in this process, and fails in forked workers ({first_line:.120})"
 
 
 def _xla_backward() -> None:

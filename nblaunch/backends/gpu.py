@@ -73,8 +73,8 @@ class GpuBackend(Backend):
             return ()
         shared = "one GPU" if count == 1 else f"{count} GPUs"
         return (
-            f"{num_processes} workers share {shared} and talk by gloo, through host memory: good for trying out, "
-            "slower than a worker per GPU",
+            f"{num_processes} workers share {shared} and communicate by gloo through host memory: good for "
+            "experiments, but slower than one worker per GPU",
         )
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
@@ -119,11 +119,11 @@ class GpuBackend(Backend):
         if precision != "bf16" or gpu is None or not gpu.is_initialized():
             return None
         if not gpu.is_bf16_supported():
-            return f"{gpu.get_device_name()} has no bf16; use mixed_precision='fp16'"
+            return f"{gpu.get_device_name()} does not support bf16; use mixed_precision='fp16'"
         if not gpu.is_bf16_supported(including_emulation=False):
             self._report_once(
-                f"{gpu.get_device_name()} has no bf16 of its own, and torch imitates it, several times slower: "
-                "mixed_precision='fp16' is what this GPU is fast at"
+                f"{gpu.get_device_name()} does not support bf16 in hardware, and torch's emulation is several "
+                "times slower: use mixed_precision='fp16'"
             )
         return None
 
@@ -174,13 +174,13 @@ _FULL = re.compile(r"(cuda|hip|xpu)\b.*out of memory|out of memory.*(cuda|hip|xp
 _REFUSALS = ("cublas_status_alloc_failed", "cudnn_status_alloc_failed")
 _OUT_OF_MEMORY = (
     "GPU memory ran out.",  # the message has the numbers
-    "Try: a smaller batch, with gradient_accumulation_steps for the same steps (find_executable_batch_size); "
-    "mixed_precision='bf16' or 'fp16', where it is not used yet; torch.no_grad() around evaluations; activation "
-    "checkpointing; ending other processes on this GPU, which nvidia-smi or rocm-smi lists.",
+    "Try a smaller batch with gradient_accumulation_steps (find_executable_batch_size); mixed_precision='bf16' or "
+    "'fp16', if it is not used yet; torch.no_grad() around evaluations; activation checkpointing; or end other "
+    "processes on this GPU (see nvidia-smi or rocm-smi).",
 )
 _LATER = (
-    "GPUs report errors later than they happen, so the line above may not be the cause: "
-    "os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in a cell before the launch makes them wait for each operation"
+    "GPUs report errors late, so the line above may not be the cause. Set os.environ['CUDA_LAUNCH_BLOCKING'] = '1' "
+    "in a cell before the launch to find the cause"
 )
 
 

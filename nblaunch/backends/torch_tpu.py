@@ -100,7 +100,7 @@ class TorchTpuBackend(Backend):
     def overlooked(self) -> str | None:
         if not self.device_count() or self._missing() is None or not is_installed("torch_tpu"):
             return None
-        return f"{_counted(self.device_count())} are here, but can't be used: {self._missing()}"
+        return f"{_counted(self.device_count())} exist, but can't be used: {self._missing()}"
 
     def device_count(self) -> int:
         return sum(count for kind, count in tpu.vfio_chips().items() if kind in MESHES)
@@ -114,7 +114,7 @@ class TorchTpuBackend(Backend):
         if num_processes in meshes:
             return None
         valid = ", ".join(str(count) for count in meshes if count <= self.device_count())
-        return f"there is no mesh of so many {', '.join(tpu.vfio_chips())} chips: valid are {valid or 'none'}"
+        return f"no mesh has this number of {', '.join(tpu.vfio_chips())} chips: valid are {valid or 'none'}"
 
     def _meshes(self) -> Mapping[int, str]:
         kinds = [kind for kind in tpu.vfio_chips() if kind in MESHES]
@@ -123,24 +123,24 @@ class TorchTpuBackend(Backend):
     def fork_hazard(self) -> str | None:
         if "torch_tpu" in sys.modules and not self._is_preloaded:
             return (
-                "torch_tpu is imported in this process, where a seed or a backward() may have reached the TPU runtime, "
-                "which does not work in a forked copy"
+                "torch_tpu is imported in this process, so a seed or a backward() may have started the TPU "
+                "runtime, which does not work in a forked process"
             )
         return None
 
     def clean_start_reason(self) -> str | None:
         return (
-            "torch_tpu is imported once for all, in a clean process: in this one, a seed or a backward() would take "
-            "the TPU chips from then on"
+            "a clean process imports torch_tpu for all workers: if the kernel imported it, a seed or a backward() "
+            "would take the TPU chips"
         )
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
         if "torch_tpu" not in sys.modules or self._is_preloaded:
             return ()
         return (
-            "torch_tpu is imported in this kernel, because torch was imported before nblaunch or a cell imports "
-            "it: the next torch.manual_seed or backward() here takes the TPU chips until the kernel is restarted. "
-            "Import nblaunch before torch, and torch_tpu in no cell",
+            "torch_tpu is imported in this kernel, because torch was imported before nblaunch, or because a cell "
+            "imports it. The next torch.manual_seed or backward() here takes the TPU chips until the kernel is "
+            "restarted. Import nblaunch before torch, and do not import torch_tpu in a cell",
         )
 
     def preload(self) -> None:
@@ -148,8 +148,8 @@ class TorchTpuBackend(Backend):
         package()
         if is_initialised():
             raise RuntimeError(
-                "loading the function has taken the TPU chips in the process from which they start: a module that it "
-                "needs uses the device when it is imported. Use it only inside the function"
+                "loading the function took the TPU chips in the process that starts the workers, because a module "
+                "uses the device when it is imported. Use the device only inside the function"
             )
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
@@ -185,7 +185,7 @@ class TorchTpuBackend(Backend):
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "gradient scaling for fp16 is not tried with torch_tpu; use mixed_precision='bf16'"
+            return "gradient scaling for fp16 has not been tested with torch_tpu; use mixed_precision='bf16'"
         if precision == "fp8":
             return NO_FP8
         return None
@@ -223,7 +223,7 @@ def package() -> Any:
         raise RuntimeError(_mismatch() or f"torch_tpu can't be imported: {error}") from error
     if not hasattr(torch, "tpu"):
         raise RuntimeError(
-            "torch_tpu has found no TPU chip: it looks for them on the PCI bus (/sys/bus/pci/devices) and in /dev/vfio"
+            "torch_tpu found no TPU chip: it looks for them on the PCI bus (/sys/bus/pci/devices) and in /dev/vfio"
         )
     return module
 

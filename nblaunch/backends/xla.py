@@ -94,8 +94,8 @@ class XlaBackend(Backend):
             return f"torch_xla is not installed; on a TPU host: {xla_runtime.INSTALL}"
         if xla_runtime.kind() == "TPU":
             return (
-                "PJRT_DEVICE=TPU, but there is no TPU chip on the PCI bus and no /dev/accel*; is this a TPU host, and "
-                "are its devices passed into the container? PJRT_DEVICE=CPU tries the same code on the CPU"
+                "PJRT_DEVICE=TPU, but there is no TPU chip on the PCI bus and no /dev/accel*; is this a TPU host, "
+                "and does the container have its devices? Set PJRT_DEVICE=CPU to run the same code on the CPU"
             )
         return f"PJRT_DEVICE={xla_runtime.kind()} is not supported; valid are TPU and CPU"
 
@@ -105,7 +105,7 @@ class XlaBackend(Backend):
             return None
         if is_installed("torch_xla") or is_installed("torch_tpu"):
             return None  # torch_tpu's own reason is nearer
-        return f"{chips} TPU chips are here, but can't be used: {self.unavailable_reason()}"
+        return f"{chips} TPU chips exist, but can't be used: {self.unavailable_reason()}"
 
     def device_count(self) -> int:
         return xla_runtime.num_chips() if xla_runtime.kind() == "TPU" else usable_cores()
@@ -130,27 +130,27 @@ class XlaBackend(Backend):
         count, kinds = xla_runtime.num_chips(), tpu.chips()
         if tpu.has_two_cores(kinds):
             return (
-                "these are TPU v2 or v3 chips, which have two cores each, and a worker drives one. With "
-                "strategy='spmd' one process drives all cores"
+                "TPU v2 and v3 chips have two cores each, and a worker drives one core. With strategy='spmd', one "
+                "process drives all cores"
             )
         if "v7x" in kinds and num_processes > 1 and not xla_runtime.tpu_slice().has_server:
             return (
-                "without a metadata server torch_xla reads a mesh of three dimensions only, and that of v7x chips has "
-                "four. With strategy='spmd' one process drives all"
+                "without a metadata server, torch_xla reads only meshes of three dimensions, but the mesh of v7x "
+                "chips has four. With strategy='spmd', one process drives all chips"
             )
         if tpu.can_drive(num_processes, count, "v7x" in kinds):
             return None
         if not tpu.can_drive(count, count, "v7x" in kinds):
             return (
-                f"there is no known mesh of {count} such chips ({', '.join(kinds)}): valid is 1. With strategy='spmd' "
-                "one process drives all"
+                f"the mesh of {count} such chips is unknown ({', '.join(kinds)}): valid is 1. With "
+                "strategy='spmd', one process drives all chips"
             )
         return f"a TPU host runs one worker, or one per chip: valid are 1 and {count}"
 
     def fork_hazard(self) -> str | None:
         if first_use.is_xla_initialised():  # on a TPU, launch_refusal has refused already
             who = first_use.xla_first_use()
-            return f"this process has initialised the XLA runtime itself{who}, and a forked copy hangs"
+            return f"this process has initialised the XLA runtime{who}, which hangs in a forked process"
         if "torch" not in sys.modules:
             return None  # backward() can't have run
         xla_runtime.package()
@@ -197,8 +197,8 @@ class XlaBackend(Backend):
     def _report_exchanged_copies(self, topology: Topology) -> None:
         if topology.rank == 0 and first_use.is_xla_initialised() and xla_runtime.has_exchanged_copies():
             self._note(
-                "a collective of torch.distributed was given tensors of the XLA device, for a group of gloo: that "
-                "exchanges copies of them, and they stay as they were. Pass tensor.cpu(), or use nblaunch's Accelerator"
+                "a collective of torch.distributed got tensors on the XLA device for a gloo group, which exchanges "
+                "copies and leaves the tensors unchanged. Pass tensor.cpu(), or use nblaunch's Accelerator"
             )
 
     def _note_once(self, subject: str, text: str) -> None:
@@ -249,16 +249,19 @@ class XlaBackend(Backend):
         if not is_full or xla_runtime.kind() != "TPU":
             return ()
         return (
-            "The memory of the TPU chip (HBM) ran out, not that of the host.",
-            "Try: a smaller batch, with gradient_accumulation_steps for the same steps; mixed_precision='bf16' or "
-            "downcast_bf16; activation checkpointing; FullyShardedDataParallelPlugin, which shards the model.",
+            "The memory of the TPU chip (HBM) ran out, not the memory of the host.",
+            "Try a smaller batch with gradient_accumulation_steps; mixed_precision='bf16' or downcast_bf16; "
+            "activation checkpointing; or FullyShardedDataParallelPlugin, which shards the model.",
         )
 
     # --- worker's half: precision --------------------------------------------------------------------------------
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "fp16 is not supported: on a TPU, torch_xla's autocast is for bf16 only; use mixed_precision='bf16'"
+            return (
+                "fp16 is not supported: on a TPU, torch_xla's autocast supports only bf16; use "
+                "mixed_precision='bf16'"
+            )
         if precision == "fp8":
             return NO_FP8
         return None
@@ -291,8 +294,8 @@ class XlaBackend(Backend):
         else:
             self._fact("precision", "bf16: autocast")
             self._note(
-                f"bf16: autocast, with weights in float32 (this torch_xla, or a tensor that was on the device before, "
-                f"leaves {variable} without effect)"
+                "bf16: autocast, with weights in float32 (in this torch_xla, or because a tensor was already on "
+                f"the device, {variable} has no effect)"
             )
 
     # --- worker's half: models and steps -------------------------------------------------------------------------

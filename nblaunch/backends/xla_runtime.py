@@ -59,8 +59,8 @@ def version_mismatch() -> str | None:
         return None
     release = ".".join(map(str, packages.release(xla)[:2]))
     return (
-        f"torch {torch} and torch_xla {xla} do not fit each other: they must be of one release. "
-        f"Install torch=={release}.*, or another torch_xla: {INSTALL}"
+        f"torch {torch} and torch_xla {xla} do not match: they must be from the same release. Install "
+        f"torch=={release}.*, or another torch_xla: {INSTALL}"
     )
 
 
@@ -68,7 +68,7 @@ def unknown_chips() -> str | None:
     """Return what to do where torch_xla is older than the chips of this host, whose workers would end in its errors."""
     xla = packages.version("torch_xla")
     if xla is not None and "v7x" in tpu.chips() and packages.release(xla) < _FIRST_WITH_V7X:
-        return f"torch_xla {xla} does not know these chips, v7x: install torch and torch_xla 2.9, {INSTALL}"
+        return f"torch_xla {xla} does not support v7x chips: install torch and torch_xla 2.9, {INSTALL}"
     return None
 
 
@@ -175,7 +175,7 @@ def use_spmd() -> None:
         return
     if first_use.is_xla_initialised():
         raise RuntimeError(
-            "strategy='spmd' must be chosen before the device is first used in the process: pass it to "
+            "strategy='spmd' must be chosen before the process first uses the device: pass it to "
             "notebook_launcher, or build the Accelerator first"
         )
     runtime.use_spmd()
@@ -211,8 +211,8 @@ def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
             shard(tensor, 0)
         else:
             note(
-                f"a batch of {tensor.shape[0]} rows can't be cut over {count} devices: each computes all of it. "
-                f"Choose a batch_size that {count} divides"
+                f"a batch of {tensor.shape[0]} rows can't be divided among {count} devices, so each computes the "
+                f"whole batch. Choose a batch_size that is a multiple of {count}"
             )
 
 
@@ -264,7 +264,7 @@ def refuse_spawn(topology: Topology) -> None:
     def spawn(*arguments: Any, **options: Any) -> None:
         raise RuntimeError(
             f"xmp.spawn was called in a worker (rank {topology.rank} of {topology.world_size}), where nblaunch has "
-            "started one process per device. Call the function itself, or torch_xla.launch, which does so here"
+            "started one process per device. Call the function itself, or torch_xla.launch, which does that here"
         )
 
     packages.when_imported("torch_xla._internal.pjrt", lambda launcher: setattr(launcher, "spawn", spawn))

@@ -55,10 +55,10 @@ class XpuBackend(GpuBackend):
         if num_processes == 1 or dist.is_backend_available(self.dist_backend):
             return None
         # Gloo, which other GPUs could fall back on, takes no tensors of these.
-        return "the installed torch has no XCCL to join Intel GPUs by; builds of torch 2.8 and newer for XPU have it"
+        return "the installed torch has no XCCL, which joins Intel GPUs; XPU builds of torch 2.8 and newer have it"
 
     def clean_start_reason(self) -> str | None:
-        return "whether Level Zero, Intel's driver, works in a fork of a kernel has not been tried"
+        return "Intel's driver, Level Zero, has not been tested in a fork of a kernel"
 
 
 BACKEND = XpuBackend()

@@ -20,17 +20,19 @@ remedy, and exit code 2.
       memory_needs.py    its arithmetic
     merge.py             ``nblaunch merge-weights``
     environment.py       ``nblaunch env``
+    completion.py        ``nblaunch completion``
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from nblaunch.host import descriptors
@@ -70,17 +72,18 @@ def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) 
 
 
 COMMANDS = {
-    "config": ("config:set_up", "answer a few questions and write the defaults of `nblaunch launch`"),
+    "config": ("config:set_up", "ask a few questions and save the defaults of `nblaunch launch`"),
     "launch": ("launch:set_up", "run a script on every device"),
-    "jobs": ("jobs:set_up_jobs", "list the jobs that outlive their notebook"),
-    "attach": ("jobs:set_up_attach", "follow a job that outlives its notebook"),
-    "logs": ("jobs:set_up_logs", "print the log of a job that outlives its notebook"),
-    "stop": ("jobs:set_up_stop", "end a job that outlives its notebook"),
+    "jobs": ("jobs:set_up_jobs", "list detached jobs"),
+    "attach": ("jobs:set_up_attach", "follow a detached job"),
+    "logs": ("jobs:set_up_logs", "print the log of a detached job"),
+    "stop": ("jobs:set_up_stop", "end a detached job"),
     "env": ("environment:set_up", "report versions, devices and problems of this machine"),
     "test": ("selfcheck:set_up", "check that training works on this machine's devices"),
-    "estimate-memory": ("estimate:set_up", "estimate how much memory a model takes, by strategy"),
-    "merge-weights": ("merge:set_up", "put the shards of a model's checkpoint together"),
-    "run-notebook": ("run_notebook:set_up", "execute a notebook, with progress in the terminal"),
+    "estimate-memory": ("estimate:set_up", "estimate the memory that a model needs, by strategy"),
+    "merge-weights": ("merge:set_up", "merge the shards of a model's checkpoint"),
+    "run-notebook": ("run_notebook:set_up", "execute a notebook and show its progress"),
+    "completion": ("completion:set_up", "print a script that completes commands in a shell"),
 }
 """Command -> the function that sets up its parser, and its line of the help, in the order of the help."""
 
@@ -92,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for a usage error.
 
     Args:
-        argv: arguments without the program's name; None = those of ``sys.argv``.
+        argv: arguments without the program's name; None = from ``sys.argv``.
     """
     if argv is None:
         return _run(sys.argv[1:])
@@ -110,6 +113,10 @@ def _run(argv: Sequence[str]) -> int:
     first = next((argument for argument in argv if not argument.startswith("-")), "")
     command = first if first in COMMANDS else ""
     try:
+        if first and not command:
+            raise UsageError(
+                f"there is no command {first!r}{suggestion(first, COMMANDS)}; see `nblaunch --help`"
+            )
         arguments = _parse(argv, command)
         return int(arguments.run(arguments))
     except UsageError as error:
@@ -132,21 +139,27 @@ def _open_closed_streams() -> None:
 
 
 def _parse(argv: Sequence[str], command: str) -> argparse.Namespace:
-    parser = _parser(command)
+    parser = parser_of([command])
     arguments, rest = parser.parse_known_args(argv)
     if rest:
         explain = getattr(arguments, "explain_unknown", None)
-        raise UsageError(
-            explain(rest) if explain is not None else f"unrecognized arguments: {' '.join(rest)}"
-        )
+        if explain is not None:
+            raise UsageError(explain(rest))
+        raise UsageError(f"unrecognized arguments: {' '.join(rest)}{suggestion(rest[0], arguments.options)}")
     if arguments.command is None:
         parser.print_help(sys.stderr)
-        raise UsageError("no command was given")
+        raise UsageError("no command given")
     return arguments
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of one command, and the names of the others."""
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'launch'?`` for a misspelt word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def parser_of(commands: Container[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options of some commands, and the names of the others."""
     parser = Parser(
         prog="nblaunch",
         description="Run PyTorch training on every device of this machine, or of several.",
@@ -158,6 +171,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="<command>", title="commands")
     for name, (set_up, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)
-        if name == command:
+        if name in commands:
             pkgutil.resolve_name(f"nblaunch.cli.{set_up}")(subparser)
+            subparser.set_defaults(options=list(subparser._option_string_actions))
     return parser

@@ -24,22 +24,25 @@ _ACTIONS = ("default", "update")
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Answer a few questions; the answers are written as defaults of `nblaunch launch`. Answers can "
-        "also come through a pipe, one line each, empty for the default."
+        "Ask a few questions and save the answers as the defaults of `nblaunch launch`. Answers can also come from "
+        "a pipe, one per line; an empty line selects the default."
     )
     parser.set_defaults(run=run)
     parser.add_argument(
         "action",
         nargs="?",
         choices=_ACTIONS,
-        help="default: write the defaults for this machine, without questions; update: write an existing file anew, "
-        "with its settings in the names of this version",
+        help="default: save the defaults for this machine without asking; update: rewrite an existing file with "
+        "the setting names of this version",
     )
     parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="another file than the default one"
+        "--config_file", "--config-file", metavar="FILE", help="file to use instead of the default one"
     )
     parser.add_argument(
-        "--mixed_precision", "--mixed-precision", metavar="NAME", help="with `default`: no, fp16, bf16 or fp8"
+        "--mixed_precision",
+        "--mixed-precision",
+        metavar="NAME",
+        help="with `default` only: no, fp16, bf16 or fp8",
     )
 
 
@@ -75,21 +78,21 @@ def write_basic_config(
     """
     path = files.default_path() if save_location is None else Path(save_location).expanduser()
     if path.exists():
-        print(f"{path}: exists already, and is not overwritten")
+        print(f"{path}: already exists and is not overwritten")
         return False
     _write_detected(path, mixed_precision, "mixed_precision")
     return path
 
 
 def _update(path: Path) -> int:
-    """Write a file anew: its settings stay, names of older versions and of Accelerate become those of this one."""
+    """Rewrite a file with the same settings; names of older versions and of Accelerate become this version's."""
     return _write(path, files.read(path).values)
 
 
 def _write_default(path: Path, mixed_precision: str | None) -> int:
     if path.exists():
         raise UsageError(
-            f"{path}: exists already, and is not overwritten; remove it or name another --config_file"
+            f"{path}: already exists and is not overwritten; remove it, or choose another --config_file"
         )
     return _write_detected(path, mixed_precision, "--mixed_precision")
 
@@ -104,7 +107,7 @@ def _write_detected(path: Path, mixed_precision: str | None, label: str) -> int:
 
 def _ask(path: Path) -> int:
     if path.exists():
-        print(f"{path} is there already; the answers will replace all of it")
+        print(f"{path} already exists; the answers will replace its contents")
     return _write(path, ask_all(Asker(), Machine.here()))
 
 

@@ -43,25 +43,25 @@ Report = dict[str, dict[str, str]]
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Report versions, devices, memory, how a launch from a fresh kernel would start its workers, and problems "
-        "of this machine. For bug reports; contains no secrets."
+        "Report versions, devices, memory, the start method of a launch from a fresh kernel, and problems of this "
+        "machine. For bug reports; the report contains no secrets."
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="as JSON, for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
-    report, findings = collect()
+    report, problems, notes = collect()
     if arguments.json:
-        print(json.dumps({**report, "findings": findings}, indent=2))
+        print(json.dumps({**report, "problems": problems, "notes": notes}, indent=2))
     else:
-        print(_render(report, findings))
+        print(_render(report, problems, notes))
     return 0
 
 
-def collect() -> tuple[Report, list[str]]:
-    """Return the report, and what may be a problem."""
+def collect() -> tuple[Report, list[str], list[str]]:
+    """Return the report, problems that a user should solve, and notes about this machine."""
     refusal, plan = _torch_error(), None
     has_torch = not refusal
     if has_torch:
@@ -73,7 +73,7 @@ def collect() -> tuple[Report, list[str]]:
     refusals = {
         name: _refusal(one) for name, one in backends.discover().items() if name != "cpu" and has_torch
     }
-    config, config_findings = _config()
+    config, config_problems = _config()
     launched_from = "this kernel" if kernel_shell() is not None else "a fresh kernel"
     report: Report = {
         "versions": _versions(),
@@ -83,21 +83,24 @@ def collect() -> tuple[Report, list[str]]:
         "settings of nblaunch launch": config,
         "environment variables": _variables(),
     }
-    findings = [
-        *config_findings,
+    problems = [
+        *config_problems,
         *([refusal] if refusal else []),
-        *(_launch_findings(plan) if plan else ()),
-        *_device_findings(refusals),
-        *_host_findings(plan),
+        *(plan.warnings if plan else ()),
+        *_device_problems(refusals),
+        *_host_problems(plan),
     ]
-    return report, findings
+    return report, problems, list(_launch_notes(plan)) if plan else []
 
 
-def _render(report: Report, findings: Sequence[str]) -> str:
+def _render(report: Report, problems: Sequence[str], notes: Sequence[str]) -> str:
     lines: list[str] = []
     for title, section in report.items():
         lines += [title, *(f"  {name:<20} {value}" for name, value in section.items()), ""]
-    return "\n".join([*lines, "problems and notes", *([f"  - {text}" for text in findings] or ["  none"])])
+    lines += ["problems", *([f"  - {text}" for text in problems] or ["  none"])]
+    if notes:
+        lines += ["", "notes", *(f"  - {text}" for text in notes)]
+    return "\n".join(lines)
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ def _config() -> tuple[dict[str, str], list[str]]:
     except ConfigError as error:
         return {"file": str(path)}, [f"the settings of `nblaunch launch` can't be used: {error}"]
     settings = {name: str(value) for layer in layers for name, value in layer.values.items()}
-    return {"file": str(path) if layers else f"none ({path} would be read)", **settings}, []
+    return {"file": str(path) if layers else f"none ({path} does not exist)", **settings}, []
 
 
 def _variables() -> dict[str, str]:
@@ -214,41 +217,45 @@ def _variables() -> dict[str, str]:
     }
 
 
-# --- findings --------------------------------------------------------------------------------------------------------
+# --- problems and notes ----------------------------------------------------------------------------------------------
 
 
-def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
-    yield from filter(None, (plan.fallback, *plan.warnings))
+def _launch_notes(plan: LaunchPlan) -> Iterator[str]:
+    if plan.fallback:
+        yield plan.fallback
     # fp16 only: whether a GPU supports bf16 is unknown without a CUDA context.
     refusal = plan.backend.precision_refusal("fp16")
     if refusal is not None:
         yield f"mixed_precision='fp16': {refusal}"
 
 
-def _device_findings(refusals: Mapping[str, str | None]) -> Iterator[str]:
-    """Yield a finding for each backend with devices that can't be used."""
+def _device_problems(refusals: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield a problem for each backend with devices that can't be used."""
     for name, refusal in refusals.items():
         if refusal and backends.discover()[name].is_present():
             yield f"backend={name!r} can't be used: {refusal}"
 
 
-def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
+def _host_problems(plan: LaunchPlan | None) -> Iterator[str]:
     facts = memory.read_facts()
     if 0 < facts.shm_size < _SMALL_SHM_BYTES:
         yield (
-            f"/dev/shm has only {formatting.size(facts.shm_size)} (default of containers: 64 MB): data loaders with "
-            "workers put batches there, and are killed by SIGBUS when it is full. Start the container with "
+            f"/dev/shm has only {formatting.size(facts.shm_size)} (the default of containers is 64 MB). Data "
+            "loader workers put batches there and are killed by SIGBUS when it is full. Start the container with "
             "--shm-size=8g, or use num_workers=0"
         )
     if line := memory.shm_line(facts):
         yield line
     if facts.oom_kills:
         killed = formatting.count(facts.oom_kills, "process")
-        yield f"the system has killed {killed} because memory ran out, since this container started"
+        yield f"the system killed {killed} because memory ran out since this container started"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = _FILES_PER_PROCESS * (plan.num_processes if plan else 1)
     if 0 <= files < needed:
-        yield f"only {files} files may be open at once (ulimit -n), and {needed} may be needed: ulimit -n 4096"
+        yield (
+            f"only {files} files may be open at the same time (ulimit -n), but {needed} may be needed; run ulimit "
+            "-n 4096"
+        )
 
 
 def _nothing() -> None:

@@ -109,15 +109,15 @@ def _load(name: str, arguments: dict[str, Any]) -> nn.Module:
         raise
     except (Exception, SystemExit) as error:  # the user's own code can raise anything
         first_line = (str(error).splitlines() or [""])[0]
-        advice = "Arguments are given by --set name=value"
+        advice = "Pass arguments with --set name=value"
         if "trust_remote_code" in str(error):
-            advice = "--trust_remote_code runs the model's own code"
+            advice = "pass --trust_remote_code to run the model's own code"
         raise UsageError(
             f"{name} can't be built on the meta device: {type(error).__name__}: {first_line}. {advice}; "
             "--parameters COUNT works without a model"
         ) from error
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"{name} gives an object of type {type(model).__name__}, and not a torch.nn.Module")
+        raise UsageError(f"{name} returned an object of type {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
@@ -131,7 +131,7 @@ def _from_module(name: str, arguments: dict[str, Any]) -> Any:
     try:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: there is no module {error.name!r} here") from error
+        raise UsageError(f"{name}: there is no module {error.name!r}") from error
     for part in path.split("."):
         if not hasattr(target, part):
             raise UsageError(f"{name}: {getattr(target, '__name__', target)} has no {part!r}")
@@ -143,13 +143,13 @@ def _from_module(name: str, arguments: dict[str, Any]) -> Any:
 def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     if not is_installed("transformers"):
         raise UsageError(
-            f"{name}: for a class or function write package.module:Name; for the name of a model on the Hugging Face "
-            "hub transformers is needed (pip install transformers)"
+            f"{name}: for a class or function, write package.module:Name; for a model on the Hugging Face hub, "
+            "install transformers (pip install transformers)"
         )
     transformers: Any = importlib.import_module("transformers")
     if Path(name).suffix == ".py":
         raise UsageError(
-            f"{name} is a file; write its module and a name in it, as {Path(name).stem}:build_model"
+            f"{name} is a file; write its module and a name in it, such as {Path(name).stem}:build_model"
         )
     config = transformers.AutoConfig.from_pretrained(name, **arguments)
     trusts = bool(arguments["trust_remote_code"])
@@ -168,8 +168,8 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Estimate the memory for training and inference of a model, by device, strategy and "
-        "precision, without allocating weights. Not counted: activations, the processes themselves."
+        "Estimate the memory per device for training and inference of a model, by strategy and precision, without "
+        "allocating weights. The estimate does not include activations and the processes themselves."
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -184,37 +184,41 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--library_name", "--library-name", choices=("transformers", "timm"), default="transformers",
-        help="which library the name of a model is of; default: transformers",
+        help="library of the model; default: transformers",
     )  # fmt: skip
     parser.add_argument(
         "--trust_remote_code", "--trust-remote-code", action="store_true",
-        help="run the model's own code from its repository: only of those you trust",
+        help="run the code in the model's repository; use it only for repositories that you trust",
     )  # fmt: skip
     parser.add_argument(
-        "--num_devices", "--num-devices", type=int, default=8, help="of the whole job; default: 8"
+        "--num_devices",
+        "--num-devices",
+        type=int,
+        default=8,
+        help="number of devices of the whole job; default: 8",
     )
     parser.add_argument(
         "--device",
         choices=("gpu", "cpu", "tpu"),
         default="gpu",
-        help="default: gpu; with cpu a device is a core",
+        help="kind of device; default: gpu; with cpu, a device is a core",
     )
     parser.add_argument(
         "--mixed_precision", "--mixed-precision", nargs="+", choices=needs.PRECISIONS, default=["no", "bf16"],
-        help="of training; default: no bf16",
+        help="mixed precisions of training; default: no bf16",
     )  # fmt: skip
     parser.add_argument(
         "--dtypes", nargs="+", choices=list(needs.DTYPE_BYTES), default=["float32", "bfloat16", "int8", "int4"],
-        help="of weights in inference; default: float32 bfloat16 int8 int4",
+        help="data types of weights in inference; default: float32 bfloat16 int8 int4",
     )  # fmt: skip
     parser.add_argument(
         "--strategies", nargs="+", choices=list(needs.TRAINING), default=list(needs.TRAINING), metavar="STRATEGY",
-        help=f"of {', '.join(needs.TRAINING)}; default: all",
+        help=f"strategies among {', '.join(needs.TRAINING)}; default: all",
     )  # fmt: skip
     parser.add_argument(
         "--optimizer", choices=list(needs.OPTIMIZER_STATES), default="adam", help="default: adam"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON, in bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -272,11 +276,11 @@ def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[
 # --- the table -------------------------------------------------------------------------------------------------------
 
 _MEANINGS = {
-    "parameters": "weights that a device holds all the time, and the model's own buffers, such as running means",
-    "gradients": "of the trained parameters",
+    "parameters": "weights that a device always holds, and the model's buffers, such as running means",
+    "gradients": "gradients of the trained parameters",
     "optimizer": "states such as Adam's two moments; with ZeRO (zero1 to zero3) also the weights in fp32",
-    "buffers": "temporary: what a collective sends, weights gathered for a while, the optimizer's working copy on GPUs",
-    "device": "the sum of these four: needed on each device, before activations",
+    "buffers": "temporary memory: buffers of collectives, gathered weights, the optimizer's working copy on GPUs",
+    "device": "the sum of these four: the memory that each device needs, without activations",
 }
 """Column -> what it counts, as shown below the table."""
 
@@ -289,7 +293,7 @@ def _render(
     lines = [
         f"{model.parameters:,} parameters ({trained} trained{largest}); {settings.num_devices} devices "
         f"({settings.device}); {optimizer}",
-        "per device; without activations and the processes themselves",
+        "per device, without activations and the processes themselves",
     ]
     if not model.block:
         lines.append("unknown without a model: the largest block, which fsdp2 and sharded inference gather")

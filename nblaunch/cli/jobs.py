@@ -24,10 +24,10 @@ _LOOK_S = 0.1
 def set_up_jobs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch jobs``."""
     parser.description = (
-        "List the jobs of this user that were launched with detach=True, the newest last. The files of ended jobs are "
-        "kept as logs are, up to NBLAUNCH_KEEP_JOBS. Status lost: the process that watched the job was killed, and its "
-        "workers with it; waiting: the disk has no room for what the job returned; damaged: its files can't be read; "
-        "on NAME: it runs on another machine that shares the folder."
+        "List the jobs of this user that were launched with detach=True, newest last. The files of the last "
+        "NBLAUNCH_KEEP_JOBS jobs are kept. Status lost: the job's process was killed, and its workers ended with "
+        "it; waiting: the disk has no space for the return value; damaged: files of the job can't be read; on "
+        "NAME: the job runs on another machine that shares the folder."
     )
     parser.set_defaults(run=_list)
 
@@ -35,8 +35,8 @@ def set_up_jobs(parser: argparse.ArgumentParser) -> None:
 def set_up_attach(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch attach``."""
     parser.description = (
-        "Show all output of a job that was launched with detach=True, from the first line, and its progress, to its "
-        "end. Ctrl-C leaves; the job goes on. The exit code is that of the job."
+        "Show the output and the progress of a job that was launched with detach=True, from its start to its end. "
+        "Ctrl-C leaves the job running. The exit code is the job's exit code."
     )
     _add_job_argument(parser)
     parser.set_defaults(run=_attach)
@@ -44,25 +44,23 @@ def set_up_attach(parser: argparse.ArgumentParser) -> None:
 
 def set_up_logs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch logs``."""
-    parser.description = (
-        "Print what a rank of a job has printed by now, also of a job that has ended or was lost."
-    )
+    parser.description = "Print the output of a rank so far, also of a job that has ended or was lost."
     _add_job_argument(parser)
-    parser.add_argument("--rank", type=int, default=0, help="of which rank; default: 0")
-    parser.add_argument("--attempt", type=int, help="of which attempt, from 0; default: the last")
+    parser.add_argument("--rank", type=int, default=0, help="the rank; default: 0")
+    parser.add_argument("--attempt", type=int, help="the attempt, from 0; default: the last")
     parser.set_defaults(run=_print_log)
 
 
 def set_up_stop(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch stop``."""
     parser.description = (
-        "Let the training loops of a job end early and well: accelerator.should_stop turns true at the same step on "
-        "every rank. A function that never looks at it goes on; see the options."
+        "Ask a job to stop: accelerator.should_stop becomes true at the same step on every rank. A function that "
+        "never checks it goes on; use the options to end it."
     )
     _add_job_argument(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
-        "--interrupt", action="store_true", help="interrupt every rank, as the notebook's button does"
+        "--interrupt", action="store_true", help="interrupt every rank, like the notebook's stop button"
     )
     how.add_argument("--kill", action="store_true", help="kill every rank at once")
     parser.set_defaults(run=_stop)
@@ -70,7 +68,7 @@ def set_up_stop(parser: argparse.ArgumentParser) -> None:
 
 def _add_job_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
+        "job", nargs="?", help="name from `nblaunch jobs`, or a prefix of it; default: the newest job"
     )
 
 
@@ -120,7 +118,7 @@ def _attach(arguments: argparse.Namespace) -> int:
         while not (interrupts or follower.ends_within(_LOOK_S)):
             pass
     if follower.outcome is None:
-        print(f"\n{follower.id} goes on; `nblaunch stop {follower.id}` ends it", file=sys.stderr)
+        print(f"\n{follower.id} is still running; `nblaunch stop {follower.id}` ends it", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     failure = follower.outcome.error
     if failure is not None:
@@ -148,7 +146,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     folder = _chosen_job(arguments)
     endpoint = _endpoint(folder)
     if not endpoint.is_served():
-        raise UsageError(f"{folder.id} does not run any more, or not on this machine")
+        raise UsageError(f"{folder.id} is not running any more, or runs on another machine")
     requests = RemoteRequests(endpoint)
     if arguments.kill:
         requests.cancel()
@@ -156,7 +154,7 @@ def _stop(arguments: argparse.Namespace) -> int:
         requests.interrupt()
     else:
         requests.stop()
-    print(f"requested of {folder.id}; `nblaunch jobs` shows its status")
+    print(f"sent to {folder.id}; `nblaunch jobs` shows its status")
     return 0
 
 

@@ -111,7 +111,7 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
         if not getattr(arguments, name):
             continue
         if setting in values and values[setting] != value:
-            raise UsageError(f"{sources[setting]} and --{name} contradict each other; give one of them")
+            raise UsageError(f"{sources[setting]} and --{name} contradict each other; pass only one of them")
         values[setting], sources[setting] = value, f"--{name}"
     return Layer(COMMAND_LINE, values)
 
@@ -132,10 +132,10 @@ def explain_unknown(options: Iterable[str]) -> str:
 
 
 _DESCRIPTION = """\
-Run a Python script on every device of this machine, one process each, or on several machines. Options can be written
-with underscores or hyphens. Other settings come from the configuration file that `nblaunch config` writes, or are
-chosen automatically. Each line of output begins with the rank of its process. The exit code is 1 if the script raised,
-else that of the rank whose end is the root cause."""
+Run a Python script on every device of this machine, one process per device, or on several machines. Options can be
+written with underscores or hyphens. Settings that are not given come from the configuration file of `nblaunch config`,
+or are chosen automatically. Each line of output begins with the rank of its process. The exit code is 1 if the script
+raised an exception; otherwise it is the exit code of the rank that failed first."""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -149,19 +149,20 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.set_defaults(run=run, explain_unknown=explain_unknown)
     parser.add_argument(
-        "-m", "--module", action="store_true", help="the script is the name of a module, as in python -m"
+        "-m",
+        "--module",
+        action="store_true",
+        help="treat the script as the name of a module, as in python -m",
     )
     parser.add_argument(
-        *spellings("config_file"), metavar="FILE", help="another file of settings than the default one"
+        *spellings("config_file"), metavar="FILE", help="configuration file to use instead of the default one"
     )
     parser.add_argument(
         *spellings("print_plan"),
         action="store_true",
-        help="show every setting with its source; start nothing",
+        help="show every setting and its source, and start nothing",
     )
-    parser.epilog = (
-        f"Options of accelerate launch that are taken, and change nothing: --{', --'.join(_UNUSED_OPTIONS)}."
-    )
+    parser.epilog = f"Options of accelerate launch that have no effect: --{', --'.join(_UNUSED_OPTIONS)}."
     add_settings(parser)
     parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -205,15 +206,15 @@ def _check_libraries(resolved: Resolved) -> None:
 def _check_script(script: str | None, is_module: bool) -> None:
     """Raise UsageError if the script can't be run."""
     if script is None:
-        raise UsageError("no script was given: nblaunch launch [options] script.py [arguments]")
+        raise UsageError("no script given: nblaunch launch [options] script.py [arguments]")
     if is_module:
         _check_module(script)
         return
     path = Path(script)
     if not path.exists():
-        raise UsageError(f"{script}: there is no such file; the working folder is {os.getcwd()}")
+        raise UsageError(f"{script}: no such file; the working folder is {os.getcwd()}")
     if not path.is_file():
-        raise UsageError(f"{script}: is not a file; a package is launched by its name, with -m")
+        raise UsageError(f"{script}: is not a file; launch a package by its name, with -m")
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: can't be read: permission denied")
 
@@ -231,5 +232,5 @@ def _check_module(name: str) -> None:
         sys.path[:] = before
     is_file = Path(name).is_file()
     if is_file or not is_there:
-        hint = f"; a file is launched without -m: nblaunch launch {name}" if is_file else ""
-        raise UsageError(f"{name}: there is no such module, neither in {os.getcwd()} nor installed{hint}")
+        hint = f"; launch a file without -m: nblaunch launch {name}" if is_file else ""
+        raise UsageError(f"{name}: no such module in {os.getcwd()} or among the installed packages{hint}")

@@ -1,7 +1,7 @@
 """Arithmetic of the memory for training and inference: bytes per parameter times parameters per device.
 
-Memory of a training step with Ψ parameters, of which Ψt are trained, on N devices, with k optimizer states for each
-(2 for Adam), where ``p`` are the bytes of a stored weight and ``g`` those of a gradient:
+Memory of a training step with Ψ parameters, of which Ψt are trained, on N devices, with k optimizer states for each (2
+for Adam), where ``p`` is the size of a stored weight and ``g`` the size of a gradient, in bytes:
 
     strategy   parameters  gradients  optimizer     buffers                                precision
     single     pΨ          gΨt        4kΨt          -                                      p = g = 4, with autocast too

@@ -11,25 +11,25 @@ from nblaunch.errors import CheckpointError
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Put the shards of a model, as FSDP2 writes them into a checkpoint, together into "
-        "model.safetensors. The whole model must fit into the memory of this machine; no device is needed."
+        "Merge the shards that FSDP2 wrote into a checkpoint into model.safetensors. The whole model must fit into "
+        "the memory of this machine; a device is not needed."
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "checkpoint_directory", help="the folder with the shards, as checkpoint/pytorch_model_fsdp_0"
+        "checkpoint_directory", help="folder with the shards, such as checkpoint/pytorch_model_fsdp_0"
     )
-    parser.add_argument("output_path", help="the folder for the whole model; made where it is missing")
+    parser.add_argument("output_path", help="folder for the merged model; created if it does not exist")
     parser.add_argument(
         "--unsafe_serialization",
         "--unsafe-serialization",
         action="store_true",
-        help="write pytorch_model.bin, in torch's own format",
+        help="write pytorch_model.bin, in torch's format",
     )
     parser.add_argument(
         "--remove_checkpoint_dir",
         "--remove-checkpoint-dir",
         action="store_true",
-        help="remove the shards once the whole is written",
+        help="remove the shards after the merged model is written",
     )
 
 

@@ -2,7 +2,7 @@
 
 Each is a line of input, in a terminal or through a pipe: number or first word of a choice, or a value.
 
-    What should compute?
+    Which devices should compute?
       1) CPU (4 cores)
       2) GPUs
     [1]: _
@@ -67,7 +67,7 @@ class Asker:
             if not line:
                 first = question.partition("\n")[0]
                 raise UsageError(
-                    f"the answers ended before this question, and nothing was written: {first}{refusal}"
+                    f"the input ended before this question, so nothing was saved: {first}{refusal}"
                 )
             try:
                 return convert(_filled(line.strip(), default))
@@ -178,9 +178,9 @@ def _in_range(setting: str, value: Any, answers: Answers) -> Any:
     if setting == "num_machines" and _num_machines({setting: value}) < 2:
         raise ValueError("must be at least 2")
     if setting == "machine_rank" and value >= num_machines:
-        raise ValueError(f"must be below {num_machines}, since ranks count from 0")
+        raise ValueError(f"must be less than {num_machines}, because ranks are numbered from 0")
     if setting == "num_processes" and value % num_machines:
-        raise ValueError(f"must be shared equally by {num_machines} machines")
+        raise ValueError(f"must be a multiple of {num_machines}, the number of machines")
     return value
 
 
@@ -226,9 +226,9 @@ def _from_stage(stage: int) -> Callable[[Answers], bool]:
 
 def _devices(answers: Answers, machine: Machine) -> Choices:
     found = {
-        name: f"{family.title} ({machine.num_devices[name]} here)"
+        name: f"{family.title} ({machine.num_devices[name]} on this machine)"
         if name in machine.num_devices
-        else f"{family.title} (none here)"
+        else f"{family.title} (none on this machine)"
         for name, family in backends.discover().items()
     }
     return list(found.items())
@@ -245,12 +245,12 @@ def _precisions(answers: Answers, machine: Machine) -> Choices:
 
 
 def _strategies(answers: Answers, machine: Machine) -> Choices:
-    choices = [("ddp", "ddp (a copy of the model per process)")]
+    choices = [("ddp", "ddp (each process has a copy of the model)")]
     family = _family(answers)
     if family.spmd_env() is not None:
         choices.append(("spmd", "spmd (one process; the compiler splits batches over the chips)"))
     if not family.reduces_gradients_at_step:
-        choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))
+        choices.append(("fsdp", "fsdp (FSDP2: parameters sharded across processes)"))
         choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
     return choices
 
@@ -268,7 +268,7 @@ def _rendezvous_backends(answers: Answers, machine: Machine) -> Choices:
     """Return the choices of a rendezvous; a range of machines needs c10d."""
     fixed = [("static", "static (a fixed set of machines, at machine 0)")]
     return [*(fixed if ":" not in str(answers["num_machines"]) else []),
-            ("c10d", "c10d (machines may join late or again)")]  # fmt: skip
+            ("c10d", "c10d (machines can join later or return)")]  # fmt: skip
 
 
 _YES_NO = ((False, "no"), (True, "yes"))
@@ -277,60 +277,60 @@ QUESTIONS = (
     Question("where", "Where will the script run?", lambda a: True, "one",
              (("one", "here (this machine)"), ("several", "several machines together"))),
     Question("num_machines", "How many machines? (or min:max, as 1:4)", _has_several, 2),
-    Question("machine_rank", "Which of them is this one? (0 is the first)", _has_several, 0),
+    Question("machine_rank", "Which rank has this machine? (from 0)", _has_several, 0),
     Question("rdzv_backend", "How do the machines find each other?", _has_several, "static",
              _rendezvous_backends),
-    Question("main_process_ip", "Address of machine 0, as the others reach it?",
+    Question("main_process_ip", "Address at which the others reach machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", None),
-    Question("main_process_port", "Port of the rendezvous at machine 0?",
+    Question("main_process_port", "Port of the rendezvous on machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", DEFAULT_PORTS["static"]),
     Question("rdzv_endpoint", "Address of the rendezvous, as host:port?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", None),
-    Question("max_restarts", "How often may all processes be restarted after a failure?", _has_several, 0),
-    Question("backend", "What should compute?", lambda a: True, lambda a, m: m.best, _devices),
-    Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] in GPU_VARIABLES, "all"),
-    Question("num_processes", "How many processes on all machines together?", lambda a: True, _total),
+    Question("max_restarts", "How many restarts after failures?", _has_several, 0),
+    Question("backend", "Which devices should compute?", lambda a: True, lambda a, m: m.best, _devices),
+    Question("gpu_ids", "Which GPUs of this machine? (such as 0,2)", lambda a: a["backend"] in GPU_VARIABLES, "all"),
+    Question("num_processes", "How many processes in total, on all machines?", lambda a: True, _total),
     Question("mixed_precision", "Mixed precision?", lambda a: True, "no", _precisions),
-    Question("downcast_bf16", "Hold float as bfloat16 on the TPU (and double as float32)?",
+    Question("downcast_bf16", "Store float as bfloat16 on the TPU, and double as float32?",
              lambda a: a["backend"] == "xla" and a["mixed_precision"] == "bf16", False, _YES_NO),
-    Question("strategy", "By which strategy is the model trained?", _is_parallel, "ddp", _strategies),
+    Question("strategy", "Which strategy should train the model?", _is_parallel, "ddp", _strategies),
     Question("fsdp_reshard_after_forward", "Free gathered weights after the forward pass? (less memory, more traffic)",
              _is_fsdp, True, ((True, "yes"), (False, "no"))),
-    Question("fsdp_auto_wrap_policy", "Which parts of the model are sharded one by one?", _is_fsdp,
+    Question("fsdp_auto_wrap_policy", "How should the model be divided into units to shard?", _is_fsdp,
              "TRANSFORMER_BASED_WRAP",
-             (("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts above a size"),
-              ("NO_WRAP", "none: the model as a whole"))),
-    Question("has_classes", "Which classes are the blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), False,
-             ((False, "automatic (as a model of transformers defines them)"), (True, "named by me"))),
-    Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, with commas?",
+             (("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts with many parameters"),
+              ("NO_WRAP", "none: the whole model as one unit"))),
+    Question("has_classes", "Which classes are blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), False,
+             ((False, "automatic (as defined by a transformers model)"), (True, "named by me"))),
+    Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, separated by commas?",
              lambda a: a.get("has_classes") is True, None),
-    Question("fsdp_min_num_params", "From how many parameters on?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
+    Question("fsdp_min_num_params", "How many parameters at least?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
     Question("fsdp_offload_params", "Keep parameters and gradients on the CPU? (slow, for models that do not fit)",
              lambda a: _is_fsdp(a) and _has_own_memory(a), False, _YES_NO),
     Question("fsdp_activation_checkpointing", "Recompute activations in the backward pass?", _is_fsdp,
              False, _YES_NO),
-    Question("fsdp_state_dict_type", "How do checkpoints keep weights?", _is_fsdp, "SHARDED_STATE_DICT",
-             (("SHARDED_STATE_DICT", "sharded (a shard per process: quick)"),
-              ("FULL_STATE_DICT", "full (whole, in one file)"))),
-    Question("has_file", "Settings of DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", False,
-             ((False, "asked here"), (True, "file: I have a JSON file of DeepSpeed's"))),
-    Question("deepspeed_config_file", "Path of that file?", lambda a: a.get("has_file") is True, None),
-    Question("zero_stage", "What is sharded (ZeRO stage)?", _has_own_deepspeed, 2,
+    Question("fsdp_state_dict_type", "How should checkpoints store weights?", _is_fsdp, "SHARDED_STATE_DICT",
+             (("SHARDED_STATE_DICT", "sharded (one shard per process; fast)"),
+              ("FULL_STATE_DICT", "full (one file)"))),
+    Question("has_file", "How do you want to set up DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", False,
+             ((False, "asked here"), (True, "file: with a DeepSpeed JSON file"))),
+    Question("deepspeed_config_file", "Path of the file?", lambda a: a.get("has_file") is True, None),
+    Question("zero_stage", "What should be sharded (ZeRO stage)?", _has_own_deepspeed, 2,
              ((0, "0 (nothing)"), (1, "1 (optimizer states)"), (2, "2 (gradients too)"),
               (3, "3 (parameters too)"))),
-    Question("offload_optimizer_device", "Where are optimizer states kept?", _from_stage(1), "none",
+    Question("offload_optimizer_device", "Where should optimizer states be stored?", _from_stage(1), "none",
              (("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_optimizer_nvme_path", "Folder on that disk?",
              lambda a: a.get("offload_optimizer_device") == "nvme", "/nvme"),
-    Question("offload_param_device", "Where are parameters kept?", _from_stage(3), "none",
+    Question("offload_param_device", "Where should parameters be stored?", _from_stage(3), "none",
              (("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_param_nvme_path", "Folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
              "/nvme"),
     Question("gradient_clipping", "Maximum gradient norm? (0: no clipping)", _has_own_deepspeed, 1.0),
     Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, 1),
     Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, "no", _compilers),
-    Question("dynamo_mode", "Optimise for what?", lambda a: a["dynamo_backend"] == "inductor", "default",
+    Question("dynamo_mode", "Optimise compilation for what?", lambda a: a["dynamo_backend"] == "inductor", "default",
              (("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
-              ("max-autotune", "max-autotune (slow to compile, quick to run)"))),
+              ("max-autotune", "max-autotune (slow to compile, fast to run)"))),
 )  # fmt: skip
 """In the order of asking. ``where``, ``has_classes`` and ``has_file`` only decide about other questions."""

@@ -26,21 +26,23 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Execute a notebook from top to bottom in a fresh kernel and show what its cells print, with the "
-        "progress of every process. Exit code 1 if a cell fails, with its error. Ctrl-C, or "
-        "SIGTERM as of `timeout 1h nblaunch run-notebook ...`, interrupts the running cell; a second one "
-        "kills the kernel."
+        "Execute a notebook from top to bottom in a fresh kernel, and show the output of its cells and the "
+        "progress of every process. If a cell fails, show its error and exit with code 1. Ctrl-C or SIGTERM (as "
+        "from `timeout 1h nblaunch run-notebook ...`) interrupts the running cell; a second one kills the kernel."
     )
     parser.set_defaults(run=run)
     parser.add_argument("notebook", type=Path, help="an .ipynb file")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the executed copy here, also after a failure"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file for the executed copy, which is also written after a failure",
     )
     parser.add_argument(
         "--parameters", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
-        help="values for names that the cell tagged `parameters` assigns",
+        help="values for the parameters in the cell tagged `parameters`",
     )  # fmt: skip
-    parser.add_argument("--kernel", default="", metavar="NAME", help="default: the notebook's own")
+    parser.add_argument("--kernel", default="", metavar="NAME", help="default: the notebook's kernel")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,12 +123,12 @@ def _read(path: Path) -> Any:
 def _check_output(path: Path) -> None:
     """Raise UsageError where the executed notebook could not be written there after all cells have run."""
     if path.is_dir():
-        raise UsageError(f"--output: {path} is a folder; name the file, as {path / 'executed.ipynb'}")
+        raise UsageError(f"--output: {path} is a folder; name a file, such as {path / 'executed.ipynb'}")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"--output: there is no folder {folder}")
+        raise UsageError(f"--output: no such folder: {folder}")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"--output: the folder {folder} can't be written to")
+        raise UsageError(f"--output: the folder {folder} is not writable")
 
 
 def _write(notebook: Any, path: Path) -> None:
@@ -151,7 +153,7 @@ def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     notebook.cells = [cell for cell in notebook.cells if not _has_tag(cell, "injected-parameters")]
     positions = [index for index, cell in enumerate(notebook.cells) if _has_tag(cell, "parameters")]
     if not positions:
-        raise UsageError("--parameters: no cell of the notebook is tagged `parameters`")
+        raise UsageError("--parameters: no cell of the notebook has the tag `parameters`")
     known = _assigned(notebook.cells[positions[0]].source)
     unknown = [name for name in values if known is not None and name not in known]
     if unknown:

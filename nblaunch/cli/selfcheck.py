@@ -28,15 +28,17 @@ _MAX_CPU_PROCESSES = 4
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Train and compare across processes on this machine's own devices: collectives, gradients, "
-        "metrics, checkpoints, weights, errors. One line per check; exit code 1 if any fails."
+        "Run small jobs on the devices of this machine and check collectives, gradients, metrics, checkpoints, "
+        "weights and errors. Prints one line per check; the exit code is 1 if a check fails."
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--backend", default="auto", help="auto (default), or one that `nblaunch env` lists")
+    parser.add_argument(
+        "--backend", default="auto", help="device family; default: auto; `nblaunch env` lists them"
+    )
     parser.add_argument("--cpu", action="store_true", help="the same as --backend cpu")
     parser.add_argument(
         "--num_processes", "--num-processes", type=int, metavar="N",
-        help="default: one per device; on CPU cores 2 to 4",
+        help="default: one per device; 2 to 4 on a CPU",
     )  # fmt: skip
     parser.add_argument(
         "--start_method", "--start-method", default="auto", choices=START_METHODS, help="default: auto"
@@ -109,7 +111,10 @@ def _passes(name: str, check: Check, setup: Setup) -> bool:
 def _verdict(failed: list[str]) -> str:
     if not failed:
         return "all passed"
-    return f"{len(failed)} failed ({', '.join(failed)}). Please report it with this output and that of `nblaunch env`"
+    return (
+        f"{len(failed)} failed ({', '.join(failed)}). Please report it with this output and the output of "
+        "`nblaunch env`"
+    )
 
 
 def _nothing() -> None:

@@ -118,7 +118,7 @@ def _collectives() -> list[str]:
 def check_gradients(setup: Setup) -> str:
     """Check that training on all ranks gives the weights of training in one process."""
     setup.expect_no_errors(_gradients, setup.tolerance)
-    return "the weights equal those of a single process on the same samples"
+    return "the weights equal the weights of a single process with the same samples"
 
 
 def check_sharded(setup: Setup) -> str:
@@ -162,7 +162,7 @@ def check_checkpoint(setup: Setup) -> str:
     """Check that training continues from a checkpoint as without an interruption."""
     with tempfile.TemporaryDirectory() as folder:
         setup.expect_no_errors(_checkpoint, str(Path(folder, "state")), setup.tolerance)
-    return "steps after load_state equal those after save_state: weights, optimizer, random numbers"
+    return "training after load_state equals training after save_state: weights, optimizer, random numbers"
 
 
 def _checkpoint(folder: str, tolerance: float) -> list[str]:
@@ -197,10 +197,10 @@ def check_weights_back(setup: Setup) -> str:
     trained = setup.run(_train_passed_model, model).result()[0]
     after = _first_weights(model)
     if after != trained:
-        raise CheckFailed(f"rank 0's trained model begins with {trained}, but the one here with {after}")
+        raise CheckFailed(f"rank 0's trained model begins with {trained}, but the model here with {after}")
     if after == before:
         raise CheckFailed(f"training did not change the weights: they still begin with {before}")
-    return "the model that was passed has rank 0's trained weights"
+    return "the model in args has the trained weights of rank 0"
 
 
 def _train_passed_model(model: nn.Module) -> list[float]:
@@ -214,7 +214,7 @@ def check_errors(setup: Setup) -> str:
     error = setup.run(_raise_in_last_rank).exception()
     if not isinstance(error, ZeroDivisionError) or "on purpose" not in str(error):
         raise CheckFailed(f"the last rank raised ZeroDivisionError, but the job raised {error!r}")
-    return "an exception of one rank is raised here, and ends the other ranks"
+    return "an exception on one rank is raised here and ends the other ranks"
 
 
 def _raise_in_last_rank() -> None:

@@ -1,4 +1,4 @@
-"""Public names, imported at their first use: nblaunch's own, and those of Hugging Face Accelerate's modules.
+"""Public names, imported at their first use: nblaunch's own, and the names in Hugging Face Accelerate's modules.
 
 names.py    the tables: which module of nblaunch defines a name, which names an installed Accelerate serves, and what to
             use instead of those that nblaunch does not have

@@ -113,7 +113,7 @@ def from_accelerate(name: str) -> Any:
     """Return the object of an installed Hugging Face Accelerate; without it, what raises where it is used.
 
     nblaunch trains models; it does not cut one into pieces for inference, nor has it every helper and constant that
-    Accelerate exports. Programs that do both import these names beside those of training, and libraries import them
+    Accelerate exports. Programs that do both import these names beside names for training, and libraries import them
     without any use of them. So each is Accelerate's own object, and can be imported without Accelerate all the same.
 
     Args:
@@ -132,8 +132,8 @@ def from_accelerate(name: str) -> Any:
 def _without_accelerate(name: str, cause: Exception | None) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ImportError(
-            f"{name} is Hugging Face Accelerate's own, which nblaunch passes on. Accelerate is not installed here; "
-            "install it: pip install accelerate. To train a model that does not fit on one device, nblaunch has "
+            f"{name} comes from Hugging Face Accelerate, which is not installed: pip install accelerate. To train "
+            "a model that does not fit one device, nblaunch has "
             "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) and "
             "Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))",
             name="accelerate",
@@ -152,6 +152,6 @@ def system_refusal() -> str | None:
     if hasattr(os, "fork") and sys.platform != "emscripten":
         return None
     return (
-        f"nblaunch starts and watches its workers as Linux and macOS can, and this is {sys.platform}: use a kernel on "
-        "Linux. On Windows that is WSL: `wsl --install` in a terminal, and Jupyter and nblaunch inside it"
+        f"nblaunch needs Linux or macOS, but this is {sys.platform}. On Windows, run `wsl --install` in a "
+        "terminal, and install Jupyter and nblaunch inside WSL"
     )

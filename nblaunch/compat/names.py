@@ -1,4 +1,4 @@
-"""The tables of public names: nblaunch's own, and those of Hugging Face Accelerate's modules.
+"""The tables of public names: nblaunch's own, and the names in Hugging Face Accelerate's modules.
 
 A script for Accelerate runs when ``accelerate`` is replaced by ``nblaunch`` in its imports. The modules of these tables
 have no files: :mod:`nblaunch.compat.finder` creates them. Type checkers and editors read the stubs
@@ -261,21 +261,20 @@ DELEGATED: Mapping[str, str] = {
 # --- names that nblaunch does not have -------------------------------------------------------------------------------
 
 _PARALLELISM = (
-    "nblaunch trains models with DistributedDataParallel, with FSDP2 (Accelerator(fsdp_plugin="
-    "FullyShardedDataParallelPlugin())) and with DeepSpeed (Accelerator(deepspeed_plugin=DeepSpeedPlugin())). For "
-    "other forms of parallelism use accelerate itself inside the function that notebook_launcher starts"
+    "nblaunch trains models with DistributedDataParallel, with FSDP2 "
+    "(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())) and with DeepSpeed "
+    "(Accelerator(deepspeed_plugin=DeepSpeedPlugin())). For other forms of parallelism, use accelerate itself "
+    "inside the function that notebook_launcher starts"
 )
 _FP8 = (
-    "nblaunch passes fp8 on to torchao: Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs()]). For "
-    "Transformer Engine and MS-AMP use accelerate itself inside the function that notebook_launcher starts"
+    "nblaunch uses torchao for fp8: Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs()]). For "
+    "Transformer Engine and MS-AMP, use accelerate itself inside the function that notebook_launcher starts"
 )
-_MIXED = "with Accelerator(mixed_precision='bf16'), accelerator.autocast() is the context manager"
-_SHARDING = (
-    "accelerator.prepare(model) does that with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
-)
+_MIXED = "use accelerator.autocast() with Accelerator(mixed_precision='bf16')"
+_SHARDING = "use accelerator.prepare(model) with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
 _TRACKER = (
-    "nblaunch has trackers for tensorboard, wandb, mlflow, comet_ml, swanlab, trackio and jsonl. Any other is a "
-    "subclass of nblaunch.tracking.GeneralTracker: Accelerator(log_with=MyTracker(...))"
+    "nblaunch has trackers for tensorboard, wandb, mlflow, comet_ml, swanlab, trackio and jsonl. For others, write "
+    "a subclass of nblaunch.tracking.GeneralTracker: Accelerator(log_with=MyTracker(...))"
 )
 
 _INSTEAD = {

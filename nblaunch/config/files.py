@@ -3,9 +3,9 @@
     # What a setting means.
     num_processes: 4
 
-Keys are the names in :data:`SETTINGS`; those of a strategy may be in a mapping of their own (``fsdp_config:``). Files
-written by ``accelerate config`` have the same format and are read as they are. Values are read as the texts that they
-are: what YAML 1.1 makes of ``no`` (a flag) and of ``1:4`` (a number to the base 60) is not meant here.
+Keys are the names in :data:`SETTINGS`; keys of a strategy may be in their own mapping (``fsdp_config:``). Files written
+by ``accelerate config`` have the same format and are read as they are. Values are read as the texts that they are: what
+YAML 1.1 makes of ``no`` (a flag) and of ``1:4`` (a number to the base 60) is not meant here.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; `nblaunch config` writes one") from None
+        raise ConfigError(f"{path}: no such file; `nblaunch config` creates one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not YAML: {_describe_yaml_error(error)}") from None
+        raise ConfigError(f"{path}: is not valid YAML: {_describe_yaml_error(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold keys and values, but is a {type(content).__name__}")
+        raise ConfigError(f"{path}: must contain keys and values, but is a {type(content).__name__}")
     return content
 
 
@@ -131,12 +131,12 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if _is_null(value):
             continue
         if not isinstance(value, dict):
-            raise ConfigError(f"{path}: {key}: must hold keys and values, but is {shown(value)}")
+            raise ConfigError(f"{path}: {key}: must contain keys and values, but is {shown(value)}")
         for name, inner_value in value.items():
             # The questionnaire of Accelerate leaves the prefix out there.
             inner = f"fp8_{name}" if key == "fp8_config" and not name.startswith("fp8_") else name
             if inner in SETTINGS and SETTINGS[inner].group != key and inner not in _EXTRA_KEYS:
-                raise ConfigError(f"{path}: {key}: {inner} does not belong there, but in the file itself")
+                raise ConfigError(f"{path}: {key}: {inner} belongs at the top level of the file")
             flat[inner] = inner_value
     return flat
 
@@ -232,7 +232,7 @@ def render(values: Mapping[str, Any]) -> str:
     """Return settings as commented YAML, in the order of the table."""
     lines = [
         "# Defaults of `nblaunch launch`, written by `nblaunch config`. Options on the command line override them.",
-        "# `nblaunch launch --help` lists all settings; each can be set here.",
+        "# `nblaunch launch --help` lists all settings; you can set each of them here.",
     ]
     for group, title in GROUPS.items():
         chosen = {name: value for name, value in values.items() if SETTINGS[name].group == group}

@@ -1,7 +1,7 @@
 """Conversion of resolved settings to a :class:`LaunchSpec`.
 
-Settings count the processes of all machines, a ``LaunchSpec`` those of one. Settings of strategies and compilers become
-arguments of the plugins of ``Accelerator``.
+Settings count the processes of all machines, a ``LaunchSpec`` counts the processes of one machine. Settings of
+strategies and compilers become arguments of the plugins of ``Accelerator``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OTHER_NAMES = {
     "deepspeed_config_file": "hf_ds_config",
     "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
 }
-"""Setting -> argument of a plugin, where it is not the name of the setting without that of its group."""
+"""Setting -> argument of a plugin, if it differs from the setting's name without the group's prefix."""
 
 _WITHOUT_ARGUMENT = ("fp8_backend", "fsdp_version")
 """Settings of plugins that have only one effect."""
@@ -59,7 +59,7 @@ def spec_of(
         resolved: the settings.
         function: what each process calls.
         args: its arguments.
-        **fields: fields of :class:`LaunchSpec` that override those of the settings.
+        **fields: fields of :class:`LaunchSpec` that override the settings.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -155,7 +155,7 @@ def _parallelism_arguments(resolved: Resolved) -> dict[str, Any]:
     if sizes.get("parallelism_config_sp_size", 1) > 1:
         raise ConfigError(
             "parallelism_config_sp_size: DeepSpeed's sequence parallelism is not available in nblaunch; "
-            "parallelism_config_cp_size shards sequences by torch's context parallelism, on NVIDIA GPUs"
+            "parallelism_config_cp_size shards sequences with torch's context parallelism, on NVIDIA GPUs"
         )
     if 1 < total != num_processes is not None:
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items())

@@ -21,7 +21,7 @@ _NEEDS: dict[str, tuple[str, Callable[[str], bool], str]] = {
     "dynamo_config": (
         "dynamo_backend",
         lambda chosen: chosen != "no",
-        "compiling, as by --dynamo_backend inductor",
+        "compilation, such as --dynamo_backend inductor",
     ),
     "downcast_bf16": ("backend", lambda chosen: chosen in ("auto", "xla"), "TPUs"),
     "gpu_ids": ("backend", lambda chosen: chosen in ("auto", *GPU_VARIABLES), "GPUs"),
@@ -131,7 +131,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 def _check_needs(resolved: Resolved, order: Mapping[str, int]) -> None:
     """Refuse settings without an effect because of another, unless a layer above them set that one.
 
-    A file may be written for another strategy or device than that of the command line.
+    A file may be written for another strategy or device than the command line's.
     """
     for name, setting in SETTINGS.items():
         needs = _NEEDS.get(name) or _NEEDS.get(setting.group)
@@ -141,7 +141,7 @@ def _check_needs(resolved: Resolved, order: Mapping[str, int]) -> None:
         overrides = order[resolved.sources[other]] < order[resolved.sources[name]]
         if not is_used(resolved[other]) and not overrides:
             raise ConfigError(
-                f"{name} ({resolved.sources[name]}) is for {purpose}, but {other} is {resolved[other]} "
+                f"{name} ({resolved.sources[name]}) applies only to {purpose}, but {other} is {resolved[other]} "
                 f"({resolved.sources[other]})"
             )
 
@@ -155,20 +155,20 @@ def _check_machines(resolved: Resolved) -> None:
     num_machines, machine_rank = most_machines(resolved), resolved["machine_rank"]
     if machine_rank >= num_machines:
         raise ConfigError(
-            f"machine_rank={machine_rank} ({resolved.sources['machine_rank']}) must be below "
-            f"num_machines={num_machines} ({resolved.sources['num_machines']}); ranks count from 0"
+            f"machine_rank={machine_rank} ({resolved.sources['machine_rank']}) must be less than "
+            f"num_machines={num_machines} ({resolved.sources['num_machines']}); ranks are numbered from 0"
         )
     if num_machines == 1:
         return
     if resolved["rdzv_endpoint"] is None and resolved["main_process_ip"] is None:
         raise ConfigError(
-            f"num_machines={num_machines} needs main_process_ip: where the others reach machine 0"
+            f"num_machines={num_machines} needs main_process_ip, the address at which the others reach machine 0"
         )
     num_processes = resolved["num_processes"]
     if num_processes is not None and num_processes % num_machines:
         raise ConfigError(
-            f"num_processes={num_processes} counts the processes of all machines together, and can't be shared "
-            f"equally by num_machines={num_machines}"
+            f"num_processes={num_processes} is the total on all machines and must be a multiple of "
+            f"num_machines={num_machines}"
         )
 
 
@@ -176,7 +176,7 @@ def _check_training(resolved: Resolved) -> None:
     backend = resolved["backend"]
     if resolved["strategy"] == "spmd" and backend not in ("auto", "xla"):
         raise ConfigError(
-            f"strategy=spmd is for TPUs, but backend is {backend} ({resolved.sources['backend']})"
+            f"strategy=spmd works only on TPUs, but backend is {backend} ({resolved.sources['backend']})"
         )
     if resolved["deepspeed_config_file"] is not None:
         both = [name for name in resolved.group("deepspeed_config") if name != "deepspeed_config_file"]

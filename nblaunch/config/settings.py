@@ -1,7 +1,7 @@
 """The table of all settings: fields of ``LaunchSpec``, arguments of the plugins of ``Accelerator``, and a few more.
 
 Each row is an option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`.
-Names are those of Hugging Face Accelerate where it has the setting.
+Names follow Hugging Face Accelerate if it has the setting.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from nblaunch.setting import Choice, Converter, Flag, FlagOrName, Number, Settin
 from nblaunch.spec import options
 
 GROUPS = {
-    "devices": "what to compute on",
-    "processes": "how many processes, and how they start",
+    "devices": "devices",
+    "processes": "number of processes, and how they start",
     "machines": "several machines",
-    "training": "what an Accelerator() in the script uses by default",
+    "training": "defaults of Accelerator() in the script",
     "dynamo_config": "compiling models (torch.compile)",
     "fp8_config": "training in 8 bits, with --mixed_precision fp8",
     "fsdp_config": "fully sharded data parallel, with --use_fsdp",
     "deepspeed_config": "DeepSpeed, with --use_deepspeed",
-    "parallelism_config": "how processes are divided among forms of parallelism; sizes multiply to their number",
-    "running": "while it runs",
+    "parallelism_config": "forms of parallelism; the product of the sizes is the number of processes",
+    "running": "while the job runs",
 }
 """Group -> title. Groups that end in ``_config`` are mappings in files, as Accelerate writes them."""
 
@@ -46,38 +46,38 @@ def _compilers() -> tuple[str, ...]:
 
 
 _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
-    "devices": (("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, as 0,2"),),
+    "devices": (("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, such as 0,2"),),
     "training": (
         ("gradient_accumulation_steps", Whole(1), None, "micro-batches per optimizer step; default: 1"),
         (
             "strategy",
             Choice(STRATEGIES),
             "auto",
-            "how models are trained on several processes; auto = data parallel (ddp)",
+            "how several processes train a model; auto = data parallel (ddp)",
         ),
-        ("downcast_bf16", Switch(), False, "TPU with bf16: hold float as bfloat16 and double as float32"),
-        ("debug", Switch(), False, "compare the shapes of collective operations over ranks"),
+        ("downcast_bf16", Switch(), False, "TPU with bf16: store float as bfloat16 and double as float32"),
+        ("debug", Switch(), False, "compare shapes across ranks in every collective"),
     ),
     "dynamo_config": (
         (
             "dynamo_backend",
             Choice(_compilers(), "NAME"),
             "no",
-            "compile models with this backend of torch.compile, as inductor",
+            "compile models with this torch.compile backend, such as inductor",
         ),
-        ("dynamo_mode", Choice(DYNAMO_MODES), None, "what to optimise for"),
-        ("dynamo_use_fullgraph", Switch(), False, "compile models in one piece or fail"),
-        ("dynamo_use_dynamic", Switch(), None, "compile for changing shapes; default: as torch finds"),
-        ("dynamo_use_regional_compilation", Switch(), False, "compile repeated blocks only"),
+        ("dynamo_mode", Choice(DYNAMO_MODES), None, "what compilation optimises for"),
+        ("dynamo_use_fullgraph", Switch(), False, "compile models without graph breaks, or fail"),
+        ("dynamo_use_dynamic", Switch(), None, "compile for dynamic shapes; default: torch decides"),
+        ("dynamo_use_regional_compilation", Switch(), False, "compile only repeated blocks"),
     ),
     "fp8_config": (
-        ("fp8_backend", Choice(("AO",)), None, "the library that does it: torchao"),
-        ("fp8_pad_inner_dim", Flag(), None, "pad matrices whose sizes are no multiples of 16; default: true"),
+        ("fp8_backend", Choice(("AO",)), None, "the library: torchao"),
+        ("fp8_pad_inner_dim", Flag(), None, "pad matrices to multiples of 16; default: true"),
         (
             "fp8_enable_fsdp_float8_all_gather",
             Flag(),
             None,
-            "gather sharded weights in 8 bits; default: true",
+            "gather sharded weights in fp8; default: true",
         ),
     ),
     "fsdp_config": (
@@ -85,62 +85,87 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "fsdp_version",
             Choice(("1", "2")),
             "2",
-            "settings of version 1 are read, and version 2 (fully_shard) is used",
+            "1 or 2; nblaunch always uses version 2 (fully_shard)",
         ),
         ("fsdp_reshard_after_forward", FlagOrName(), None, "free gathered weights after the forward pass"),
         ("fsdp_offload_params", Flag(), None, "keep parameters and gradients on the CPU"),
-        ("fsdp_auto_wrap_policy", Choice(WRAP_POLICIES), None, "which submodules are sharded one by one"),
-        ("fsdp_transformer_layer_cls_to_wrap", Text("CLASS,..."), None, "blocks, for TRANSFORMER_BASED_WRAP"),
-        ("fsdp_min_num_params", Whole(0), None, "least number of parameters, for SIZE_BASED_WRAP"),
+        (
+            "fsdp_auto_wrap_policy",
+            Choice(WRAP_POLICIES),
+            None,
+            "which submodules become units that are sharded",
+        ),
+        (
+            "fsdp_transformer_layer_cls_to_wrap",
+            Text("CLASS,..."),
+            None,
+            "classes of classes of classes of blocks, for TRANSFORMER_BASED_WRAP",
+        ),
+        ("fsdp_min_num_params", Whole(0), None, "minimum number of parameters, for SIZE_BASED_WRAP"),
         (
             "fsdp_state_dict_type",
             Choice(STATE_DICT_TYPES),
             None,
-            "weights in checkpoints: whole, or a shard per rank",
+            "weights in checkpoints: full, or one shard per rank",
         ),
-        ("fsdp_cpu_ram_efficient_loading", Flag(), None, "only rank 0 loads the pretrained weights"),
-        ("fsdp_activation_checkpointing", Flag(), None, "compute activations again rather than keep them"),
-        ("fsdp_activation_checkpointing_offload", Flag(), None, "keep their inputs in host memory meanwhile"),
-        ("fsdp_sharding_strategy", Text("NAME"), None, "version 1: FULL_SHARD, SHARD_GRAD_OP, ..."),
+        ("fsdp_cpu_ram_efficient_loading", Flag(), None, "load the pretrained weights only on rank 0"),
+        ("fsdp_activation_checkpointing", Flag(), None, "recompute activations instead of storing them"),
+        (
+            "fsdp_activation_checkpointing_offload",
+            Flag(),
+            None,
+            "store the inputs of recomputed blocks in host memory",
+        ),
+        (
+            "fsdp_sharding_strategy",
+            Text("NAME"),
+            None,
+            "as in as in as in version 1: FULL_SHARD, SHARD_GRAD_OP, ...",
+        ),
     ),
     "deepspeed_config": (
         (
             "deepspeed_config_file",
             Text("FILE"),
             None,
-            "DeepSpeed's own JSON file, instead of the options below",
+            "DeepSpeed's JSON file, instead of the options below",
         ),
-        ("zero_stage", Whole(0, 3), None, "shard 1: optimizer states, 2: gradients too, 3: parameters too"),
-        ("offload_optimizer_device", Choice(OFFLOAD_DEVICES), None, "where optimizer states are kept"),
-        ("offload_param_device", Choice(OFFLOAD_DEVICES), None, "where parameters are kept (stage 3)"),
+        ("zero_stage", Whole(0, 3), None, "1 shards optimizer states, 2 also gradients, 3 also parameters"),
+        ("offload_optimizer_device", Choice(OFFLOAD_DEVICES), None, "where to store optimizer states"),
+        ("offload_param_device", Choice(OFFLOAD_DEVICES), None, "where to store parameters (stage 3)"),
         ("offload_optimizer_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
         ("offload_param_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
-        ("gradient_clipping", Number(0.0), None, "greatest norm of the gradients"),
-        ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16 bit weights in one piece"),
+        ("gradient_clipping", Number(0.0), None, "maximum norm of the gradients"),
+        ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16-bit weights in one file"),
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
     ),
     "parallelism_config": (
-        ("use_parallelism_config", Switch(), False, "divide processes; any size below says so as well"),
+        ("use_parallelism_config", Switch(), False, "divide processes; implied by any size below"),
         (
             "parallelism_config_dp_replicate_size",
             Whole(1),
             None,
-            "replicas of the model; each reads its own data",
+            "number of replicas of the model; each reads different data",
         ),
         (
             "parallelism_config_dp_shard_size",
             Whole(1),
             None,
-            "processes over which a replica is sharded (FSDP2)",
+            "number of processes that share a replica (FSDP2)",
         ),
-        ("parallelism_config_tp_size", Whole(1), None, "processes that compute every layer together"),
-        ("parallelism_config_cp_size", Whole(1), None, "processes that shard a sequence"),
+        (
+            "parallelism_config_tp_size",
+            Whole(1),
+            None,
+            "number of processes that compute each layer together",
+        ),
+        ("parallelism_config_cp_size", Whole(1), None, "number of processes that share a sequence"),
         ("parallelism_config_cp_backend", Choice(("torch",)), None, "how sequences are sharded"),
         (
             "parallelism_config_cp_comm_strategy",
             Choice(("allgather", "alltoall")),
             None,
-            "how these exchange keys and values",
+            "how they exchange keys and values",
         ),
         (
             "parallelism_config_sp_size",
@@ -154,9 +179,9 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "dashboard",
             Choice(("text", "none")),
             "text",
-            "text = lines of progress and a final table on stderr",
+            "text = progress lines and a final table on stderr",
         ),
-        ("stop_grace_s", Number(0.0), 20.0, "seconds for a checkpoint after SIGTERM, before an interrupt"),
+        ("stop_grace_s", Number(0.0), 20.0, "seconds between SIGTERM and an interrupt, to save a checkpoint"),
     ),
 }
 
@@ -179,7 +204,7 @@ SETTINGS = {setting.name: setting for setting in _settings()}
 SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))
 """Groups that are mappings in files."""
 
-_ON_EVERY_MACHINE = "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank"
+_ON_EVERY_MACHINE = "run `nblaunch launch` on every machine, with --num_machines and --machine_rank"
 _OF_HOSTS = tuple(
     f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
 )
@@ -204,9 +229,9 @@ UNUSED: dict[str, int | None] = {
 """Accelerate's names of settings without effect -> how many values the option takes; None: only in files."""
 
 _REFUSED = {
-    "no_python": "only Python scripts and modules can be launched",
+    "no_python": "nblaunch launches only Python scripts and modules",
     **dict.fromkeys(("use_megatron_lm", "megatron_lm_"), "Megatron-LM is not available in nblaunch"),
-    "fp8_": "it is of Transformer Engine or MS-AMP; nblaunch trains in 8 bits by torchao, --fp8_backend AO",
+    "fp8_": "it belongs to Transformer Engine or MS-AMP; nblaunch trains in fp8 with torchao, --fp8_backend AO",
     **dict.fromkeys(("mpirun_", "tpu_", "vm", "env", *_OF_HOSTS), _ON_EVERY_MACHINE),
     **dict.fromkeys(("command", "commands", "command_file"), _ON_EVERY_MACHINE),
     "aws_": "launching on Amazon SageMaker is not available in nblaunch",
@@ -215,7 +240,8 @@ _REFUSED = {
 
 
 def refusal(name: str) -> str | None:
-    """Return why there is no such setting though Accelerate has it; None where it does not, or nblaunch does too."""
+    """Return why nblaunch does not support a setting of Accelerate; None if it does, or if Accelerate has no such
+    setting."""
     if name in SETTINGS:
         return None
     for known, reason in _REFUSED.items():

@@ -120,7 +120,7 @@ class GuardedDashboard(Dashboard):
         except Exception:
             self._is_broken = True
             _log.warning(
-                "%s failed and is switched off; the job continues without it",
+                "%s failed and was turned off; the job continues without it",
                 type(self.inner).__name__,
                 exc_info=True,
             )

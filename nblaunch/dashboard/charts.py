@@ -29,7 +29,7 @@ from nblaunch.formatting import single_line
 Point = tuple[float, float]
 
 LINE_COLOUR = "#3b82d6"
-"""Of the curve in front."""
+"""Colour of the curve in front."""
 
 _WIDTH, _HEIGHT = 256, 118  # three of them side by side in the cell of a laptop
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 250, 6, 100  # edges of the curves, in pixels
@@ -54,7 +54,7 @@ def charts(view: JobView) -> list[str]:
 
 
 def _losses(drawn: Sequence[RankView], num_ranks: int) -> str:
-    """Return the chart of the losses: the mean of all ranks before those of the first ranks."""
+    """Return the chart of the losses: the mean of all ranks in front of the first ranks."""
     if num_ranks == 1:
         return chart("loss", drawn[0].losses, first_step=0)
     shown = drawn[:_MAX_LINES]
@@ -193,7 +193,7 @@ class _Axes:
         return [_tick_texts([y])[0] for y in at_y] if self.is_log else _tick_texts(at_y)
 
     def drawn(self) -> str:
-        """Return both axes with ticks, faint lines at those of the values, and numbers."""
+        """Return both axes with ticks and numbers, and faint lines at the ticks of the values."""
         at_y = (_log_ticks if self.is_log else ticks)(self.low_y, self.high_y, 5)
         at_x = ticks(self.low_x, self.high_x, 5)
         across = "".join(f"M{_LEFT} {self.y(y):.0f}H{_RIGHT}" for y in at_y)

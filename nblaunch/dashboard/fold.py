@@ -75,7 +75,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     points = _with_point(_points_before(rank, reading, is_evaluating=is_evaluating), reading)
     last_rates = rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
     if rank.is_evaluating and not is_evaluating:
-        last_rates = rank.trained_rates  # those of the evaluation are not its own
+        last_rates = rank.trained_rates  # the rates of the evaluation are not its own
     rates = steps_per_s, samples_per_s, busy_step_s = _rates(points, last_rates)
     # An evaluation inside an epoch hides how far that is.
     trained_fraction = rank.trained_fraction if rank.is_evaluating else rank.fraction or 0.0
@@ -158,7 +158,7 @@ def _state(rank: RankView, read: WorkerState) -> WorkerState:
 def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[RatePoint, ...]:
     """Return ``points`` with a new last point; points are spaced out and dropped when older than the window.
 
-    Of steps that take seconds, so many are kept that a rate can be compared with that of another rank.
+    If steps take seconds, enough of them are kept to compare a rate with another rank's.
     """
     if reading.step_time_s <= 0:
         return points
@@ -176,7 +176,7 @@ def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[Ra
 
 
 def _rates(points: tuple[RatePoint, ...], last: _Rates) -> _Rates:
-    """Return the rates over the window; those of ``last`` while a new loop has too few points."""
+    """Return the rates over the window, or ``last`` while a new loop has too few points."""
     steps_per_s, samples_per_s, busy_step_s = last
     if not points:
         return last
@@ -327,7 +327,7 @@ def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
     if not 0 <= event.rank < len(view.ranks):
         return view
     rank = view.ranks[event.rank]
-    # Numbers that do not rise are those of another training of the same function.
+    # Numbers that do not rise belong to another training of the same function.
     training = rank.training + (event.epoch <= rank.ended_epoch)
     view = _with_rank(view, replace(rank, training=training, ended_epoch=event.epoch))
     epoch = view.epochs.get((training, event.epoch), EpochView())
@@ -359,7 +359,7 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
 
 
 def _position(step: object, curve: Curve) -> float:
-    """Return where a point logged with ``step`` stands; behind the others where that is no number to draw."""
+    """Return where a point logged with ``step`` stands; behind the others if it is not a number."""
     if isinstance(step, (int, float)) and abs(step) < LARGEST_DRAWN:
         return float(step)
     return float(curve.num_seen)

@@ -147,7 +147,7 @@ class LinesPrinter(Dashboard):
     Args:
         stream: default: ``sys.stdout``, looked up at each write.
         publish: shows a display of a worker; default: print its text.
-        shortens: leave out lines of ranks that print a lot, and cut those of more than 4,000 characters.
+        shortens: leave out lines of ranks that print a lot, and cut lines of more than 4,000 characters.
         first_s: seconds before the first write, so that the table of the job appears above its output.
         defers_lines: print all lines at the end, because the widgets or the table show the last meanwhile; displays are
             shown at once.
@@ -242,7 +242,9 @@ class LinesPrinter(Dashboard):
         if rank not in self._tails:
             length = min(TAIL_LENGTH, _TAIL_LINES_OF_ALL // self._num_processes)
             self._tails[rank] = deque(maxlen=max(length, 1))
-            self._pending.append(f"{self._label(rank)}... prints a lot; its last lines follow at the end\n")
+            self._pending.append(
+                f"{self._label(rank)}... prints a lot; its last lines follow when the job ends\n"
+            )
         self._tails[rank].extend(lines[num_shown:])
 
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
@@ -308,7 +310,9 @@ class LinesPrinter(Dashboard):
             self._pending.append(event)
         else:
             self._ranks_without_displays.add(event.rank)
-            self._pending.append(f"{self._label(event.rank)}... displays a lot; no more of it is shown\n")
+            self._pending.append(
+                f"{self._label(event.rank)}... displays a lot; further displays are not shown\n"
+            )
 
     def _with_own_display_id(self, event: Displayed) -> Displayed:
         """Make display ids of other ranks than 0 unique: all ranks run the same code with the same ids."""

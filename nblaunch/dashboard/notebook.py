@@ -135,7 +135,7 @@ class NotebookDashboard(ViewingDashboard):
         is_watched: a user may be looking at the cell. The last lines of output are then part of the table while the job
             runs: printed below it, they would push it out of sight.
         publish: default: through IPython.
-        open_panel: creates the widgets; default: those of ``widget_panel.py``.
+        open_panel: creates the widgets; default: as in ``widget_panel.py``.
         clock: seconds on a clock that never jumps.
     """
 
@@ -206,7 +206,7 @@ class NotebookDashboard(ViewingDashboard):
         """Show the table in the same output from now on."""
         self._has_widgets = False
         if isinstance(error, ImportError):
-            _log.warning("the job is shown as HTML, without widgets: %s (pip install ipywidgets)", error)
+            _log.warning("the job is shown as HTML instead of widgets: %s (pip install ipywidgets)", error)
         else:
             _log.warning("ipywidgets failed; the job is shown as HTML instead", exc_info=True)
 

@@ -79,7 +79,7 @@ _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for t
 
 
 def _slow_ranks(view: JobView) -> list[Notice]:
-    """Find ranks whose step rate is far below that of the others."""
+    """Find ranks whose step rate is far below the others'."""
     step_s, slower = _slower_for_long(view, attrgetter("time_s", "steps"))
     if not slower:
         return []
@@ -98,7 +98,7 @@ def _slow_in_step(view: JobView) -> list[Notice]:
     if (own_s - usual_s) * steps_per_s < _MIN_LOSS:
         return []
     text = (
-        f"{_are_slower(slower)} ({own_s * 1000:,.0f} against {usual_s * 1000:,.0f} ms a step without its waits), "
+        f"{_are_slower(slower)} ({own_s * 1000:,.0f} against {usual_s * 1000:,.0f} ms per step without waits), "
         "which slows down all ranks"
     )
     return [Notice("slow", tuple(slower), text)]
@@ -171,7 +171,7 @@ def _slower(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
 
 
 def _own_and_usual(seconds: Mapping[int, float], slower: Mapping[int, float]) -> tuple[float, float]:
-    """Return the duration of the slower ranks, and that of the others."""
+    """Return the durations of the slower ranks and of the others."""
     others = (own_s for rank, own_s in seconds.items() if rank not in slower)
     return median(seconds[rank] for rank in slower), median(others)
 
@@ -206,7 +206,7 @@ STALLED_S = 20.0
 
 _STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
 _STEPPING = {WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.WAITING}
-_BRIEF_S = 1.0  # a wait in a collective at every step is no news
+_BRIEF_S = 1.0  # a wait in a collective at every step is normal
 
 
 def _stalled(view: JobView) -> list[Notice]:

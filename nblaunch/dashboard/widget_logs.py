@@ -40,7 +40,7 @@ TAB_SHEET = (
 
 
 class LogPane:
-    """The last lines of all ranks by time, and those of each rank.
+    """The last lines of all ranks by time, and of each rank.
 
     All tabs are kept up to date, since the front end switches them by itself.
     """
@@ -64,7 +64,7 @@ class LogPane:
         elif num_ranks <= MAX_TABS:
             self.widget = self._pages = self._tabs()
         else:
-            hint = widgets.HTML('<span style="opacity:.7">one rank alone: job.logs(rank)</span>')
+            hint = widgets.HTML('<span style="opacity:.7">job.logs(rank) has the output of one rank</span>')
             self.widget = widgets.VBox([hint, *self._panes])
 
     def show(self) -> None:

@@ -8,9 +8,9 @@
 Widgets stay and only values change, so that nothing flickers. Imported only when a panel is opened, since it needs
 ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
 
-The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or that of a
-subshell); kernels without subshells handle it when the running cell has ended. It sends a request to the job; the panel
-shows it at its next update.
+The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or a
+subshell's); kernels without subshells handle it when the running cell has ended. It sends a request to the job; the
+panel shows it at its next update.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SURE_S = 5.0
 _DOUBLE_CLICK_S = 0.5
 _BUTTON_HEIGHT = "26px"
 STOP_REQUESTED = (
-    "stop requested: loops that check accelerator.should_stop end at the same step on every rank. "
-    "Interrupt ends any other function as well"
+    "stop requested: loops that check accelerator.should_stop end at the same step on every rank. Interrupt ends "
+    "any function"
 )
 INTERRUPT_REQUESTED = "interrupted: finally blocks run, then the workers end"
 KILL_REQUESTED = "killed"
@@ -62,8 +62,8 @@ class Buttons:
         self.stacks = ""
         self._shown = widgets.Layout(width="auto", height=_BUTTON_HEIGHT, margin="0 0 0 6px")
         self._hidden = widgets.Layout(display="none")
-        self._stop = self._button("Stop", "end training at the same step on every rank", self._on_stop)
-        self._kill = self._button("Kill", "end every worker at once", self._on_kill)
+        self._stop = self._button("Stop", "stop training at the same step on every rank", self._on_stop)
+        self._kill = self._button("Kill", "kill every worker at once", self._on_kill)
         self.widget = widgets.HBox(
             [
                 self._button("Stacks", "show the Python stack of every rank", self._on_stacks),
@@ -137,7 +137,7 @@ class Buttons:
 ROWS_S = 0.3
 """Seconds between updates of the rows, where the budget of the throttle lasts for that."""
 
-_CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing those of 512 ranks takes 60 ms
+_CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing charts of 512 ranks takes 60 ms
 _CHARTS_PX = 164  # height of a chart with its texts
 
 
@@ -230,7 +230,9 @@ class Panel:
         """Return the output that shows the panel in a cell, with text for front ends without widgets."""
         table = tabulate(view)
         about = f"{table.name}: {table.headline} on {table.setting}" if view.is_started else "starting"
-        later = 'The summary replaces this when the job has ended; dashboard="html" shows a table meanwhile.'
+        later = (
+            'The summary replaces this when the job has ended; dashboard="html" shows a table while it runs.'
+        )
         spec = {"version_major": 2, "version_minor": 0, "model_id": self.root.model_id}
         return {_VIEW_TYPE: spec, "text/plain": f"{about}\n{later}"}
 

@@ -1,4 +1,4 @@
-"""Jobs that outlive the process that launched them, each run by a process of its own, the job process.
+"""Jobs that outlive the process that launched them. Each runs in its own process, the job process.
 
     kernel ── start ── call, by cloudpickle ──> job process (POSIX session of its own) ── fork ──> workers
                                                     │ appends, replaces          ^
@@ -8,17 +8,17 @@
                         any kernel, script, shell ──┴── JobFollower ──────────┘
 
 job_process.py          starts the process of a job, which runs it with the ordinary ``JobRunner``
-recorder.py             writes the folder of the job, and waits where there is no room for what it returned
+recorder.py             writes the folder of the job, and waits if the disk has no space for the result
 home.py                 where the folders of jobs are; the key of their user
 folder.py               what is in the folder of a job; private to the user
-record.py               what is known of a job without a pickle
-listing.py              all jobs: of folders, and of processes whose folders are gone
+record.py               facts about a job that need no pickle
+listing.py              lists jobs, from folders and from processes whose folders are gone
 requests.py             requests to a running job, on its Unix sockets
 reader.py               reads the folder from the beginning on
-follower.py             follows it, as a ``Job`` whose dashboards are those of a job of this process
+follower.py             follows it, as a ``Job`` with dashboards in this process
 
-All that is needed to look at a job is in files: the job process has to run for requests alone. If it is killed, its
-workers end with it, and the job is listed as lost.
+Everything about a job is in files; only requests need the job process. If it is killed, its workers end with it, and
+the job is listed as lost.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["JobSummary", "attach", "jobs"]
 
 
 def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> Job[Any]:
-    """Return a :class:`Job` for one that was launched with ``detach=True``, and show it in this cell.
+    """Return the :class:`Job` that was launched with ``detach=True``, and show it in this cell.
 
-    Several processes may be attached to a job; that one of them ends changes nothing. In one process, all calls for a
-    job return the same :class:`Job`, until it has ended or its :meth:`Job.detach` was called.
+    Several processes can attach to a job; when one of them ends, the others are not affected. Within a process, all
+    calls for a job return the same :class:`Job` until it has ended or :meth:`Job.detach` was called.
 
     Example::
 
@@ -48,8 +48,8 @@ def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> J
         job.load_weights(model)
 
     Args:
-        job_id: as listed by :func:`jobs`, or the beginning of it; None = the newest job.
-        dashboard: as for :func:`notebook_launcher`.
+        job_id: name from :func:`jobs`, or a prefix of it; None = the newest job.
+        dashboard: as in :func:`notebook_launcher`.
 
     Raises:
         LookupError: there is no such job; it is damaged, runs on another machine, or was launched by another version of

@@ -1,4 +1,4 @@
-"""The folder of a detached job: all that is known of it, readable after any crash.
+"""The folder of a detached job: everything about it, readable after any crash.
 
     <folder of jobs>/               mode 0700, of this user; nothing in it is read otherwise. See ``home.py``
       .key                          of the user: signs the pickles below
@@ -15,7 +15,7 @@
         socket                      for requests, while the job process runs
         job.log                     what the job process printed
 
-Files that are replaced are so in one step, so that none is ever read half. ``events`` ends with
+Files are replaced atomically, so that no reader sees half of one. ``events`` ends with
 :class:`~nblaunch.events.JobEnded`, behind all other files.
 """
 
@@ -50,11 +50,11 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True)
 class Launch:
-    """What a process that attaches needs beside the record.
+    """What a process needs to attach, besides the record.
 
     Args:
-        spec: without the function and its arguments.
-        registered_backend: the backend, pickled, where it is not part of nblaunch.
+        spec: settings of the launch, without the function and its arguments.
+        registered_backend: the pickled backend, if it is not part of nblaunch.
         plan: the settings of the :class:`nblaunch.launcher.plan.LaunchPlan` of the launching process.
         sources: file name -> text of the notebook's cells, for tracebacks.
     """
@@ -70,7 +70,7 @@ class Snapshot:
     """The present state of all ranks.
 
     Args:
-        samples: the last event of each kind and rank that is sampled: memory, utilisation of devices.
+        samples: the last sampled event of each kind and rank: memory, utilisation of devices.
     """
 
     time_s: float
@@ -84,7 +84,7 @@ class JobError:
 
     Args:
         failed: with its text and frames as IPython shows it.
-        notes: of an error that is shown as that of a worker; None = as any error of the launcher.
+        notes: notes of an error that is shown as a worker's error; None = it is shown as an error of the launcher.
     """
 
     failed: Failed
@@ -96,12 +96,12 @@ _NAMES = {Launch: "launch", Snapshot: "snapshot", JobError: "error"}
 
 
 class Unusable(LookupError):
-    """A job can't be attached to from here.
+    """This process can't attach to a job.
 
     Args:
-        status: of the job, as it is listed.
+        status: status of the job in the list.
         reason: why, in a few words.
-        message: the whole.
+        message: the whole message.
     """
 
     def __init__(self, status: str, reason: str, message: str) -> None:
@@ -111,7 +111,7 @@ class Unusable(LookupError):
 
 
 class JobFolder(LogFolder):
-    """The folder of one detached job. It is opened anew for each access, and checked each time.
+    """The folder of a detached job. It is opened and checked for each access.
 
     Attributes:
         id: short name of the job.
@@ -140,12 +140,12 @@ class JobFolder(LogFolder):
 
     @property
     def user_key(self) -> bytes:
-        """The key of the user, once the folder was opened; empty where it is missing."""
+        """The key of the user, once the folder was opened; empty = missing."""
         return self._user_key
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Open the folder while the block runs; raises as :meth:`open`."""
+        """Open the folder within the block; raises the same as :meth:`open`."""
         fd = self.open()
         try:
             yield fd
@@ -167,11 +167,11 @@ class JobFolder(LogFolder):
             with self.opened():
                 pass
         if not self._user_key:
-            raise ValueError(f"the key that it is signed with is missing: {self.path.parent / home.KEY_NAME}")
+            raise ValueError(f"its signing key is missing: {self.path.parent / home.KEY_NAME}")
         return signing.digest(self._user_key, os.fsencode(self.id), b"/", os.fsencode(name))
 
     def modified(self, name: str) -> tuple[int, int] | None:
-        """Return what changes when a file is replaced, and when that was in nanoseconds; None without the file."""
+        """Return a value that changes when a file is replaced, and its time in nanoseconds; None without the file."""
         try:
             with self.opened() as fd:
                 status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -185,7 +185,7 @@ class JobFolder(LogFolder):
         """Return what was launched.
 
         Raises:
-            Unusable: that can't be read.
+            Unusable: the record can't be read.
             LookupError: there is no job in the folder.
         """
         found = self._load_plain(RECORD, Record)
@@ -194,11 +194,11 @@ class JobFolder(LogFolder):
                 raise LookupError(f"{self.path} is not the folder of a detached job")
             raise self._damaged(RECORD, "it is missing")
         if found.id != self.id:
-            raise self._damaged(RECORD, f"it is that of {found.id!r:.80}")
+            raise self._damaged(RECORD, f"it belongs to {found.id!r:.80}")
         return found
 
     def load_end(self) -> End | None:
-        """Return how the job ended; None where nothing has recorded that.
+        """Return how the job ended; None if nothing has recorded it.
 
         Raises:
             Unusable: it can't be read.
@@ -206,10 +206,10 @@ class JobFolder(LogFolder):
         return self._load_plain(END, End)
 
     def load(self, cls: type[_Pickled]) -> _Pickled | None:
-        """Return what the file of this kind of value holds; None if it was not written yet.
+        """Return the value in the file for this type; None if it was not written yet.
 
         Raises:
-            Unusable: it can't be read. Nothing that is not signed with the key of the user is unpickled.
+            Unusable: it can't be read. Only data that is signed with the user's key is unpickled.
         """
         name = _NAMES[cls]
         sealed = self._read(name)
@@ -222,7 +222,7 @@ class JobFolder(LogFolder):
         try:
             value = pickle.loads(body)
             if not isinstance(value, cls) or not all(hasattr(value, field.name) for field in fields(cls)):
-                raise TypeError(f"{type(value).__name__} is another {cls.__name__}")
+                raise TypeError(f"{type(value).__name__} is not the expected {cls.__name__}")
         except Exception as error:  # this version has no such module, class, or member of an enum
             raise self._of_another_version(f"{name}: {type(error).__name__}: {error}") from None
         return value
@@ -246,7 +246,7 @@ class JobFolder(LogFolder):
             os.close(fd)
 
     def process_state(self, known: Record) -> ProcessState:
-        """Return what is known of the process that runs the job; what it has written before it ended is there then."""
+        """Return the state of the process that runs the job. If it has ended, its files are complete."""
         written = [self.modified(name) for name in (RECORD, EVENTS, _NAMES[Snapshot])]
         last_ns = max((time_ns for _, time_ns in filter(None, written)), default=0)
         state = known.process.state(last_ns / 1e9)
@@ -289,18 +289,18 @@ class JobFolder(LogFolder):
 
     def _of_another_version(self, reason: str) -> Unusable:
         text = (
-            f"{self.id} was launched by another version of nblaunch, which can attach to it; this one can only end it: "
-            f"`nblaunch stop {self.id}`. Logs: {self.path} ({reason})"
+            f"{self.id} was launched by another version of nblaunch. Use that version to attach to it; this "
+            f"version can only end it: `nblaunch stop {self.id}`. Logs: {self.path} ({reason})"
         )
         return Unusable("other version", reason, text)
 
     # --- writing: the job process alone ------------------------------------------------------------------------
 
     def write_plain(self, value: Record | End) -> None:
-        """Replace the file of this kind of value; that of the end also on a disk that is full.
+        """Replace the file for this type of value. The end can be written even to a full disk.
 
         Raises:
-            OSError: that is not possible.
+            OSError: the file can't be written.
         """
         data = record.dump(value)
         with self.opened() as fd:
@@ -310,7 +310,7 @@ class JobFolder(LogFolder):
                 files.replace_within(fd, END, data, END_RESERVE)
 
     def write(self, value: Launch | Snapshot | JobError) -> None:
-        """Replace the file of this kind of value.
+        """Replace the file for this type of value.
 
         Raises:
             OSError: the disk is full, for example; the file is as it was.

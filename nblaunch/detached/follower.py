@@ -1,4 +1,4 @@
-"""JobFollower: a detached job, followed by the files in its folder: a ``Job`` of this process, with its dashboards.
+"""JobFollower: follows a detached job through the files in its folder, as a ``Job`` of this process with dashboards.
 
     attach ──> follow ──> JobFollower, one for each job and process: a thread, and a JobReader ──> all dashboards
                               ^ a dashboard that comes later gets what has happened so far from a reader of its own
@@ -52,10 +52,10 @@ _followers: dict[tuple[int, Path], JobFollower] = {}
 
 
 def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower:
-    """Return what follows a job in this process, now with these listeners as well, which get all events from the first.
+    """Return the follower of a job in this process, and add listeners, which get all events from the first.
 
     Raises:
-        LookupError: it is no job's folder, or the job can't be followed from here.
+        LookupError: it is not a job's folder, or the job can't be followed from here.
         OSError: the folder can't be read.
     """
     place = (os.getpid(), folder.path)
@@ -79,7 +79,7 @@ class JobFollower(Job):
         listeners: receive its events, all from the first.
 
     Raises:
-        LookupError: it is no job's folder, or the job can't be followed from here.
+        LookupError: it is not a job's folder, or the job can't be followed from here.
     """
 
     def __init__(self, folder: JobFolder, listeners: Sequence[Listener] = ()) -> None:
@@ -110,13 +110,13 @@ class JobFollower(Job):
         self._has_seen_end = False
 
     def start(self) -> None:
-        """Follow the job to its end in a thread; return when its state is known, or soon."""
+        """Follow the job to its end in a thread; return when its state is known, or after a short time."""
         self._thread = threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True)
         self._thread.start()
         self._has_looked.wait(_FIRST_LOOK_S)
 
     def show_on(self, listeners: Sequence[Listener]) -> bool:
-        """Send all events to these listeners as well, those of the past first; return False where it is too late."""
+        """Send all events, past ones first, to these listeners as well; return False if it is too late."""
         newcomer = _Newcomer(listeners)
         self._newcomers.append(newcomer)
         while not newcomer.has_joined.wait(_POLL_S):
@@ -125,7 +125,7 @@ class JobFollower(Job):
         return True
 
     def detach(self) -> None:
-        """Follow the job no longer: its displays end, and what they take of this process. The job itself goes on."""
+        """Stop following the job: its displays end and free their resources. The job goes on."""
         self._is_detached = True
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE_S)
@@ -140,7 +140,7 @@ class JobFollower(Job):
         while not self._ended.is_set():
             if self._is_detached:
                 raise RuntimeError(
-                    f"{self!r} is not followed any more, since detach() was called: nblaunch.attach({self.id!r}) "
+                    f"{self!r} is not followed any more, because detach() was called; nblaunch.attach({self.id!r}) "
                     "follows it again"
                 )
             left_s = _POLL_S if deadline_s is None else min(_POLL_S, deadline_s - time.monotonic())
@@ -150,7 +150,7 @@ class JobFollower(Job):
         return self._ended.is_set()
 
     def wait_for_start(self, interrupts: Sequence[float]) -> None:
-        """Wait until the workers run, or the job has ended; once it was interrupted, for its end.
+        """Wait until the workers run or the job has ended; after an interrupt, wait for its end.
 
         Args:
             interrupts: the time of each interrupt, appended meanwhile; they end the job.
@@ -268,7 +268,7 @@ class JobFollower(Job):
 
     def _leave(self) -> None:
         """End the displays without an end of the job."""
-        self.emit(Note.of_job(f"not followed any more: nblaunch.attach({self.id!r}) goes on"))
+        self.emit(Note.of_job(f"not followed any more; nblaunch.attach({self.id!r}) follows the job again"))
         self._close_listeners()
         self._launch_settled.set()
 
@@ -298,22 +298,22 @@ class JobFollower(Job):
         logs = f"Logs: {self._folder.path}"
         if self._folder.process_state(self._record) is ProcessState.RESTARTED:
             return (
-                f"this machine was restarted while {self.id} ran: there is no result. {logs}"
+                f"the machine was restarted while {self.id} ran: there is no result. {logs}"
             ), "the machine was restarted"
         if not self._folder.path.exists():
             return (
-                f"the folder of {self.id}, {self._folder.path}, was removed, and its process has ended: there is no "
-                "result"
+                f"the folder of {self.id}, {self._folder.path}, was removed and its process has ended, so there is "
+                "no result"
             ), "its folder was removed"
         if self._folder.modified(RECORD) is None:
             return (
-                f"files of {self.id} were removed from {self._folder.path} as its process ended: how it ended is not "
-                f"known, and there is no result. {logs}"
+                f"files of {self.id} were removed from {self._folder.path} when its process ended, so its outcome "
+                f"is unknown and there is no result. {logs}"
             ), "its files were removed"
-        last = f" It waited: {self._waits_for}." if self._waits_for else ""
+        last = f" It was waiting: {self._waits_for}." if self._waits_for else ""
         return (
-            f"{process} was killed: it has left no end, its workers ended with it, and there is no result.{last} "
-            f"What it printed last is in {self._folder.path / 'job.log'}. {logs}"
+            f"{process} was killed. Its workers ended with it, and there is no result.{last} Its last output is in "
+            f"{self._folder.path / 'job.log'}. {logs}"
         ), "its process was killed"
 
     def _conclude(self, outcome: JobOutcome, ended: JobEnded) -> None:
@@ -413,8 +413,8 @@ def _load_values(folder: JobFolder, is_there: bool = True) -> Any:
         raise
     except Exception as error:  # of the user's classes, which this process may not have
         raise ResultError(
-            f"the return value of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. If "
-            "the class is defined in a cell, run that cell and ask again"
+            f"the return value of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. "
+            "If a cell defines the class, run that cell and try again"
         ) from error
 
 
@@ -434,13 +434,11 @@ def _load(folder: JobFolder, name: str) -> Any:
         value = folder.load_payload(name)
     except FileNotFoundError:
         raise ResultError(
-            f"result and weights of the job are gone: its folder {folder.path} was removed. The last "
-            f"{env.read('NBLAUNCH_KEEP_JOBS')} jobs are kept (NBLAUNCH_KEEP_JOBS)"
+            f"the result and the weights of the job are gone, because its folder {folder.path} was removed. The "
+            f"last {env.read('NBLAUNCH_KEEP_JOBS')} jobs are kept (NBLAUNCH_KEEP_JOBS)"
         ) from None
     except payload.Damaged as error:
         raise ResultError(f"{folder.path / name} is damaged, and was not read: {error}") from None
     if value is None:
-        raise ResultError(
-            f"{folder.path / name} was removed: the {name} of {folder.id} can't be had any more"
-        )
+        raise ResultError(f"{folder.path / name} was removed, so the {name} of {folder.id} is lost")
     return value

@@ -1,10 +1,10 @@
-"""Where the folders of detached jobs are, and the key of their user.
+"""The location of the folders of detached jobs, and the user's key.
 
     $NBLAUNCH_LOG_DIR/detached              where that is set
     $XDG_STATE_HOME/nblaunch/jobs           else; by default ~/.local/state/nblaunch/jobs
     <temporary folder>/nblaunch-<uid>/detached      where the user has no home, or can't write there
 
-The temporary folder is the last resort: a restart may empty it, and cleaners remove what was not used for long.
+The temporary folder is the last resort: a restart may empty it, and cleaners remove old files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class Home:
-    """The folder in which the folders of new jobs are made.
+    """The folder that contains the folders of new jobs.
 
     Args:
         path: of it.
-        key: of the user, with which the pickles in it are signed.
-        why_temporary: why it is in the temporary folder; empty where it is not.
+        key: the user's key, which signs the pickles in it.
+        why_temporary: why it is in the temporary folder; empty = it is not.
     """
 
     path: Path
@@ -40,10 +40,10 @@ class Home:
 
 
 def open_home() -> Home:
-    """Return the folder for new jobs, which is made if it is not there.
+    """Return the folder for new jobs; create it if it does not exist.
 
     Raises:
-        LaunchError: it can't be made.
+        LaunchError: it can't be created.
         PermissionError: other users can change it.
     """
     if env.read("NBLAUNCH_LOG_DIR"):
@@ -56,15 +56,15 @@ def open_home() -> Home:
         except PermissionError as error:
             if error.errno is None:  # it is there, and open to others
                 raise
-            why = f"{state} can't be written to: {error.strerror}"
+            why = f"{state} is not writable: {error.strerror}"
         except OSError as error:
-            why = f"{state} can't be written to: {disk.reason(state, error)}"
+            why = f"{state} is not writable: {disk.reason(state, error)}"
     path = log_root() / "detached"
     return Home(path, _made_key(path), why)
 
 
 def present_homes() -> list[Path]:
-    """Return the folders in which jobs may be now, whether they are there or not."""
+    """Return the folders that may contain jobs, whether they exist or not."""
     if env.read("NBLAUNCH_LOG_DIR"):
         return [log_root() / "detached"]
     state, _ = _state_folder()
@@ -80,35 +80,38 @@ def present_homes() -> list[Path]:
 
 
 def read_key(home_fd: int) -> bytes:
-    """Return the key of the user; empty where there is none."""
+    """Return the user's key; empty = no key."""
     return files.read(home_fd, KEY_NAME) or b""
 
 
 def private_problem(path: Path, error: PermissionError) -> PermissionError:
-    """Return the error about a folder of jobs that :func:`files.open_private` has refused, with what to do."""
+    """Return the error about a folder that :func:`files.open_private` refused, with advice."""
     if error.errno is not None:  # the system's own: this user may not enter it
         return error
     remedy = (
-        f"If only you have written to it: chmod 700 {path}"
+        f"If only you have written to this folder: chmod 700 {path}"
         if "open to" in str(error)
         else "Choose another place for jobs with NBLAUNCH_LOG_DIR."
     )
     return PermissionError(
-        f"{path} {error}, and nothing in it was read: jobs are private to their user. {remedy}"
+        f"{path} {error}, so nothing in it was read: jobs are private to their user. {remedy}"
     )
 
 
 def _state_folder() -> tuple[Path | None, str]:
-    """Return the folder of jobs in that of the user's state, or None with the reason."""
+    """Return the folder of jobs in the user's state folder, or None with the reason."""
     chosen = Path(env.read("XDG_STATE_HOME"))
     if chosen.is_absolute():  # a relative one is to be ignored: the XDG Base Directory Specification
         return chosen / "nblaunch" / "jobs", ""
     try:
         home = Path.home()
     except RuntimeError:
-        return None, f"HOME is not set, and user {os.getuid()} has no home in the system's list"
+        return (
+            None,
+            f"HOME is not set, and user {os.getuid()} has no home folder in the system's user database",
+        )
     if not home.is_absolute():
-        return None, f"HOME={str(home)!r} is no absolute path"
+        return None, f"HOME={str(home)!r} is not an absolute path"
     return home / ".local" / "state" / "nblaunch" / "jobs", ""
 
 
@@ -134,7 +137,7 @@ def checked_key(path: Path, key: bytes) -> bytes:
     """
     if len(key) != _KEY_BYTES:
         raise LaunchError(
-            f"the key {path / KEY_NAME} is damaged ({len(key)} bytes, not {_KEY_BYTES}): remove it. Results of jobs "
-            "that were launched before can't be read then"
+            f"the key {path / KEY_NAME} is damaged ({len(key)} bytes, not {_KEY_BYTES}): remove it. Results of "
+            "earlier jobs can't be read after that"
         )
     return key

@@ -1,8 +1,8 @@
-"""The process of a detached job: :func:`start` starts it, and :func:`main` is what it does.
+"""The process of a detached job: :func:`start` starts it, and it runs :func:`main`.
 
-It is a clean process, as a forkserver is: it loads the call, forks the workers as a notebook's kernel would, and
-watches them to their end. Nothing connects it with the process that launched it, once the job's folder is there. What
-happens is written into that folder by a :class:`Recorder`, a listener of the job.
+It is a clean process, like a forkserver: it loads the call, forks the workers like a kernel, and watches them to their
+end. Once the job's folder exists, nothing connects it with the process that launched it. A :class:`Recorder`, a
+listener of the job, writes all events into that folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from nblaunch.worker import output, process_control
 from nblaunch.worker.inheritance import random_states
 
 _MAX_NAME = 24  # characters of the function's name in the job's id
-_REMEDY = "without detach=True, where workers are forked from the notebook, nothing needs to be pickled"
+_REMEDY = "without detach=True, workers are forked from the notebook and nothing needs to be pickled"
 
 _TERMINATION_GRACE_S = 20.0
 """For a checkpoint, when this process gets SIGTERM."""
@@ -55,15 +55,15 @@ _TERMINATION_GRACE_S = 20.0
 
 @dataclass(frozen=True)
 class JobTask:
-    """What a job process is started with.
+    """The input of a job process.
 
     Args:
-        launch: what those that attach need of it.
+        launch: what processes need to attach.
         backend: name of the device family.
         job_id: name of the job.
-        root: folder in which it makes that of the job.
-        call: what the job runs, and what surrounds it.
-        report_fd: pipe on which the launching process waits until the folder of the job is there.
+        root: folder in which it creates the folder of the job.
+        call: the call that the job runs, and its surroundings.
+        report_fd: pipe on which the launching process waits until the folder of the job exists.
     """
 
     launch: Launch
@@ -75,10 +75,10 @@ class JobTask:
 
 
 def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
-    """Start the process of a job, and return what follows it, when its workers run or could not be started.
+    """Start the process of a job; return its follower when its workers run or could not be started.
 
     Args:
-        plan: how it would run in this process, which has been checked.
+        plan: the checked plan for a run in this process.
 
     Raises:
         PayloadError: the call can't be pickled.
@@ -88,9 +88,8 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     home = open_home()
     if home.why_temporary:
         warn(
-            f"detached jobs are kept in {home.path}, since {home.why_temporary}. A restart of this machine, or a "
-            "cleaner of temporary files, may remove their results. XDG_STATE_HOME or NBLAUNCH_LOG_DIR chooses a folder "
-            "that lasts"
+            f"detached jobs are kept in {home.path}, since {home.why_temporary}. A restart of this machine may "
+            "remove their results. Set XDG_STATE_HOME or NBLAUNCH_LOG_DIR to a permanent folder"
         )
     name = re.sub(r"\W+", "-", spec.function_name.rpartition(".")[2]).strip("-_")[:_MAX_NAME] or "job"
     job_id = f"{name}-{secrets.token_hex(3)}"

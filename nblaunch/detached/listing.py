@@ -1,4 +1,4 @@
-"""The list of the detached jobs of this user: of their folders, and of processes whose folders are gone."""
+"""List the detached jobs of this user, from their folders and from processes whose folders are gone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _UNUSABLE = ("damaged", "other version")
 
 @dataclass(frozen=True)
 class Served:
-    """What a job process says of itself.
+    """The reply of a job process about itself.
 
     Args:
         folder: of the job.
-        problem: why what was removed of the folder can't be put back; empty if all is there.
-        waits_for: what it waits for before it ends; empty while it does not.
+        problem: why removed files can't be restored; empty = all files exist.
+        waits_for: what it waits for before it ends; empty = nothing.
         record: of the job.
     """
 
@@ -48,15 +48,15 @@ class JobSummary:
     Args:
         id: short name, for :func:`nblaunch.attach`.
         function_name: of the user's function.
-        status: as of :class:`nblaunch.Job`; ``"on NAME"`` where it runs on another machine that shares the folder;
-            ``"damaged"`` where its files can't be read; ``"other version"`` where it was launched by another version of
-            nblaunch, whose files this one can't read.
-        num_processes: number of ranks; 0 where that can't be read.
+        status: as of :class:`nblaunch.Job`; ``"on NAME"`` if it runs on another machine that shares the folder;
+            ``"damaged"`` if its files can't be read; ``"other version"`` if another version of nblaunch launched it,
+            whose files this version can't read.
+        num_processes: number of ranks; 0 = unknown.
         backend: device family.
         started_s: ``time.time()`` of the launch.
-        duration_s: seconds that it ran, or has run by now.
+        duration_s: seconds that it ran, or has run so far.
         log_dir: folder with its logs.
-        problem: what is wrong with a damaged job, or what a job waits for; empty where there is nothing to say.
+        problem: what is wrong with a damaged job, or what a job waits for; empty = nothing.
     """
 
     id: str
@@ -83,8 +83,8 @@ class JobSummary:
 def jobs() -> list[JobSummary]:
     """Return the jobs of this user that were launched with ``detach=True``, the newest last.
 
-    Those of this machine, and of others that share the folder of jobs. The files of ended jobs are kept as logs are, up
-    to ``NBLAUNCH_KEEP_JOBS``. A job whose files are damaged is listed as that, with what is wrong.
+    The list contains jobs of this machine and of others that share the folder. The files of the last
+    ``NBLAUNCH_KEEP_JOBS`` jobs are kept. A job with damaged files is listed with the reason.
 
     Raises:
         PermissionError: the folder of the jobs can be changed by other users.
@@ -106,10 +106,10 @@ def find(job_id: str | None) -> JobFolder:
     """Return the folder of a job.
 
     Args:
-        job_id: its name, or the beginning of it; None = the newest that can be attached to.
+        job_id: its name, or a prefix of it; None = the newest job that can be attached to.
 
     Raises:
-        LookupError: there is no such job, or several have names that begin so.
+        LookupError: there is no such job, or several jobs match.
         PermissionError: other users can change the folder.
     """
     known = jobs()
@@ -122,9 +122,7 @@ def find(job_id: str | None) -> JobFolder:
     if len(chosen) == 1:
         return JobFolder(chosen[0].log_dir)
     listed = ", ".join(one.id for one in begun or known) or "none"
-    problem = (
-        f"{job_id!r} is the beginning of several jobs" if begun else f"there is no job {job_id or 'at all'}"
-    )
+    problem = f"{job_id!r} is a prefix of several jobs" if begun else f"there is no job {job_id or 'at all'}"
     places = " and ".join(map(str, present_homes()))
     raise LookupError(
         f"{problem}; in {places}: {listed}. Jobs are listed if they were launched with detach=True"
@@ -132,9 +130,9 @@ def find(job_id: str | None) -> JobFolder:
 
 
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
-    """Ask a job process what it is and waits for; return None where none answers.
+    """Ask a job process about itself; return None if none answers.
 
-    It puts back what was removed of its folder before it answers.
+    It restores removed files of its folder before it answers.
     """
     try:
         return schema.load(Served, endpoint.ask("describe", timeout_s).encode())
@@ -226,6 +224,6 @@ def _without_folder(homes: Collection[Path], known: Collection[str]) -> list[Job
                 if summary is not None:
                     lines.append(summary)
             continue
-        problem = f"its folder was removed, and can't be made anew: {served.problem}"
+        problem = f"its folder was removed and can't be restored: {served.problem}"
         lines.append(_summary(Path(served.folder), served.record, "running", time.time(), problem))
     return lines

@@ -1,4 +1,4 @@
-"""JobReader: reads what has happened in a detached job from its folder: events, output of ranks, snapshots."""
+"""JobReader: reads events, output and snapshots of a detached job from its folder."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class JobReader:
     Args:
         folder: of the job.
         ranks: of the job.
-        emit: gets events, those that are made of other files among them.
-        emit_readings: gets readings of the board.
-        events_limit: how much of the events to read, in bytes.
-        log_limits: rank -> how much of its log of the last attempt to read by :meth:`catch_up`.
+        emit: receives events, including events made from other files.
+        emit_readings: receives readings of the board.
+        events_limit: number of bytes of the events to read.
+        log_limits: rank -> number of bytes that :meth:`catch_up` reads of its last log.
 
     Raises:
         OSError: the events can't be opened.
@@ -61,7 +61,7 @@ class JobReader:
         return events
 
     def handle(self, event: Event) -> None:
-        """Send an event on, and what was printed before it."""
+        """Send an event, after the output that precedes it."""
         if isinstance(event, AttemptStarted):
             self.read_logs_to_end()
             self.has_ended_ranks = False
@@ -76,13 +76,13 @@ class JobReader:
         self._emit(event)
 
     def read_logs(self) -> None:
-        """Send what the ranks have printed since the last look."""
+        """Send the output of the ranks since the last call."""
         for tail in self._tails.values():
             for event in tail.read():
                 self._emit(event)
 
     def read_logs_to_end(self) -> None:
-        """Send all that the ranks have printed."""
+        """Send the remaining output of the ranks."""
         for tail in self._tails.values():
             for event in tail.read_rest():
                 self._emit(event)
@@ -91,7 +91,7 @@ class JobReader:
         self._tails = {}
 
     def tick(self) -> None:
-        """Send the last state of the ranks once more: listeners publish then, and hold lines no longer."""
+        """Send the last state of the ranks again, so that listeners publish their pending lines."""
         self._emit_readings(() if self._snapshot is None else self._snapshot.readings)
 
     def read_snapshot(self) -> None:
@@ -111,16 +111,16 @@ class JobReader:
         self._emit_readings(snapshot.readings)
 
     def last_snapshot_s(self) -> float | None:
-        """Return when the state of the ranks was written last; None if it never was."""
+        """Return when the state of the ranks was last written; None = never."""
         mark = self._folder.modified("snapshot")
         return None if mark is None else mark[1] / 1e9
 
     def has_all_files(self) -> bool:
-        """Return whether the events that are read are still those in the folder."""
+        """Return whether the open events file is still the one in the folder."""
         return os.fstat(self._receiver.fd).st_nlink > 0 and self._folder.modified(EVENTS) is not None
 
     def follow_restored(self) -> None:
-        """Go on in the files that the job process has put in the place of removed ones, which begin alike."""
+        """Continue in the files with which the job process replaced removed ones; they begin with the same bytes."""
         with suppress(OSError):
             position = os.lseek(self._receiver.fd, 0, os.SEEK_CUR)
             fd = self._folder.opener(str(self._folder.path / EVENTS), os.O_RDONLY | os.O_CLOEXEC)
@@ -134,7 +134,7 @@ class JobReader:
     def replay(
         self, emit: Callable[[Event], None], emit_readings: Callable[[Sequence[SlotReading]], None]
     ) -> Iterator[JobReader]:
-        """Give a reader that sends what this one has read so far, and no more."""
+        """Yield a reader that sends only what this one has read so far."""
         position = os.lseek(self._receiver.fd, 0, os.SEEK_CUR)
         limits = {rank: tail.position for rank, tail in self._tails.items()}
         reader = JobReader(self._folder, self._ranks, emit, emit_readings, position, limits)
@@ -145,7 +145,7 @@ class JobReader:
             reader.close()
 
     def catch_up(self) -> None:
-        """Send the output up to the limits, and the state of the ranks that was read last."""
+        """Send the output up to the limits, and the last state of the ranks."""
         for rank, tail in self._tails.items():
             limit = (self._log_limits or {}).get(rank, 0)
             while (missing := limit - tail.position) > 0:
@@ -160,7 +160,7 @@ class JobReader:
         self.tick()
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the files."""
         for tail in self._tails.values():
             tail.close()
         self._tails = {}

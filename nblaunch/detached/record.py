@@ -1,6 +1,6 @@
-"""What is known of a detached job without a pickle: its record and its end, JSON of a fixed form.
+"""Facts about a detached job that need no pickle: its record and its end, as JSON.
 
-Any version of nblaunch can list the jobs of any other: where ``format`` is another, nothing else is read.
+Any version of nblaunch can list the jobs of any other: if ``format`` differs, nothing else is read.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from nblaunch.host.machine import ProcessMark
 from nblaunch.wire import schema
 
 FORMAT = 1
-"""Of these files and of the pickles beside them. To be raised with every change of :class:`Record` or :class:`End`."""
+"""Format of these files and of the pickles beside them. Raise it with every change of :class:`Record` or
+:class:`End`."""
 
 
 class OtherFormat(ValueError):
-    """A file is of another version of nblaunch."""
+    """A file comes from another version of nblaunch."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was launched, and by which process it is supervised.
+    """What was launched, and the process that supervises it.
 
     Args:
         format: :data:`FORMAT`.
@@ -31,8 +32,8 @@ class Record:
         function_name: of the user's function.
         num_processes: number of ranks.
         backend: name of the device family.
-        process: that runs the job.
-        address: on which it serves requests beside the socket in its folder (``requests.py``).
+        process: the process that runs the job.
+        address: additional address for requests, besides the socket in its folder (``requests.py``).
         started_s: ``time.time()`` of the launch.
     """
 
@@ -55,9 +56,9 @@ class End:
         event: its last event.
         unsaved: why the result could not be written; empty if it was.
         has_weights: there are trained weights.
-        unsaved_weights: why these could not be written; empty if they were.
-        unsaved_error: the same of the error that ended the job.
-        partial_rank: the rank whose value is the ``partial`` of the error; None where the error has none.
+        unsaved_weights: why the weights could not be written; empty if they were.
+        unsaved_error: why the job's error could not be written; empty if it was.
+        partial_rank: the rank whose value is the ``partial`` of the error; None = no partial value.
     """
 
     format: int
@@ -89,7 +90,7 @@ def load(cls: type[_Stored], text: bytes) -> _Stored:
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}") from None
     written = plain.get("format") if isinstance(plain, dict) else None
     if isinstance(written, int) and written != FORMAT:
         raise OtherFormat(f"it has the format {written}; this version of nblaunch reads {FORMAT}")

@@ -1,8 +1,9 @@
-"""Recorder: writes what happens in a job into its folder, as a listener of the job in the job process.
+"""Recorder: a listener in the job process that writes everything about a job into its folder.
 
-What the disk has no room for is kept in memory and written as soon as there is room: events while the job runs; at its
-end the result, the weights and the error, for which the process waits until its user asks it to give up. Room for the
-record of the end is kept from the beginning on. What is removed of the folder while the job runs is put back.
+If the disk is full, the recorder keeps data in memory and writes it as soon as there is space: events while the job
+runs, and at its end the result, the weights and the error. The process waits for space until its user discards the
+result. Space for the record of the end is reserved from the beginning. Files that are removed while the job runs are
+restored.
 """
 
 from __future__ import annotations
@@ -71,17 +72,17 @@ class Recorder:
 
     Args:
         folder: where.
-        log: the same folder, as that of the job's log files.
+        log: the same folder, as the folder of the job's log files.
         record: what was launched.
         launch: the rest of it.
-        outcome: returns how the job ended, once it has.
-        requests: to the job: one to end it gives up what there is no room for.
+        outcome: returns the outcome once the job has ended.
+        requests: requests to the job; a request to end it discards data for which there is no space.
 
     Attributes:
         waits_for: what the process waits for before it ends; empty while it does not.
 
     Raises:
-        OSError: the files can't be made.
+        OSError: the files can't be created.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Recorder:
         self._sender = EventSender(self._events_fd, folder.key(EVENTS))
 
     def publish(self) -> None:
-        """Write what was launched: from now on, others can attach.
+        """Write what was launched. Other processes can then attach.
 
         Raises:
             OSError: that is not possible.
@@ -124,7 +125,7 @@ class Recorder:
         self._folder.write_plain(self._record)
 
     def on_event(self, event: Event) -> None:
-        """Append an event; the last one of the job behind everything else that is kept."""
+        """Append an event; the last one follows all other data."""
         if isinstance(event, _SAMPLES):
             self._samples[type(event), event.rank] = event
         elif isinstance(event, JobEnded):
@@ -137,7 +138,7 @@ class Recorder:
                 self._write_snapshot()  # its file says that workers run; readings come a moment later
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Write the state of all ranks, a few times a second, and look after the folder."""
+        """Write the state of all ranks a few times per second, and restore removed files."""
         self._readings = readings
         now_s = time.monotonic()
         if now_s >= self._next_write_s:
@@ -149,7 +150,7 @@ class Recorder:
             self.restore()
 
     def close(self) -> None:
-        """Close the files: the end was written with its event."""
+        """Close the files."""
         with self._lock:
             for fd in (self._events_fd, self._home_fd):
                 if fd >= 0:
@@ -159,7 +160,7 @@ class Recorder:
     # --- the folder ----------------------------------------------------------------------------------------------
 
     def restore(self) -> str:
-        """Put back what was removed of the folder; return why that is not possible, empty if all is there."""
+        """Restore removed files of the folder; return why that is not possible, or an empty string."""
         with self._lock:
             try:
                 if self._events_fd >= 0 and not self._is_whole():
@@ -257,7 +258,7 @@ class Recorder:
         if outcome.error is not None:
             error = _error_of(outcome)
             unsaved_error = self._save(saving, "the error", None, lambda: folder.write(error))
-        unsaved_events = self._save(saving, "what was logged", None, self._append_pending)
+        unsaved_events = self._save(saving, "the logged values", None, self._append_pending)
         lost = "; ".join(filter(None, (unsaved, unsaved_weights, unsaved_error, unsaved_events)))
         end = End(
             format=FORMAT,
@@ -270,7 +271,7 @@ class Recorder:
         )
         self._save(saving, "the end of the job", None, lambda: folder.write_plain(end))
         if self._num_dropped:
-            text = f"{self._num_dropped:,} events were lost: the disk was full while they happened"
+            text = f"{self._num_dropped:,} events were lost because the disk was full"
             lost = "; ".join(filter(None, (lost, text)))
         self._append(*([Note.of_job(lost, "warning")] if lost else []), event)
 
@@ -296,7 +297,7 @@ class Recorder:
                 num_bytes = payload.num_bytes(value)  # raises where it is the value's own code that can't
                 why = disk.reason(self._folder.path, problem)
                 if not self._waits(saving, what, num_bytes, problem, why):
-                    return f"{what} could not be written: {why}. It was given up on request"
+                    return f"{what} could not be written: {why}. It was discarded on request"
         except Exception as error:  # the user's classes have code of their own
             return f"{what} could not be written: {type(error).__name__}: {error}"
         finally:
@@ -305,10 +306,10 @@ class Recorder:
     def _waits(self, saving: _Saving, what: str, num_bytes: int, problem: OSError, why: str) -> bool:
         """Wait until another try may have room; return False where the user has asked to give up."""
         place = self._folder.path.parent
-        needs = f"{formatting.size(num_bytes)} of room" if num_bytes > _COPY_BYTES else "room"
+        needs = f"{formatting.size(num_bytes)} of space" if num_bytes > _COPY_BYTES else "room"
         self.waits_for = (
-            f"waits for {needs} in {place} to write {what} ({why}). It is tried again until it is there; "
-            f"job.stop() or `nblaunch stop {self._folder.id}` gives it up"
+            f"waits for {needs} in {place} to write {what} ({why}). It tries again until there is space; "
+            f"job.stop() or `nblaunch stop {self._folder.id}` discards the result"
         )
         next_try_s = time.monotonic() + _RETRY_S
         while not saving.is_given_up(self._requests):

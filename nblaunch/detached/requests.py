@@ -1,10 +1,10 @@
-"""Requests to a detached job: a line of text on a Unix socket, and a text in return.
+"""Requests to a detached job: a line of text on a Unix socket, and a text as the reply.
 
     kernel, script, shell ── "stop" ──> socket in the folder (mode 0700)  ──┐  user of the other
                                     └─> socket by a name of its own (Linux) ┴─ end checked ── job process
 
-The second one is there whatever happens to the folder: a job whose folder was removed can still be found and asked.
-Nothing that comes through a socket is unpickled.
+The second socket does not depend on the folder, so a job whose folder was removed can still be found. Nothing that
+comes through a socket is unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nblaunch.launcher.requests import JobRequests
 
 _SOCKET_NAME = "socket"
 _CREDENTIALS = struct.Struct("3i")
-"""Of the process at the other end: process, user, group. Source: unix(7), SO_PEERCRED."""
+"""Process, user and group of the other end. Source: unix(7), SO_PEERCRED."""
 
 _MAX_REQUEST_BYTES = 256
 _PATIENCE_S = 2.0
@@ -41,7 +41,7 @@ _HAS_NAMES = sys.platform == "linux"
 
 
 def new_address() -> str:
-    """Return a name for the second socket of a job; empty where the system has no such names."""
+    """Return a name for the second socket of a job; empty if the system has no such names."""
     return f"nblaunch-{os.getuid()}-{secrets.token_hex(8)}" if _HAS_NAMES else ""
 
 
@@ -54,7 +54,7 @@ def served_addresses() -> list[str]:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a job process serves requests.
+    """The place where a job process serves requests.
 
     Args:
         folder: of the job.
@@ -75,7 +75,7 @@ class Endpoint:
             return descriptors.have_run_out(error)  # of this process: nothing is known of the other
 
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
-        """Return the answer to a request; empty where no job process answers."""
+        """Return the reply to a request; empty if no job process replies."""
         try:
             with self.connected() as connection:
                 connection.settimeout(timeout_s)
@@ -89,13 +89,15 @@ class Endpoint:
         """Connect with the job process.
 
         Raises:
-            OSError: there is none, or it is not of this user.
+            OSError: there is none, or it belongs to another user.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_PATIENCE_S)
             self._connect(connection)
             if not _is_own_user(connection):
-                raise PermissionError(f"the process behind the socket of {self.folder} is another user's")
+                raise PermissionError(
+                    f"the process behind the socket of {self.folder} belongs to another user"
+                )
             yield connection
 
     def _connect(self, connection: socket.socket) -> None:
@@ -111,15 +113,15 @@ class Endpoint:
 
 
 class RequestServer:
-    """The job process's end: serves requests from now on, in a thread.
+    """Serves requests in a thread of the job process.
 
     Args:
         endpoint: where.
-        requests: to the job, which they are passed on to.
-        questions: text of a request -> returns the answer.
+        requests: receives the requests to the job.
+        questions: text of a request -> function that returns the reply.
 
     Raises:
-        OSError: neither socket can be made.
+        OSError: neither socket can be created.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class RequestServer:
         self._thread.start()
 
     def restore(self) -> None:
-        """Listen anew in a folder whose socket was removed."""
+        """Create the socket again in a folder from which it was removed."""
         with suppress(OSError), files.private_folder(self._endpoint.folder) as fd:
             try:
                 os.stat(_SOCKET_NAME, dir_fd=fd, follow_symlinks=False)
@@ -221,14 +223,14 @@ def _reply_with(connection: socket.socket, answer: Future[str]) -> None:
 
 
 class RemoteRequests:
-    """Requests to a job of another process. Once it has ended, they have no effect."""
+    """Requests to a job of another process. They have no effect once it has ended."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self.interrupts = 0
 
     def stop(self) -> None:
-        """Let the loops of all ranks end at the same step boundary."""
+        """Ask the loops of all ranks to end at the same step."""
         self._endpoint.ask("stop")
 
     def interrupt(self) -> None:
@@ -246,7 +248,7 @@ class RemoteRequests:
 
         def ask() -> None:
             text = self._endpoint.ask("stacks", _STACKS_S + _PATIENCE_S)
-            answer.set_result(text or "no worker of the job runs")
+            answer.set_result(text or "no worker of the job is running")
 
         threading.Thread(target=ask, name="nblaunch-stacks", daemon=True).start()
         return answer
@@ -259,7 +261,7 @@ def _is_own_user(connection: socket.socket) -> bool:
 
 @contextmanager
 def address_in(folder: Path) -> Iterator[str]:
-    """Yield the address of the socket: by descriptor, since an address has room for about 100 bytes."""
+    """Yield the address of the socket, by descriptor, because an address can have only about 100 bytes."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{_SOCKET_NAME}"

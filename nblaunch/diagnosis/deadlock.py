@@ -23,7 +23,7 @@ CERTAIN_S = 1.0
 """How long no thread of a rank may have run: the threads of a pool take turns, and a signal may be on its way."""
 
 _LIKELY_S = 1.5
-"""The same for the main thread alone, while other threads wait for clocks or sockets, as those of gloo."""
+"""The same for only the main thread, while other threads, such as gloo's, wait for clocks or sockets."""
 
 _AWAITED = (
     ("/concurrent/futures/", "the task of a pool"),
@@ -106,12 +106,12 @@ def advice(start_method: str) -> str:
 
 
 _FORKED = (
-    "A forked worker has none of the kernel's threads: create inside the function what needs them (a pool, a thread "
-    "that fills a queue, a session of a library), or launch with start_method='forkserver'."
+    "A forked worker has none of the kernel's threads: inside the function, create the pool, the thread "
+    "that fills the queue, or the session of the library, or launch with start_method='forkserver'."
 )
 _FRESH = (
-    "Every thread of the worker waits for another one: look for a lock that is taken twice, or a queue that nothing "
-    "fills."
+    "Every thread of the worker waits for another thread: look for a lock that is acquired twice, or a "
+    "queue that nothing fills."
 )
 
 

@@ -43,7 +43,7 @@ def rebuild(failed: Failed, *, is_remote: bool = False) -> BaseException:
     """
     error = _from_text(failed.info) if is_remote else _load(failed)
     if error is None:
-        error = _failure(failed, "only text comes from other machines, and its class is not loaded here")
+        error = _failure(failed, "it came from another machine as text, and its class is not loaded here")
     _give_traceback(error, failed.info)
     return error
 
@@ -63,7 +63,7 @@ def _give_traceback(error: BaseException, info: ExceptionInfo) -> None:
 
 def _load(failed: Failed) -> BaseException:
     """Unpickle the exception; return a :class:`WorkerFailed` with its text if that fails."""
-    why = "its class or contents can't be pickled, or are too large"
+    why = "its class or contents can't be pickled or are too large"
     if failed.exception is not None:
         try:
             return _with_text(exceptions.load(failed.exception), failed.info.message)
@@ -260,7 +260,7 @@ class RemoteRendering:
     Args:
         info: its text and frames.
         notes: lines below it.
-        cause_notes: those of its cause.
+        cause_notes: notes of its cause.
     """
 
     info: ExceptionInfo
@@ -275,7 +275,7 @@ class RemoteRendering:
         return _fitting(shell, self._shown, tb, (*_earlier(self.info), *self.notes))
 
     def _shown(self, max_lines: int) -> BaseException:
-        """Return the exception to display, with at most ``max_lines`` lines of its message and that of its cause."""
+        """Return the exception to display, with at most ``max_lines`` lines of its message and its cause's."""
         cause = self.info.cause
         if cause is None:
             return _stand_in(self.info.type_name, self.info.message, max_lines)
@@ -322,7 +322,7 @@ def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
 
 
 def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the entries without nblaunch's and those of libraries that it called; the user's code below it stays."""
+    """Return the entries without nblaunch and the libraries that it called; the user's code below it stays."""
     kept = []
     is_inside = False
     for entry in _entries(tb):

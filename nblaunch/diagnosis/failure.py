@@ -144,7 +144,7 @@ def failure_of(
 
 
 def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Failure | None:
-    """Return the failure on another node that explains those of this one; None if there is none."""
+    """Return the failure on another node that explains the failures of this node, or None."""
     if own_failures(report):
         return None
     explanation = _explain_remote(report.remote, notes)
@@ -288,7 +288,7 @@ def _last_lines(printed: str, path: Path) -> list[str]:
     lines = [line for line in printed.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     shown = [line[: _NATIVE_LINE if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
     refusal = disk.refuses_growth(path, _LINE)
-    lost = [f"What it printed last may be missing: {refusal}."] if refusal else []
+    lost = [f"Its last output may be missing: {refusal}."] if refusal else []
     return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
 
 
@@ -297,8 +297,8 @@ def _openmp_evidence(printed: str) -> list[str]:
     if _OPENMP_REFUSAL not in printed:
         return []
     return [
-        "GNU OpenMP, which numba's parallel functions use, ran threads in the kernel before the worker was forked, and "
-        "refuses to run in the fork. Launch with start_method='forkserver'."
+        "GNU OpenMP, which numba's parallel functions use, ran threads in the kernel before the fork, and "
+        "refuses to run in the worker. Launch with start_method='forkserver'."
     ]
 
 

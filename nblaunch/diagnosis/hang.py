@@ -183,7 +183,7 @@ class HangDetector:
                 continue
             is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, known)
             (hung if is_hung else suspected).append(rank)
-        # One that waits for others may poll meanwhile: that is no computing.
+        # A rank that waits for others may poll, which does not count as computing.
         busy = tuple(
             rank
             for rank, known in ranks.items()
@@ -305,8 +305,8 @@ def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone
         return ""
     if gone:
         return (
-            f"{formatting.ranks(gone)} returned already, so the others wait forever. Check that all ranks see the same "
-            "number of batches."
+            f"{formatting.ranks(gone)} already returned, so the others wait forever. Check that all ranks "
+            "see the same number of batches."
         )
     if absent:
         wait, has = "wait" if len(waiting) > 1 else "waits", "have" if len(absent) > 1 else "has"

@@ -95,11 +95,11 @@ def judge(
     is_refused = bool(_OUT_OF_MEMORY.search(message))
     is_scarce = lowest is not None and before.limit is not None and lowest < _SCARCE_SHARE * before.limit
     if kills > 0 and (is_killed or is_refused or _KILLED_CHILD.search(message)):
-        first = f"Memory ran out: the system killed {formatting.count(kills, 'process')} of this job for it."
+        first = f"Memory ran out: the system killed {formatting.count(kills, 'process')} of this job."
     elif is_refused:
-        first = "Memory ran out: an allocation was refused."
+        first = "Memory ran out: an allocation failed."
     elif is_killed and is_scarce:
-        first = "Memory most likely ran out: hardly any was left when it happened."
+        first = "Memory probably ran out: almost none was left at that time."
     else:
         return []
     host = _host_line(before, lowest)
@@ -129,8 +129,9 @@ def _remedy(readings: Sequence[SlotReading], before: MemoryFacts) -> str:
         each = formatting.size(max(built))
         host = f" on a host with {formatting.size(before.limit)}" if before.limit else ""
         return (
-            f"{len(built)} process{'es each' if len(built) > 1 else ''} built a model of {each}{host}: build it once "
-            "in a cell and pass it, notebook_launcher(train, (model,)), so that it is held in memory once."
+            f"{len(built)} process{'es each' if len(built) > 1 else ''} built a model of {each}{host}: "
+            "build it once in a cell and pass it, notebook_launcher(train, (model,)), so that it is in "
+            "memory only once."
         )
     return (
         "Use fewer processes, a smaller batch, fewer data loader workers (num_workers), or a smaller model."

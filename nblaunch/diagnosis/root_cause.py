@@ -11,21 +11,24 @@ from nblaunch.events import ExitStatus, Failed
 
 # Signal -> what it means, and what to do next.
 _MEANINGS = {
-    "SIGKILL": "It was killed from outside, most often by the kernel's OOM killer, which dmesg shows. Use less memory "
-    "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host with more.",
+    "SIGKILL": "It was killed from outside, usually by the system's OOM killer (see dmesg). Use less memory "
+    "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host "
+    "with more.",
     "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
     "stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
-    "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full. Give the container more "
-    "of it (docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
-    "SIGABRT": "Native code aborted, and printed why. The message is among its last lines or in its complete log; with "
+    "SIGBUS": "A mapped file ended early; in containers usually because /dev/shm is full. Enlarge it "
+    "(docker run --shm-size=2g), or use fewer data loader workers (num_workers).",
+    "SIGABRT": "Native code aborted. Its message is in the last lines or in the complete log; with "
     "NCCL_DEBUG=INFO in the environment, NCCL prints more.",
-    "SIGTERM": "Another process ended it: kill in a shell, or a batch system or container at its limit of time or "
-    "memory. Raise that limit, or save checkpoints (accelerator.save_state) and launch with max_restarts=1.",
+    "SIGTERM": "Another process ended it: a kill command, or a batch system or container that reached its "
+    "limit of time or memory. Raise that limit, or save checkpoints (accelerator.save_state) and "
+    "launch with max_restarts=1.",
 }
 
 _UNKNOWN_STATUS = (
-    "Other code of this process took its exit status (os.wait, os.waitpid(-1), or SIGCHLD set to SIG_IGN while workers "
-    "ran), so that the signal or exit code is lost. Look in its complete log, and take that code out of the notebook."
+    "Other code of this process took its exit status (os.wait, os.waitpid(-1), or SIGCHLD set to SIG_IGN "
+    "while workers ran), so the signal or exit code is lost. Look in the complete log, and remove that code "
+    "from the notebook."
 )
 
 SAME_COLLECTIVES = (
@@ -142,13 +145,13 @@ def what_it_means(cause: RootCause) -> str:
         return SAME_COLLECTIVES
     if status.signal_name:
         text = signal.strsignal(-status.code) or "an unknown signal"
-        other = f"{text}. Look in its complete log for what came before, and for a process that runs kill."
+        other = f"{text}. Look in the complete log for earlier messages, and for a process that runs kill."
         return _MEANINGS.get(status.signal_name, other)
     if not status.is_known:
         return _UNKNOWN_STATUS
     return (
-        f"Something called sys.exit({status.code}) or os._exit({status.code}). Raise an exception there instead: its "
-        "traceback is shown here."
+        f"Something called sys.exit({status.code}) or os._exit({status.code}). Raise an exception instead, "
+        "so that its traceback appears here."
     )
 
 

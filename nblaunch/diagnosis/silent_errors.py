@@ -15,7 +15,7 @@ from nblaunch.events import Event, Hint, Note, Observation
 from nblaunch.user_code import cell_name
 
 _GATHER_S = 1.0
-"""How long a rank's observation waits for those of other ranks, which name it together."""
+"""Seconds that a rank's observation waits for the observations of other ranks, to be named together."""
 
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step

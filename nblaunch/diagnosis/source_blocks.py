@@ -54,7 +54,7 @@ def condition_on_rank(filename: str, line: int) -> str:
             decorators = [one for one in map(ast.unparse, node.decorator_list) if _OF_RANKS.search(one)]
             if decorators:
                 return f"@{decorators[0]}"
-            return ""  # conditions around a definition are not those of its calls
+            return ""  # conditions around a definition do not apply to its calls
         else:
             continue
         text = ast.unparse(test)

@@ -52,7 +52,7 @@ _IMPORT_SYSTEM = "<frozen importlib."
 
 _BOOTSTRAP = "nblaunch/worker/bootstrap.py"
 _STAGES = (
-    ("nblaunch/wire/outbox.py", "put_value", "what it returned is being pickled"),
+    ("nblaunch/wire/outbox.py", "put_value", "its return value is being pickled"),
     ("nblaunch/worker/delivery.py", "_put_weights", "trained weights are being sent"),
 )
 """(file, function, description) of what a worker does after the user's function has returned."""
@@ -218,7 +218,7 @@ def described_here(position: Position) -> Position:
 def _where(frames: Sequence[StackFrame]) -> str:
     own = _without_inherited(frames)
     _, user = _split_at_user(own)
-    described = describe(user[:1]) or describe(own[:1]) or ["outside of the function"]
+    described = describe(user[:1]) or describe(own[:1]) or ["outside the function"]
     return _stage(frames) + described[0]
 
 
@@ -238,7 +238,8 @@ def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
 
 
 def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
-    """Return the frames inside the worker's bootstrap: around it, a forked worker has those of the kernel's cell."""
+    """Return the frames inside the worker's bootstrap; around it, a forked worker has the frames of the kernel's
+    cell."""
     for i, frame in enumerate(frames):
         if frame.filename.endswith(_BOOTSTRAP):
             return frames[:i]

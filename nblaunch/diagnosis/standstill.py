@@ -4,7 +4,7 @@
     rank 1   ... 40  returned   left the loop after 22 batches
 
 Each rank gets an activity: what it waits in, or that it does not wait for other ranks. Where most ranks have the same
-one, the others are at fault. A majority is no proof, so that the text says what each side does.
+one, the others are at fault. A majority does not prove anything, so the text says what each side does.
 """
 
 from __future__ import annotations

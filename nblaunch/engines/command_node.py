@@ -46,8 +46,8 @@ class CommandNode(NodeHandle):
         host: name of the machine, for messages.
         log_path: for what is printed.
         address: as of :class:`NodeHandle`.
-        environment: of the command; None = that of this process.
-        folder: to start it in; None = that of this process.
+        environment: environment of the command; None = this process's.
+        folder: working folder; None = this process's.
 
     Raises:
         LaunchError: the command can't be started.

@@ -78,7 +78,7 @@ _LOST_S = 15.0
 """How long nodes may take to end their ranks once these have been killed."""
 
 _AHEAD_S, _PATIENCE_S = 2.0, 3.0
-"""Of an agreement on a last step, of which nodes learn twice a second; as in ``nodes/peer_states.py``."""
+"""Timing of an agreement on a last step, which nodes learn twice per second; as in ``nodes/peer_states.py``."""
 
 _LOST_ADVICE = (
     "Look at that machine and at the network to it. With max_restarts, the job starts again on the nodes that are "
@@ -337,7 +337,7 @@ class Coordinator:
         now = time.time()
         for rank in node.ranks:
             if rank not in self._report.exits:
-                self._report.signalled.setdefault(rank, now)  # it is no cause of its own
+                self._report.signalled.setdefault(rank, now)  # it is not a cause
                 self._report.exits[rank] = (UNKNOWN_EXIT, now)
                 self._emit(Exited(rank, now, status=UNKNOWN_EXIT))
             self._report.returned.pop(rank, None)  # what it returned has not arrived
@@ -461,7 +461,7 @@ class Coordinator:
         self._answer_logs(None)
 
     def _answer_logs(self, sent: LogsSent | None) -> None:
-        """Answer those that wait for logs, once those of all nodes are here."""
+        """Answer queries for logs once the logs of all nodes have arrived."""
         for query, missing in list(self._log_queries):
             if sent is not None and missing:
                 missing.pop()
@@ -513,7 +513,7 @@ class Coordinator:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Read the logs to their end, and make the last readings those of the end."""
+        """Read the logs to their end, and emit the last readings."""
         for tail in self._tails.values():
             for event in tail.read_rest():
                 self._emit(event)

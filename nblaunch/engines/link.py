@@ -79,7 +79,7 @@ class NodeLink:
             try:
                 self.hello = schema.load(Hello, body)
             except ValueError as error:
-                raise LaunchError(f"{self.label} is no node program of this version: {error}") from None
+                raise LaunchError(f"{self.label} is not a node program of this version: {error}") from None
             _check_versions(self.label, self.hello)
 
     def send_boot(self, boot: Boot, body: bytes, call_fd: int) -> None:
@@ -99,7 +99,7 @@ class NodeLink:
         self.channel.send(AskClock())
 
     def set_clock(self, answer: ClockIs) -> None:
-        """Compare its clocks with those of this process: half of the time of the answer is the error."""
+        """Compare its clocks with the clocks of this process; the error is half of the reply time."""
         now_s, now_monotonic = time.time(), time.monotonic()
         error_s = (now_monotonic - answer.sent_s) / 2
         ahead_s = answer.time_s - (now_s - error_s)
@@ -126,7 +126,7 @@ class NodeLink:
         return messages
 
     def lose(self, why: str) -> None:
-        """Take it that the node is lost, and end its program as far as that is possible."""
+        """Treat the node as lost, and end its program if possible."""
         if not self.loss:
             self.loss = why
             self._handle.kill()
@@ -136,7 +136,7 @@ class NodeLink:
         return replace(event, time_s=event.time_s - self._ahead_s) if self._ahead_s else event
 
     def time_here(self, time_s: float) -> float:
-        """Return a wall clock time of this node as that of this process."""
+        """Convert a wall clock time of this node to this process's clock."""
         return time_s - self._ahead_s
 
     def reading_here(self, reading: SlotReading) -> SlotReading:

@@ -7,7 +7,7 @@
                 ── Request, Proposal, AskStacks, ... ───>
                 <── OutboxPart, AttemptOver ────────────           at its end
 
-All but :class:`Hello` and :class:`Boot` travel under a seal (``channel.py``). A heartbeat is that of ``nodes/``.
+All but :class:`Hello` and :class:`Boot` travel under a seal (``channel.py``). A heartbeat is the same as in ``nodes/``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Hello:
 
     @classmethod
     def of_this_process(cls) -> Hello:
-        """Return those of this process."""
+        """Return the clocks of this process."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         # Nothing here may import the package above it.
         return cls(socket.gethostname(), python, sys.modules["nblaunch"].__version__)

@@ -208,7 +208,7 @@ def _close(own: socket.socket, *, keeps_descriptor: bool = False) -> None:
 
 
 def _address(environment: Mapping[str, str]) -> str:
-    """Return the address of the cluster: that of the user's connection, or of ``RAY_ADDRESS``; empty = found by Ray."""
+    """Return the address of the cluster from the user's connection or ``RAY_ADDRESS``; empty = Ray finds it."""
     connected: dict[str, Any] = dict(connected_engines.environment())
     return str(
         connected.get("RAY_ADDRESS") or environment.get("RAY_ADDRESS") or env.read("RAY_ADDRESS") or ""

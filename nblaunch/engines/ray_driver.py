@@ -168,7 +168,7 @@ class Driver:
             from ray._private.state import available_resources_per_node
 
             found: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-        except Exception:  # it is no public interface
+        except Exception:  # it is not a public interface
             return {node["NodeID"]: _plain(node["Resources"]) for node in self._ray.nodes()}
         return found
 

@@ -159,7 +159,7 @@ class EngineRunner(JobRunner):
             raise KeyboardInterrupt
 
     def _adopt_plan(self) -> None:
-        """Take the plans that the nodes have made as that of the job.
+        """Use the plans of the nodes as the plan of the job.
 
         Raises:
             LaunchError: they have different kinds of devices.

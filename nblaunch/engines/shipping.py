@@ -44,7 +44,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def user_modules(folder: str | None) -> list[ModuleSource]:
-    """Return the user's modules: those that are loaded, with all of their packages, and those of the notebook's folder.
+    """Return the user's modules: loaded modules with their packages, and modules in the notebook's folder.
 
     Args:
         folder: of the notebook; None where it was removed.
@@ -94,7 +94,7 @@ def _source_of(name: str, module: Any) -> str | None:
 
 
 def _inside(package: str, folder: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Yield the modules in the folder of a package, those of inner packages as well."""
+    """Yield the modules in the folder of a package, also of inner packages."""
     for path in Path(folder).rglob("*.py"):
         parts = path.relative_to(folder).with_suffix("").parts
         if not all(part.isidentifier() for part in parts):

@@ -71,7 +71,8 @@ _LOG_BYTES = 256 << 10
 
 _MAX_LAG_BYTES = 8 << 20
 _KEPT_BYTES = 1 << 20
-"""Of a log that is further behind than the former, the latter is sent, and the rest stays in its file here."""
+"""If a log is further behind than the first number, the second number of bytes is sent, and the rest stays in its
+file."""
 
 _STACKS_BYTES = 256 << 10
 _NUM_CURVES = 8
@@ -117,7 +118,7 @@ class Uplink:
         self.outboxes: dict[int, int] = {}
 
     def begin(self, attempt: Attempt) -> None:
-        """Take it that the ranks of ``attempt`` are about to start."""
+        """Prepare for the ranks of ``attempt``, which are about to start."""
         self._attempt = attempt
         self._logs = {rank: _Log(attempt.log.log_path(rank, attempt.number)) for rank in attempt.ranks}
 

@@ -67,7 +67,7 @@ def _lack(path: Path) -> str | None:
         return None
     is_root = os.geteuid() == 0  # file systems keep a reserve for root
     if status.f_files and (status.f_ffree if is_root else status.f_favail) == 0:
-        return f"no inodes (entries of files) are left on {place}: all {status.f_files:,} are in use"
+        return f"no inodes are left on {place}: all {status.f_files:,} are in use"
     num_blocks = status.f_bfree if is_root else status.f_bavail
     if num_blocks <= 1:
         return f"the disk of {place} is full: {formatting.size(status.f_blocks * status.f_frsize)} are in use"

@@ -51,13 +51,13 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
         fd = os.open(path, _FOLDER, dir_fd=dir_fd)
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file, or a link, wherever it leads
-            raise PermissionError("is no folder of this user") from None
+            raise PermissionError("is not a folder of this user") from None
         raise
     status = os.fstat(fd)
     if status.st_uid != os.getuid():
-        problem = "is no folder of this user"
+        problem = "is not a folder of this user"
     elif status.st_mode & 0o077:
-        problem = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+        problem = f"can be accessed by other users (mode {stat.S_IMODE(status.st_mode):04o})"
     else:
         return fd
     os.close(fd)

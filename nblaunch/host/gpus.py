@@ -97,7 +97,7 @@ def uncounted() -> str | None:
     try:
         _ask(lambda pynvml: None)
     except LookupError as error:
-        return f"there is {device}, but NVML can't be asked for GPUs: {error.args[0]}"
+        return f"{device} exists, but NVML can't list GPUs: {error.args[0]}"
     return None
 
 

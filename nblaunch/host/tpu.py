@@ -175,13 +175,13 @@ def holder_refusal(is_ours: bool, where: str = "") -> str | None:
     holder = lock_holder()
     if is_ours or holder == os.getpid():
         return (
-            f"this process has taken the TPU chips itself{where}, and gives them back only when it ends: restart the "
-            "kernel, and use the device only inside the function that is launched"
+            f"this process has taken the TPU chips itself{where}, and gives them back only when it ends: restart "
+            "the kernel, and use the device only inside the function"
         )
     if holder is not None:
         return (
-            f"another process uses the TPU chips: {holder} ({command_of(holder)}). End it, or shut its notebook's "
-            f"kernel down. ({LOCK_FILE} goes with it; don't delete it while the process lives.)"
+            f"another process uses the TPU chips: {holder} ({command_of(holder)}). End it, or shut down its "
+            f"notebook's kernel. (That also removes {LOCK_FILE}; don't delete the file while the process runs.)"
         )
     return None
 
@@ -218,20 +218,20 @@ class TpuSlice:
         """Return why the chips of this host can't be used on their own; None where they can."""
         if len(self.hosts) > 1:
             return (
-                f"this machine is one of {len(self.hosts)} hosts of a TPU slice, whose chips compute together or not "
-                "at all, and launching on several TPU hosts is not available in this version"
+                f"this machine is one of {len(self.hosts)} hosts of a TPU slice, whose chips must all compute "
+                "together, but nblaunch does not support several TPU hosts yet"
             )
         total = num_chips_of(self.accelerator_type)
         if not self.hosts and total > self.num_chips:
             return (
-                f"this machine has {self.num_chips} chips of a TPU slice of {total} ({self.accelerator_type}), whose "
-                "chips compute together or not at all, and launching on several TPU hosts is not available in this "
-                "version. Is it the only host? TPU_WORKER_HOSTNAMES=localhost, set before the launch, says so"
+                f"this machine has {self.num_chips} chips of a TPU slice of {total} ({self.accelerator_type}), "
+                "whose chips must all compute together, but nblaunch does not support several TPU hosts yet. If "
+                "this is the only host, set TPU_WORKER_HOSTNAMES=localhost before the launch"
             )
         if not self.has_server and not self.accelerator_type:
             return (
-                "it is not known which TPU this is: there is no metadata server, no TPU_ACCELERATOR_TYPE, and no chip "
-                "on the PCI bus. Set TPU_ACCELERATOR_TYPE, as v5litepod-8, before the launch"
+                "the kind of TPU is unknown: there is no metadata server, no TPU_ACCELERATOR_TYPE, and no chip on "
+                "the PCI bus. Set TPU_ACCELERATOR_TYPE, such as v5litepod-8, before the launch"
             )
         return None
 

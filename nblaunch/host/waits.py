@@ -35,7 +35,8 @@ BARS_THREAD = "tqdm_monitor"
 """Name of the thread that refreshes tqdm's bars by a clock."""
 
 _SERVERS = ("gloo_tcp_loop", "pt_tcpstore", BARS_THREAD)
-"""Threads that serve other threads: those of torch carry messages. They end no wait while the others are idle."""
+"""Threads that serve other threads, such as torch's, which carry messages. They end no wait while the others are
+idle."""
 
 
 def name_this_thread(name: str) -> None:

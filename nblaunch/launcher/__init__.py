@@ -1,13 +1,13 @@
 """The kernel's side of a launch: checks, start and supervision of the workers, and the job that the caller holds.
 
 The kernel is the process that calls the launcher: a Jupyter kernel, or a script; never a CUDA kernel. The launcher is
-this code in it, or in the process of its own that a detached job has (:mod:`nblaunch.detached`).
+this code in the kernel, or in the process of a detached job (:mod:`nblaunch.detached`).
 
-    plan.py              can it work here, and how? -> LaunchPlan
+    plan.py              whether and how to launch on this machine -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
     job.py               Job: what the caller holds, a future; its state, its listeners
     runner.py            JobRunner: runs a job to its end, attempt after attempt
-      joblog.py          the log files of a job; those of old jobs are pruned at the first tick
+      joblog.py          the log files of a job; logs of old jobs are pruned at the first tick
         logtail.py       follows them, and keeps them small
       requests.py        SIGINT while a launch runs; stop, interrupt, kill, show stacks; the supervisor reads them
       attempt.py         starts the workers of one attempt, each with an assignment
@@ -19,11 +19,11 @@ this code in it, or in the process of its own that a detached job has (:mod:`nbl
         collective_watch.py  finds ranks that call different collectives
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
-      interruption.py  what an interrupted job has kept of its training
+      interruption.py  the weights of an interrupted job
 outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
     debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures
 
-What happened in an attempt, however it ended, is its ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`), which the
-supervisor returns and ``outcome.py`` reads. :mod:`nblaunch.diagnosis` explains why a job failed or makes no progress.
+The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) about each attempt, which ``outcome.py``
+reads. :mod:`nblaunch.diagnosis` explains why a job failed or makes no progress.
 """

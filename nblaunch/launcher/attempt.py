@@ -1,8 +1,8 @@
-"""One attempt of a job: what it is, and the start of its workers with everything that they need.
+"""One attempt of a job: its description, and the start of its workers.
 
     Attempt ── start_attempt ──> RunningAttempt: the workers, and what this process holds for them until they have ended
 
-Each worker gets an assignment of its own: event pipe, outbox, log files, environment.
+Each worker gets its own assignment: event pipe, outbox, log files, environment.
 
 On several machines :class:`Peers` are the other nodes; ``nodes/link.py`` implements it, and ``engines/uplink.py``.
 """
@@ -47,18 +47,18 @@ class Peers(Protocol):
     """The other nodes of a job, while workers run."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when something has arrived from them."""
+        """Return a descriptor that is readable when they have sent something."""
 
     def receive(self) -> None:
-        """Handle what has arrived."""
+        """Handle what they have sent."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more will arrive."""
+        """Whether they will send nothing more."""
 
     @property
     def must_end(self) -> bool:
-        """Whether the workers of this node have to end, because of other nodes."""
+        """Whether the workers of this node must end because of other nodes."""
 
     def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
         """Start an agreement with them on the step at which all ranks leave their loops."""
@@ -69,7 +69,7 @@ class Peers(Protocol):
         """Send them the state of this node's ranks; return readings of all ranks, and add failures to the report."""
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
-        """Return the environment of this node's workers beyond that of their topology."""
+        """Return environment variables for this node's workers, in addition to their topology."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Attempt:
     Args:
         spec: what to run.
         plan: how.
-        number: of this attempt in this launcher, from 0; names its log folder.
-        restart_count: how often the job's workers were started before (``TORCHELASTIC_RESTART_COUNT``); with several
-            nodes as their agents agreed, since launchers may have joined at different times.
-        topology: of the first of these ranks. ``master_port`` 0: the workers' store is hosted here.
+        number: number of this attempt in this launcher, from 0; names its log folder.
+        restart_count: how often the job's workers were restarted (``TORCHELASTIC_RESTART_COUNT``). With several nodes,
+            their agents agree on it, because launchers may join at different times.
+        topology: topology of the first of these ranks. ``master_port`` 0 = this process hosts the workers' store.
         log: the job's log folder.
-        saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
-        peers: the other nodes of the job, where there are any.
+        saved: copy of the call at the launch, if this attempt may start later; None = use the call itself.
+        peers: the other nodes of the job; None = one machine.
         store: listening socket of the workers' store, where it was opened before.
         key: for objects between ranks; b"" = a new one, on one machine.
         first_collected: rank that sends what all ranks have alike; None = the first of this machine.
@@ -105,12 +105,12 @@ class Attempt:
 
     @property
     def keeps_workers(self) -> bool:
-        """Whether a failure keeps the workers for a debugger, which that of an earlier attempt does not."""
+        """Whether a failure keeps the workers for a debugger; only the last attempt does."""
         return self.spec.post_mortem and self.number >= self.spec.max_restarts
 
     @property
     def ranks(self) -> range:
-        """Those that run on this machine."""
+        """The ranks that run on this machine."""
         return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
 
     def start_event(self) -> AttemptStarted:
@@ -135,12 +135,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class WorkerConnections:
-    """What this process keeps of its connections with the workers, by rank.
+    """This process's ends of the connections with the workers, by rank.
 
     Args:
-        receivers: where events arrive.
-        commands: for commands; empty where none are sent.
-        debug: with the debugger; empty where there is none.
+        receivers: receive events.
+        commands: send commands; empty = no commands.
+        debug: connect to the debugger; empty = no debugger.
     """
 
     receivers: dict[int, EventReceiver] = field(default_factory=dict)
@@ -150,21 +150,21 @@ class WorkerConnections:
 
 @dataclass(frozen=True)
 class RunningAttempt:
-    """The workers of an attempt, and what this process holds for them. Must be closed.
+    """The workers of an attempt, and the resources that this process holds for them. Must be closed.
 
     Args:
         attempt: with the port of the store in its topology.
         assignments: one per worker.
         group: the processes.
         board: the progress of all ranks.
-        connections: with the workers.
+        connections: connections with the workers.
         tails: rank -> its log.
-        store: the store that workers may ask for; None where an agent hosts it.
-        selector: to wait for all of these.
-        memory: host memory from before the start on.
+        store: the store that workers can request; None = an agent hosts it.
+        selector: waits for all of these.
+        memory: samples host memory, from before the start.
         devices: samples the use of the workers' devices.
         guardian: kills the workers if this process dies; not started yet.
-        left_running: what was ended when the attempt was closed, though it had left the workers' POSIX process groups.
+        left_running: processes that had left the workers' process groups, and were ended when the attempt was closed.
     """
 
     attempt: Attempt
@@ -182,7 +182,7 @@ class RunningAttempt:
     _resources: ExitStack = field(repr=False)
 
     def close(self) -> None:
-        """End what still runs, and release everything."""
+        """End running processes and release all resources."""
         self._resources.close()
 
 
@@ -191,11 +191,11 @@ def start_attempt(attempt: Attempt, starter: Starter | None = None) -> RunningAt
 
     Args:
         attempt: what to start.
-        starter: starts them; None = that of the plan's start method.
+        starter: starts them; None = as the plan's start method does.
 
     Raises:
         PayloadError: the call can't be sent to workers.
-        LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
+        LaunchError: a worker, descriptor, port or folder was not available. Nothing is left behind.
     """
     starter = starter or STARTERS[attempt.plan.start_method]
     with ExitStack() as stack, refusals_as_launch_errors(attempt):
@@ -204,13 +204,13 @@ def start_attempt(attempt: Attempt, starter: Starter | None = None) -> RunningAt
 
 @contextmanager
 def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
-    """Raise :class:`LaunchError` for what the system refuses in the block, which must need nothing but the system."""
+    """Turn errors of the system in the block into :class:`LaunchError`; the block must only call the system."""
     try:
         yield
     except OSError as error:
         raise LaunchError(
-            f"the system refused what {len(attempt.ranks)} workers need: {error}. If descriptors ran out (ulimit -n), "
-            "close some or use fewer processes."
+            f"the system denied resources for {len(attempt.ranks)} workers: {error}. If descriptors ran out "
+            "(ulimit -n), close some files or use fewer processes."
         ) from error
 
 
@@ -287,14 +287,14 @@ def _end_descendants(
 def assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
 ) -> tuple[list[Assignment], WorkerConnections]:
-    """Make each worker's descriptors and assignment.
+    """Create each worker's descriptors and assignment.
 
     Args:
         attempt: with the port of the store in its topology.
-        board: for the progress of all ranks.
-        tag: by which the processes that come from the workers are found.
-        stack: closes what this process keeps until the end of the attempt.
-        worker_ends: closes what only the workers need, once they have it.
+        board: progress board of all ranks.
+        tag: tag that identifies descendants of the workers.
+        stack: closes resources of this process at the end of the attempt.
+        worker_ends: closes descriptors that only the workers need, once they have them.
 
     Raises:
         OSError: descriptors or memory ran out.

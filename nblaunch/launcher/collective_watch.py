@@ -31,7 +31,7 @@ _NUM_CALLS = 16
 """Calls of a rank that a look compares."""
 
 _NUM_FULL = 10
-"""Of so many looks, one compares all calls: ranks may be far apart."""
+"""One in this many checks compares all calls, because ranks may be far apart."""
 
 _MAX_SHARE = 0.01
 """Share of the launcher's time."""

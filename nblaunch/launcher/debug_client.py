@@ -3,8 +3,8 @@
 supervisor's loop ─┐                       ┌──> replies: (rank, number) -> ReceivedReply
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
 
-Values of several ranks are shown by :class:`RankValues`, the variables of a function by :class:`Comparison`. What
-stays after a failure, for the debugger to look into, is a :class:`KeptFailure`.
+Values of several ranks are shown by :class:`RankValues`, the variables of a function by :class:`Comparison`. A
+:class:`KeptFailure` holds the workers that stay after a failure.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class DebugClient:
         connections: rank -> connection.
 
     Attributes:
-        prompts: rank -> what pdb of this rank waits with.
-        printed: rank -> what pdb has printed when it was left, until it is taken.
-        gone: ranks whose process has ended; all of them, once the client was closed.
+        prompts: rank -> prompt at which its pdb waits.
+        printed: rank -> last output of its pdb, until it is taken.
+        gone: ranks whose process has ended; all ranks once the client is closed.
         announced_stops: breakpoints that were reported to the user.
-        stopped_s: when a rank last came to a ``breakpoint()``, by ``monotonic()``.
+        stopped_s: time of the last ``breakpoint()``, by ``monotonic()``.
     """
 
     def __init__(self, connections: Mapping[int, CommandConnection]) -> None:
@@ -92,9 +92,9 @@ class DebugClient:
         return default if rank is None else rank
 
     def inspect(self, expression: str, timeout_s: float) -> RankValues:
-        """Evaluate an expression on the ranks; return rank -> value, or the exception, of those that have answered.
+        """Evaluate an expression on the ranks; return rank -> value or exception, for ranks that answered.
 
-        A ValueError stands for a value that can't be rebuilt in the kernel.
+        A ValueError replaces a value that can't be rebuilt in the kernel.
         """
         number = next(self._numbers)
         replies = self._ask(Inspect(expression=expression, number=number), number, self._ranks, timeout_s)
@@ -114,7 +114,7 @@ class DebugClient:
     def _read_variables(
         self, function: tuple[str, int] | None, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, FrameVariables]:
-        """Read the variables of a function's frame; return those of the ranks that have answered in time."""
+        """Read the variables of a function's frame, on ranks that answer in time."""
         number = next(self._numbers)
         replies = self._ask(ReadVariables(function=function, number=number), number, ranks, timeout_s)
         return {
@@ -124,22 +124,22 @@ class DebugClient:
         }
 
     def open_pdb(self, rank: int) -> None:
-        """Open pdb on a rank, unless it waits for a line already."""
+        """Open pdb on a rank, unless it already waits for a line."""
         if rank not in self.prompts:
             self.printed.pop(rank, None)  # of an earlier pdb, whose end nothing waited for
             self._send(rank, Debug())
 
     def next_prompt(self) -> int | None:
-        """Return the rank to ask for next: the one that was asked last, until it goes on or is waited for too long."""
+        """Return the rank to prompt for: the same as before, until it continues or takes too long."""
         if self._debugged not in self.prompts:
             is_running = self._debugged is not None and time.monotonic() - self._sent_s < _PATIENCE_S
             self._debugged = self._debugged if is_running else min(self.prompts, default=None)
         return self._debugged if self._debugged in self.prompts else None
 
     def send_line(self, rank: int, text: str) -> None:
-        """Send pdb of a rank a line. If the rank goes on by it, so do those that wait at the same breakpoint.
+        """Send a line to pdb of a rank. If the rank continues, so do ranks at the same breakpoint.
 
-        Nothing where it waits no more: it has ended meanwhile, or another thread's line has let it go on.
+        Does nothing if the rank no longer waits, because it ended or another thread's line let it continue.
         """
         prompt = self.prompts.pop(rank, None)
         if prompt is None:
@@ -152,24 +152,24 @@ class DebugClient:
         self._send(rank, Line(text=text))
 
     def forget_stops(self) -> None:
-        """Begin anew, for another command of a session: what ranks wait with is not of it."""
+        """Forget earlier prompts before the next command of a session."""
         for state in (self.prompts, self.printed, self._continued, self._stops):
             state.clear()
         self._debugged = None
 
     def release(self) -> None:
-        """Let the workers end that are kept at a failure."""
+        """Let the kept workers end."""
         for rank in self.connections:
             self._send(rank, Release())
 
     def close(self) -> None:
-        """Close the connections, of workers that end: nothing can be asked any more."""
+        """Close the connections to workers that end."""
         with self._receiving:
             self.gone.update(self.connections)
             self.connections = {}
 
     def wait_for_prompt(self, rank: int) -> Prompted | None:
-        """Wait until pdb of a rank waits for a line; return None when it was left, or the rank has ended."""
+        """Wait until pdb of a rank waits for a line; return None if the user left pdb or the rank ended."""
         while (prompt := self.prompts.get(rank)) is None:
             if rank in self.printed or rank in self.gone:
                 return None
@@ -177,7 +177,7 @@ class DebugClient:
         return prompt
 
     def take_printed(self, rank: int) -> str:
-        """Return what pdb of a rank has printed when it was left."""
+        """Return the last output of a rank's pdb."""
         return self.printed.pop(rank, "")
 
     def _ask(
@@ -205,7 +205,7 @@ class DebugClient:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def receive_available(self, timeout_s: float = 0.0) -> None:
-        """Receive what has arrived; wait ``timeout_s`` for the first of it."""
+        """Receive messages; wait up to ``timeout_s`` for the first one."""
         with self._receiving:
             ranks = {
                 connection.fileno(): rank
@@ -262,18 +262,17 @@ class DebugClient:
 
 
 class KeptFailure(ABC):
-    """A failure that the debugger can look into: of a job (``runner.py``), or a session's command.
+    """A failure of a job (``runner.py``) or a session command that the debugger can inspect.
 
-    Its error is raised, and its workers stay, until the next launch, ``release()``, 30 minutes, or the end of this
-    process.
+    The workers stay until the next launch, ``release()``, the end of this process, or for 30 minutes.
 
     Args:
         debugger: client of the debugger in the workers.
-        failed_rank: with the root cause.
+        failed_rank: the rank that failed first.
 
     Attributes:
         failed_rank: as given.
-        since_s: when it was kept, by ``monotonic()``.
+        since_s: time of the failure, by ``monotonic()``.
     """
 
     def __init__(self, debugger: DebugClient, failed_rank: int) -> None:
@@ -286,11 +285,11 @@ class KeptFailure(ABC):
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing is kept any more."""
+        """Whether it was released."""
         return self._released.is_set()
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """Return the client of the debugger, and the rank to be debugged: None = the one that failed.
+        """Return the client of the debugger, and the rank to debug; None = the rank that failed.
 
         Raises:
             ValueError: there is no such rank.
@@ -302,7 +301,7 @@ class KeptFailure(ABC):
         self._released.wait()
 
     def release(self) -> None:
-        """Give up what is kept."""
+        """End the kept workers."""
         with self._lock:
             if not self.is_released:
                 try:
@@ -322,13 +321,13 @@ _numbers = itertools.count()
 
 
 def latest_kept_failure() -> KeptFailure | None:
-    """Return what was kept last and has not been released."""
+    """Return the last failure that is still kept."""
     kept = [one for one in list(_kept.values()) if not one.is_released]
     return kept[-1] if kept else None
 
 
 def release_kept_failures() -> None:
-    """Give up what jobs and sessions of this process keep, since workers are about to start."""
+    """Release the failures that jobs and sessions of this process keep, before workers start."""
     for kept in list(_kept.values()):
         kept.release()
 
@@ -341,7 +340,7 @@ _MISSING = "not defined"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The local variables of the ranks of a job. Its text names each value with the ranks that have it.
+    """The local variables of the ranks of a job. Its text lists each value with its ranks.
 
     Args:
         frames: rank -> variables of its frame.
@@ -353,13 +352,13 @@ class Comparison:
 
     @property
     def differing(self) -> dict[str, dict[int, str]]:
-        """Name of an aspect, as ``batch.shape`` -> rank -> its text, of those that are not the same on all ranks."""
+        """Name of an aspect, such as ``batch.shape`` -> rank -> text, for aspects that differ between ranks."""
         found = {name: values for name, values in self._by_name().items() if len(set(values.values())) > 1}
         return dict(sorted(found.items(), key=lambda item: _differs_by_nature(item[1])))
 
     @property
     def equal(self) -> dict[str, str]:
-        """Name of an aspect -> its text, of those that are the same on all ranks."""
+        """Name of an aspect -> text, for aspects that are equal on all ranks."""
         return {
             name: next(iter(values.values()))
             for name, values in self._by_name().items()
@@ -425,5 +424,5 @@ class RankValues(dict[int, Any]):
         return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in grouped.items())
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Show the same text in IPython, whose own one is that of a dict."""
+        """Show the same text in IPython, which would show a dict."""
         printer.text(repr(self))

@@ -1,10 +1,11 @@
 """How a job is stopped: signal after signal, or first by an agreed step.
 
 Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, a grace for ``finally`` blocks, SIGTERM, SIGKILL.
-Without an interrupt SIGINT comes a moment later, so that other ranks can report failures of their own, and ranks that
-are blocked in C code, as in a collective, get less than a second. Arithmetic; sends nothing.
+Without an interrupt, SIGINT is delayed so that other ranks can report their own failures, and ranks that are blocked in
+C code, such as a collective, get less than a second. This class only computes times; it sends nothing.
 
-SIGTERM to the launcher (:class:`Termination`): a batch system takes the machine away soon, so let training end well:
+SIGTERM to the launcher (:class:`Termination`): a batch system will soon take the machine, so let training end in an
+orderly way:
 
     SIGTERM ──> ranks that handle SIGTERM themselves get it, those that begin later as well
             ──> ``accelerator.should_stop`` turns true, at the same step on every rank
@@ -27,7 +28,7 @@ TERM_GRACE_S = 1.0
 """From SIGTERM to SIGKILL. SIGTERM already ends a worker that has no handler of its own."""
 
 COLLECT_S = 0.3
-"""After the first failure: time for other ranks to report theirs before any is signalled."""
+"""Time after the first failure in which other ranks can report theirs, before any is signalled."""
 
 UNRESPONSIVE_GRACE_S = 0.7
 """After a failure: for workers that have not noticed their SIGINT. They are blocked in C code, mostly in a collective
@@ -35,12 +36,12 @@ that will never end, and no ``finally`` of theirs is running."""
 
 
 Steps = tuple[tuple[float, int], ...]
-"""(seconds from the beginning, signal), in order."""
+"""Pairs of seconds since the beginning and signal, in order."""
 
 
 @dataclass
 class Escalation:
-    """When which rank gets which signal.
+    """Decides when each rank gets which signal.
 
     Args:
         began_s: ``time.monotonic()`` when it began.
@@ -55,13 +56,14 @@ class Escalation:
 
     @classmethod
     def after_interrupt(cls, now_s: float, grace_s: float, patience_s: float = 0.0) -> Escalation:
-        """Return that of an interrupt by the user: SIGINT after ``patience_s``, and the whole grace for all ranks."""
+        """Return the escalation of a user's interrupt: SIGINT after ``patience_s``, and the whole grace for all
+        ranks."""
         steps = _from_interrupt(patience_s, grace_s)
         return cls(now_s, steps, steps)
 
     @classmethod
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
-        """Return that of a failed rank.
+        """Return the escalation after a rank failed.
 
         For ``COLLECT_S`` nothing is sent, so that others report failures of their own. Then comes SIGINT, with the
         whole grace for ranks that notice it, and at most ``UNRESPONSIVE_GRACE_S`` for those blocked in C code.
@@ -74,15 +76,14 @@ class Escalation:
 
     @classmethod
     def kill(cls, now_s: float) -> Escalation:
-        """Return one that sends SIGKILL at once."""
+        """Return an escalation that sends SIGKILL at once."""
         steps = ((0.0, signal.SIGKILL),)
         return cls(now_s, steps, steps)
 
     def add_interrupt(self, now_s: float) -> None:
-        """Add an interrupt by the user, where ranks are being ended already, as after a failure.
+        """Add a user's interrupt while ranks are already being ended, for example after a failure.
 
-        SIGINT is sent now, also to ranks that have had one, but to none that has had SIGTERM; what follows comes no
-        later than it would have.
+        SIGINT is sent again to all ranks that have not yet got SIGTERM. Later signals are not delayed.
         """
         self.began_s = min(self.began_s, now_s - self.steps[0][0])
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
@@ -101,7 +102,7 @@ class Escalation:
         return signals
 
     def next_s(self, alive: Iterable[int], noticed: Callable[[int], bool]) -> float | None:
-        """Return the time of the next step of any rank; None when nothing is left to do but wait."""
+        """Return the time of the next step of any rank; None if no step is left."""
         pending = [steps for rank in alive if (steps := self._pending(rank, noticed))]
         return min((self.began_s + steps[0][0] for steps in pending), default=None)
 
@@ -116,16 +117,16 @@ def _from_interrupt(first_s: float, grace_s: float) -> Steps:
 
 
 LISTEN_S = 2.0
-"""How long ranks that never looked at ``should_stop`` have for a first look: a few steps of most loops."""
+"""How long ranks that have never checked ``should_stop`` have for a first check: a few steps of most loops."""
 
 
 class Termination:
-    """One way to an orderly end. ``poll`` it until the workers have ended.
+    """An orderly end. ``poll`` it until the workers have ended.
 
     Args:
-        requests: of the job; gets the stop, and later the interrupt.
+        requests: requests of the job; gets the stop, and later the interrupt.
         now_s: ``time.monotonic()``.
-        grace_s: seconds in which ranks may write a checkpoint and return by themselves.
+        grace_s: seconds in which ranks may save a checkpoint and return.
         pids: rank -> process of the ranks whose function runs now.
         slots: rank -> its slot of the board.
     """
@@ -148,10 +149,10 @@ class Termination:
         requests.stop()
 
     def poll(self, now_s: float, pids: Mapping[int, int]) -> str:
-        """Interrupt the ranks when their time is over; return the note about it once, else an empty text.
+        """Interrupt the ranks when their time is over; return a note once, else an empty string.
 
-        ``pids`` are those of now: ranks need not begin, or set their handlers, at the same time. Where an interrupt has
-        come, from here or elsewhere, nothing more is done: a second one would kill the ranks.
+        ``pids`` may change, because ranks start and set their handlers at different times. After an interrupt, from
+            here or elsewhere, this does nothing more: a second interrupt would kill the ranks.
         """
         if self._requests.interrupts:
             return ""
@@ -162,7 +163,7 @@ class Termination:
             return ""
         self._requests.interrupt()
         if is_handled:
-            return f"the {self._grace_s:g} s after SIGTERM are over; ranks are interrupted"
+            return f"ranks did not end within {self._grace_s:g} s after SIGTERM, so they are interrupted"
         return "no rank checks accelerator.should_stop or handles SIGTERM, so ranks are interrupted"
 
     def _signal(self, pids: Mapping[int, int]) -> None:

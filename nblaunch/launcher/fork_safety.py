@@ -1,10 +1,9 @@
-"""Whether a fork of this process is safe now: not with threads that hold what the workers need.
+"""Decide whether a fork of this process is safe now.
 
-A fork copies the memory of all threads, and only the calling thread itself. Whatever another one was doing is never
-finished in a worker: a lock that it held stays locked, a pool waits for threads that are not there.
+A fork copies the memory of all threads, and only the calling thread itself. In a worker, the work of other threads
+never finishes: a lock that a thread held stays locked, and a pool waits for threads that do not exist.
 
-Whether the device survives a fork is asked of the backend (``Backend.fork_hazard``), which finds it out in
-``backends/first_use.py``.
+The backend knows whether the device survives a fork (``Backend.fork_hazard``, ``backends/first_use.py``).
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ _LIBRARIES = (
 
 
 def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
-    """Return why workers for ``call`` can't be forked from this thread now, as the end of a sentence; None if they can.
+    """Return why workers for ``call`` can't be forked from this thread, as the end of a sentence; None if they can.
 
     Args:
-        backend: what the workers will compute on.
+        backend: device family of the workers.
         call: the function and its arguments.
     """
     if not hasattr(os, "fork"):
@@ -82,24 +81,27 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
         return "Apple's system libraries do not survive a fork"
     if threading.current_thread() is not threading.main_thread():
         return (
-            "workers start from a thread other than the main one, which may be running code whose locks a fork would "
-            "copy as they are"
+            "the launch comes from a thread other than the main thread, and a fork would copy locks that "
+            "the main thread holds"
         )
     if store.is_any_store_running():
-        return "another job of this process is running, and a fork could copy its store while that changes"
+        return (
+            "another job of this process is running, and a fork could copy its store in the middle of a "
+            "change"
+        )
     hazard = backend.fork_hazard()
     if hazard is not None:
         return hazard + _first_use(backend)
     if connected_engines.is_connected():
         return (
-            "this process is connected to a Ray cluster, and a fork that calls Ray would end both: workers connect to "
-            "the cluster by themselves"
+            "this process is connected to a Ray cluster, and a forked worker that calls Ray would end both; "
+            "workers connect to the cluster themselves"
         )
     used = [library.name for library in _LIBRARIES if library.is_running() and _uses(call, library.name)]
     if used:
         return (
-            f"the function uses {used[0]}, which runs threads in this process that a fork does not copy: its first "
-            "call in a worker would wait for them for ever"
+            f"the function uses {used[0]}, whose threads a fork does not copy: its first call in a worker "
+            "would wait forever"
         )
     return None
 
@@ -108,12 +110,12 @@ def explain_hang(positions: Sequence[Position]) -> list[str]:
     """Return a line for each library whose threads in this process are missing in workers that hang in it.
 
     Args:
-        positions: of ranks that were forked from this process.
+        positions: positions of ranks that were forked from this process.
     """
     files = {frame.filename for position in positions for frame in position.stack}
     return [
-        f"{library.name} runs threads in the kernel that a fork does not copy, and a worker hangs in it: launch with "
-        "start_method='forkserver'"
+        f"{library.name} has threads in the kernel, which a fork does not copy, so a worker that uses it "
+        "hangs: launch with start_method='forkserver'"
         for library in _LIBRARIES
         if any(library.name in Path(file).parts for file in files) and library.is_running()
     ]

@@ -1,14 +1,13 @@
-"""A process that outlives the kernel by a moment, to end the workers with it.
+"""A process that ends the workers when the kernel dies.
 
     kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own POSIX session)
                                     a line: a group more to watch, or one less (with a minus)
                                     end of file: SIGKILL to every worker's process group, and to every process
                                     with the job's tag (host/descendants.py)
 
-Workers ask the system to be killed with their parent. Of what they have started, only children that they forked do:
-commands, spawned processes and the children of these do not, and a stopped process can't look after itself. The
-guardian is a shell, not Python: it holds no memory to speak of. Even so its start keeps this process for milliseconds
-while workers start beside it, which is why it is a step of its own: a job that is over by then does without.
+Workers ask the system to kill them with their parent, and so do children that they fork. Commands, spawned processes
+and their children do not. The guardian is a shell instead of Python, so it needs almost no memory. Its start takes this
+process some milliseconds. It therefore starts after the workers, and short jobs end without it.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _SCRIPT = (
 
 
 class Guardian:
-    """Kills processes when this one ends in whatever way, from :meth:`start` until :meth:`dismiss`.
+    """Kills processes when this one ends for any reason, from :meth:`start` until :meth:`dismiss`.
 
     Args:
-        process_groups: of the workers.
-        tag: that their descendants carry.
+        process_groups: process groups of the workers.
+        tag: tag of their descendants.
     """
 
     def __init__(self, process_groups: Iterable[int], tag: int) -> None:
@@ -78,10 +77,10 @@ class Guardian:
                 os.close(reading)
 
     def watch_only(self, process_groups: Collection[int]) -> None:
-        """Kill these groups and no others from now on.
+        """Watch only these groups from now on.
 
-        Some come to be after the guardian, as a forkserver's workers do. One whose leader was reaped must go: the
-        system may give its number to a process that has nothing to do with the job.
+        Some groups appear later, such as the groups of a forkserver's workers. A group whose leader was reaped must be
+        removed, because the system may reuse its number.
         """
         wanted = set(process_groups)
         lines = [b"-%d\n" % group for group in self._groups - wanted]
@@ -93,7 +92,7 @@ class Guardian:
                 os.write(self._writing, b"".join(lines))
 
     def dismiss(self) -> None:
-        """End the guardian without it doing anything. Called when every worker has been killed."""
+        """End the guardian without killing anything. Called when every worker has ended."""
         if self._process is None:
             return
         self._process.kill()

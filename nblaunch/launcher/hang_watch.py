@@ -6,7 +6,7 @@
     pipes ────> full_queues ────── needs stacks ─> StackQuery ── poll ──> note
 
 What counts as a hang is in ``diagnosis/hang.py``. Ranks of this machine answer by signals and files
-(:class:`LocalStacks`), those of other machines through their nodes (``engines/coordinator.py``).
+(:class:`LocalStacks`), ranks of other machines through their nodes (``engines/coordinator.py``).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Hung:
     """A certain hang.
 
     Args:
-        positions: of the ranks.
+        positions: positions of the ranks.
         lines: its description.
-        advice: what to look for, where the description does not say it.
+        advice: what to check, if the description does not say it.
         explanation: what the recorded collectives of ranks say; None if nothing.
     """
 
@@ -129,8 +129,8 @@ class HangWatch:
     Args:
         attempt: which.
         read_board: returns the readings of all ranks.
-        requests: whose queries about stacks are answered.
-        emit: receives what is found.
+        requests: requests whose queries about stacks it answers.
+        emit: receives notes and events.
         ask_ranks: asks ranks for their stacks, rank -> process; None = they are of this machine.
         read_calls: returns rank -> its last collectives, of ranks of this machine.
     """
@@ -162,26 +162,26 @@ class HangWatch:
 
     @property
     def is_asking(self) -> bool:
-        """Whether ranks have been asked for their stacks."""
+        """Whether ranks were asked for their stacks."""
         return bool(self._queries)
 
     def begin_anew(self) -> None:
-        """Take it that all ranks make progress now."""
+        """Reset the progress clock of every rank."""
         timeout_s = self._attempt.spec.hang_timeout_s
         self._detector = HangDetector(math.inf if timeout_s is None else timeout_s)
 
     def count(self, rank: int, event: Event) -> None:
-        """Count an event of a rank; values that it logs are progress, what it prints is none."""
+        """Count an event of a rank. Logged values are progress; output is not."""
         counts = self._num_metrics if isinstance(event, Metric) else self._num_messages
         counts[rank] += 1
 
     def inspect(self, readings: Sequence[SlotReading], pids: Mapping[int, int]) -> None:
-        """Look at the progress of all ranks. Called a few times a second.
+        """Check the progress of all ranks. Called a few times per second.
 
         Args:
-            readings: of the board.
-            pids: rank -> process, of the ranks whose function runs, or that still send states: those of this
-                machine, or of all where their nodes are asked.
+            readings: readings of the board.
+            pids: rank -> process, for ranks whose function runs or that still send states, on this machine, or on all
+                machines if their nodes are asked.
         """
         now = time.monotonic()
         progress = {
@@ -198,14 +198,15 @@ class HangWatch:
             self._ask(pids, partial(self._report_full_queues, blocked=blocked))
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
-        """Answer a query where all ranks are, when their stacks are there; ``pids`` as in :meth:`inspect`."""
+        """Answer a query for the position of all ranks once their stacks have arrived; ``pids`` as in
+        :meth:`inspect`."""
         self._ask(pids, partial(self._answer, query=query))
 
     def poll(self, done: Collection[int]) -> Hung | None:
-        """Handle stacks that are complete; return the last certain hang that they show.
+        """Handle complete stacks; return the last certain hang that they show.
 
         Args:
-            done: ranks that have nothing more to do.
+            done: ranks that have finished.
         """
         hung = None
         for asked, use in list(self._queries):
@@ -225,7 +226,7 @@ class HangWatch:
             lines = _with_headline(*self._describe(positions, done))
         else:
             lines = describe_positions(positions)
-        self._requests.answer(query, "\n".join(lines) or "no rank runs the function at the moment")
+        self._requests.answer(query, "\n".join(lines) or "no rank is running the function")
 
     def _report_deadlock(
         self, checks: Mapping[int, Check], done: Collection[int], deadlocked: Mapping[int, bool]

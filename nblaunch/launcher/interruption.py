@@ -1,8 +1,8 @@
-"""What an interrupted job has kept: the weights of its last optimizer step, or the reason why there are none.
+"""The weights of an interrupted job: the weights of its last optimizer step, or the reason why they are lost.
 
-Each rank that leaves the function by the interrupt says after which step, and sends what it has of the modules
-(:class:`nblaunch.events.Interrupted`). Where every rank holds the whole model, the first rank of this machine is
-enough. Shards are of one model only if all ranks were at the same step.
+Each interrupted rank reports its last step and sends its modules (:class:`nblaunch.events.Interrupted`). If every rank
+holds the whole model, the first rank of this machine is enough. Shards fit together only if all ranks were at the same
+step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nblaunch.weights.sharded import TensorShard
 from nblaunch.wire.outbox import RankResult
 
 _REMEDY = (
-    "A function that catches the KeyboardInterrupt and returns keeps them, and so do checkpoints, as of "
+    "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints with "
     "accelerator.save_state()"
 )
 
 
 def describe_loss(attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]) -> str:
-    """Return a sentence about weights of an interrupted job that can't be had; empty if they can, or none began."""
+    """Return why the weights of an interrupted job are lost, as a sentence; empty if they are not."""
     first = attempt.ranks[0]
     ranks = attempt.ranks if _are_shards(rank_results.get(first)) else [first]
     reason = next(filter(None, (_reason_of(report, rank) for rank in ranks)), "")
@@ -33,11 +33,11 @@ def describe_loss(attempt: Attempt, report: AttemptReport, rank_results: Mapping
     if not reason or not all(_has_begun(report, rank) for rank in ranks):
         return ""
     named = listed(attempt.plan.modules, list(attempt.plan.modules))
-    return f"interrupted: what the workers changed in {named} is lost: {reason}. {_REMEDY}"
+    return f"interrupted: the changes that workers made to {named} are lost: {reason}. {_REMEDY}"
 
 
 def can_load(attempt: Attempt, report: AttemptReport) -> bool:
-    """Return whether the first rank of this machine has announced what it sends."""
+    """Return whether the first rank of this machine sends its states."""
     return attempt.ranks[0] in report.announced
 
 
@@ -47,12 +47,12 @@ def _steps(report: AttemptReport, ranks: Sequence[int]) -> list[str]:
 
 
 def described(attempt: Attempt, report: AttemptReport) -> tuple[str, str]:
-    """Return where the job was interrupted, and what its weights are then."""
+    """Return where the job was interrupted, and which weights it sent."""
     event = report.interruptions.get(attempt.ranks[0])
     if event is None:
-        return "interrupted when the function had returned on the first rank", "trained weights"
+        return "interrupted after the function had returned on the first rank", "trained weights"
     if event.step == 0:
-        return "interrupted before any step of an optimizer", "the weights of that moment"
+        return "interrupted before the first optimizer step", "the weights of that moment"
     return f"interrupted after optimizer step {event.step:,}", "the weights of that step"
 
 
@@ -79,9 +79,9 @@ def _reason_of(report: AttemptReport, rank: int) -> str:
         return ""
     if event is not None:
         step = f"optimizer step {event.step + 1:,}"
-        return f"rank {rank} was interrupted in the middle of {step}, which did not end in time"
+        return f"rank {rank} was interrupted in {step}, which did not end in time"
     failed = report.failed.get(rank)
     if failed is not None:
         return f"rank {rank} raised {failed.info.type_name} when it was interrupted"
     status, _ = report.exits[rank]
-    return f"rank {rank} {how_ended(status)} before it had left the function"
+    return f"rank {rank} {how_ended(status)} before it left the function"

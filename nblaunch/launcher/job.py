@@ -1,8 +1,8 @@
-"""Job: a launch as a future, for the caller, for listeners, and for those that run or follow it.
+"""Job: a launch as a future.
 
-Every call of ``launch``, of ``attach``, and of ``notebook_launcher`` (unless ``session=`` is given) makes one: a
-``JobRunner`` (``runner.py``), which runs the job in this process, or a ``JobFollower`` (``detached/``), which follows
-one of another process. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
+Every call of ``launch``, ``attach``, and ``notebook_launcher`` (without ``session=``) creates a job: a ``JobRunner``
+(``runner.py``), which runs it in this process, or a ``JobFollower`` (``detached/``), which follows a job of another
+process. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
 ``background=True`` it returns the Job while the workers run.
 """
 
@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from nblaunch import notes
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Event, Hint, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
@@ -31,10 +32,10 @@ from nblaunch.wire.board import SlotReading
 T = TypeVar("T")
 
 _AWAIT_POLL_S = 0.05
-"""Between two looks of ``await job``."""
+"""Seconds between two checks of ``await job``."""
 
 _LOOK_S = 0.5
-"""Between two looks of a thread that waits for the end of a job without a limit."""
+"""Seconds between two checks of a thread that waits for the end of a job without a limit."""
 
 _FOR_USERS = [
     "attempt",
@@ -66,30 +67,30 @@ _FOR_USERS = [
 
 
 class Listener(Protocol):
-    """What receives the events of a job, as a dashboard. Must not raise, nor block for long."""
+    """Receives the events of a job, for example a dashboard. Must neither raise nor block for long."""
 
     def on_event(self, event: Event) -> None:
-        """Handle an event; those of a rank arrive in the order in which they happened."""
+        """Handle an event. Events of a rank arrive in order."""
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Handle the state of every rank, several times a second."""
 
     def close(self) -> None:
-        """Handle the end of the job, after ``JobEnded``: nothing follows. Dashboards draw the final table."""
+        """Handle the end of the job, after ``JobEnded``. Dashboards draw the final table."""
 
 
 class Requests(Protocol):
-    """Requests to a job, as of :class:`nblaunch.launcher.requests.JobRequests`."""
+    """Requests to a job, such as :class:`nblaunch.launcher.requests.JobRequests`."""
 
     @property
     def interrupts(self) -> int:
-        """Number of interrupts that were requested."""
+        """Number of requested interrupts."""
 
     def stop(self) -> None:
         """Let the loops of all ranks end at the same step boundary."""
 
     def interrupt(self) -> None:
-        """Ask workers to end, with grace; the second time kill them."""
+        """Ask workers to end, with grace; a second call kills them."""
 
     def cancel(self) -> None:
         """Kill the workers at once."""
@@ -101,11 +102,11 @@ class Requests(Protocol):
 class Job(Generic[T]):
     """One launch, running or ended.
 
-    ``notebook_launcher(..., background=True)`` returns it; :func:`last_job` gives the last one that this process
-    started, however it ended, and :func:`nblaunch.attach` one that was launched with ``detach=True``.
+    ``notebook_launcher(..., background=True)`` returns a job, :func:`last_job` returns the last job that this process
+    started, and :func:`nblaunch.attach` returns a job that was launched with ``detach=True``.
 
-    When it has ended, it keeps neither the function nor its arguments. It keeps what :meth:`result`, :meth:`weights`
-    and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
+    A job that has ended drops the function and its arguments. It keeps its result, weights and logs until
+    :meth:`release`, or until it is neither the last job nor referenced.
 
     Args:
         spec: what is to be run.
@@ -115,21 +116,21 @@ class Job(Generic[T]):
         listeners: receive its events.
 
     Attributes:
-        id: short name of a job that was launched with ``detach=True``; empty of any other.
-        spec: what was to be run; of a job that has ended, without the function and its arguments.
-        plan: how it is run, as of the present attempt. Of a job that has ended, or was launched with ``detach=True``,
-            without the modules in its arguments.
+        id: short name of a job that was launched with ``detach=True``; else empty.
+        spec: what to run; a job that has ended drops the function and its arguments.
+        plan: how the present attempt runs. A job that has ended, or was launched with ``detach=True``, drops the
+            modules in its arguments.
         status: ``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``;
-            ``"lost"`` if the process that watched a detached job was killed; ``"waiting"`` while that process has no
-            room on the disk for what the job returned.
-        attempt: how often it was started again.
-        pids: rank -> process, of the ranks of this machine that have started.
-        log: its log files, as objects of the launcher; see :attr:`log_dir`.
+            ``"lost"`` if the process of a detached job was killed; ``"waiting"`` while that process has no disk space
+            for the result.
+        attempt: number of restarts.
+        pids: rank -> process id, for ranks of this machine that have started.
+        log: its log files, as an object of the launcher; see :attr:`log_dir`.
         requests: requests to it; see :meth:`stop`, :meth:`interrupt` and :meth:`cancel`.
-        topology: of the first rank of this machine.
-        outcome: how it ended; None before that.
-        debugger: client of the debugger in the ranks; None where there is none.
-        kept: workers of a failed job that still run, for the debugger.
+        topology: topology of the first rank of this machine.
+        outcome: how it ended; None while it runs.
+        debugger: client of the debugger in the ranks; None = no debugger.
+        kept: workers of a failed job that stay for the debugger.
     """
 
     id = ""
@@ -164,17 +165,17 @@ class Job(Generic[T]):
         self._show_again: Callable[[], bool] | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the end and return rank 0's value (every rank's, in a list, if launched with ``return_all``).
+        """Wait for the end and return the value of rank 0, or with ``return_all`` the list of the values of all ranks.
 
-        With several machines, those of this machine: its first rank's, or its ranks'.
+        With several machines, it returns the value of this machine's first rank, or of its ranks.
 
         Args:
-            timeout: seconds to wait; None = as long as it takes.
+            timeout: seconds to wait; None = no limit.
 
         Raises:
             TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
             RuntimeError: the result was released.
-            BaseException: what failed in a worker, with its original type; see :mod:`nblaunch.errors` for the others.
+            BaseException: the exception of a worker, with its original type, or one of :mod:`nblaunch.errors`.
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():
@@ -184,7 +185,7 @@ class Job(Generic[T]):
         return cast("T", result)
 
     def results(self, timeout: float | None = None) -> list[Any]:
-        """Return the values of this machine's ranks; None of others than the first without ``return_all``."""
+        """Return the values of this machine's ranks. Without ``return_all``, all but the first are None."""
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             self._wait_for_success(timeout)
@@ -205,23 +206,24 @@ class Job(Generic[T]):
             raise TimeoutError(f"{self!r} still runs after {timeout} s")
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait by ``await job`` in a cell for :meth:`result`, with the kernel's event loop free meanwhile."""
+        """Wait for :meth:`result` with ``await job`` in a cell; the kernel's event loop stays free."""
         return self._awaited().__await__()
 
     @property
     def is_running(self) -> bool:
-        """Whether the job has not ended, whichever way."""
+        """Whether the job has not ended."""
         return not self._ended.is_set()
 
     @property
     def log_dir(self) -> Path:
-        """Folder with every rank's log, by attempt."""
+        """Folder with the log of every rank, by attempt."""
         return self.log.path
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Return what a rank has printed by now, in the last attempt or in the one asked for.
+        """Return the output of a rank so far, in the last attempt or in ``attempt``.
 
-        Of more than 256 MB (``NBLAUNCH_LOG_LIMIT_MB``) it is the end; a first line says how much was dropped.
+        If it is longer than 256 MB (``NBLAUNCH_LOG_LIMIT_MB``), only its end is kept, and the first line says how much
+        was dropped.
 
         Raises:
             ValueError: there is no such rank.
@@ -235,9 +237,9 @@ class Job(Generic[T]):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What ``accelerator.log`` has logged by now: a new list, which does not grow while it is read.
+        """The values that ``accelerator.log`` has logged so far, in a new list.
 
-        One dict per call, with ``step``, ``time_s`` (wall clock), ``rank``, ``attempt``, and the values by their names:
+        Each call is a dict with ``step``, ``time_s`` (wall clock), ``rank``, ``attempt`` and the values by name:
         ``pandas.DataFrame(job.metrics)``.
         """
         return list(self._metrics)
@@ -251,19 +253,19 @@ class Job(Generic[T]):
 
     @property
     def ranks(self) -> range:
-        """The ranks that run on this machine: all of the job, unless it has several machines."""
+        """The ranks on this machine; all ranks of the job unless it has several machines."""
         return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
 
     @property
     def num_processes(self) -> int:
-        """How many ranks the job has, on all machines."""
+        """Number of ranks of the job, on all machines."""
         return self.topology.world_size
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
-        """Return the trained weights that are not in the modules of this process.
+        """Return the trained weights that were not loaded into modules of this process.
 
-        Of a job that was launched with ``detach=True`` all of them; of any other those that did not fit the kernel's
-        modules, usually none.
+        A job that was launched with ``detach=True`` has all of its weights here. Any other job has only weights that
+        did not fit the kernel's modules, usually none.
 
         Returns:
             position in ``args`` -> state dict. The position of a module inside an argument is a path:
@@ -282,17 +284,21 @@ class Job(Generic[T]):
 
         Args:
             module: a ``torch.nn.Module`` of the same structure.
-            position: that of the module in the job's ``args``; None = of the only one.
+            position: position of the module in the job's ``args``; None = the only module.
 
         Raises:
             RuntimeError: the job still runs, or has no such weights.
-            ValueError: several modules were trained, none has this position, or the weights do not fit the module.
+            ValueError: several modules were trained, no module has this position, or the weights do not fit the module.
         """
         if self.is_running:
-            raise RuntimeError(f"{self!r} has no trained weights yet: wait for its end, as by result()")
+            raise RuntimeError(
+                f"{self!r} has no trained weights yet: wait for its end, for example with result()"
+            )
         found = self.weights()
         if not found:
-            raise RuntimeError(f"{self!r} has no trained weights that are not in the modules of its args")
+            raise RuntimeError(
+                f"{self!r} has no trained weights to load: they are in the modules that were passed in args"
+            )
         if position is None and len(found) == 1:
             (position,) = found
         if position not in found:
@@ -302,16 +308,16 @@ class Job(Generic[T]):
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
 
-        For a job launched with ``post_mortem=True``, while it runs in the background or after it has failed. Ranks that
-        wait in a collective answer, too.
+        Works for a job launched with ``post_mortem=True``, while it runs in the background or after it failed, also on
+        ranks that wait in a collective.
 
         Args:
-            expression: Python, as ``"batch.shape"``.
+            expression: Python expression, such as ``"batch.shape"``.
             timeout_s: how long to wait for the answers.
 
         Returns:
-            rank -> value; the exception, where the expression raised one; a ValueError, where the value can't be
-            rebuilt in the kernel. Ranks without an answer are missing.
+            rank -> value; an exception if the expression raised one; a ValueError if the value can't be rebuilt in the
+            kernel. Ranks without an answer are missing.
 
         Raises:
             RuntimeError: no worker can be asked.
@@ -319,11 +325,11 @@ class Job(Generic[T]):
         return self._checked_debugger()[0].inspect(expression, timeout_s)
 
     def compare(self, timeout_s: float = 10.0) -> Comparison:
-        """Compare the local variables of the same function over all ranks; those that differ come first.
+        """Compare the local variables of the same function across all ranks; differences come first.
 
-        The function is that of the failure, or the innermost of the user's code on the first rank; where other ranks
-        are not in it, the innermost of its callers that all are in. Of tensors and
-        arrays the shape, data type and device are compared, of numbers and text the value, of containers the length.
+        The function is the one that failed, or the innermost function of the user's code on the first rank. If other
+        ranks are not in it, it is the innermost caller that all ranks are in. Tensors and arrays are compared by shape,
+        data type and device, numbers and text by value, and containers by length.
 
         Args:
             timeout_s: how long to wait for the answers.
@@ -335,43 +341,43 @@ class Job(Generic[T]):
         return debugger.compare(first, timeout_s)
 
     def release(self) -> None:
-        """Give up the memory of an ended job: its result, and weights that did not fit the kernel's modules.
+        """Free the memory of an ended job: its result, and weights that did not fit the kernel's modules.
 
-        Workers that ``post_mortem=True`` has kept end.
+        Also ends workers that ``post_mortem=True`` has kept.
 
-        Logs, metrics, status and error stay. A job that is done and released has no :meth:`result` any more; one that
-        failed still raises its error, without the variables that the traceback of a function run inline holds.
+        Logs, metrics, status and error stay. A successful job then has no :meth:`result`; a failed job still raises its
+        error, without the variables in the traceback of a function that ran inline.
 
         Raises:
             RuntimeError: the job still runs.
         """
         if self.is_running:
-            raise RuntimeError(f"{self!r} can't be released: wait for its end, or cancel() it")
+            raise RuntimeError(f"{self!r} can't be released: wait for its end, or call cancel()")
         if self.kept is not None:
             self.kept.release()
         self.outcome = self._outcome.released()
 
     def stop(self) -> None:
-        """Let training end early and well: ``accelerator.should_stop`` turns true at the same step on every rank.
+        """Ask training to stop early: ``accelerator.should_stop`` becomes true at the same step on every rank.
 
-        A loop that looks at it leaves, the function returns as usual, and :meth:`result` has its value. A function
-        that never looks is not affected.
+        A loop that checks it ends, the function returns as usual, and :meth:`result` has its value. A function that
+        never checks it is not affected.
         """
         self.requests.stop()
 
     def stacks(self) -> str:
-        """Return where every rank is right now: lines of the user's code, equal ones together. Takes up to a second.
+        """Return the present line of every rank in the user's code, with equal lines merged. Takes up to a second.
 
-        Where no rank makes progress, a line says which ranks the others wait for.
+        If no rank makes progress, a line names the ranks that the others wait for.
         """
         return self.ask_stacks().result()
 
     def ask_stacks(self) -> Future[str]:
-        """Return a future of what :meth:`stacks` returns, without waiting for it."""
+        """Return a future for the result of :meth:`stacks`."""
         return self.requests.ask_stacks()
 
     def interrupt(self) -> None:
-        """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
+        """Interrupt every worker, like the notebook's interrupt button; a second call kills them."""
         self.requests.interrupt()
 
     def cancel(self) -> None:
@@ -379,16 +385,15 @@ class Job(Generic[T]):
         self.requests.cancel()
 
     def detach(self) -> None:
-        """Follow a job no longer that was launched with ``detach=True``: its displays end, the job itself goes on.
+        """Stop following a job that was launched with ``detach=True``: its displays end, and the job goes on.
 
         :func:`nblaunch.attach` follows it again.
 
         Raises:
-            RuntimeError: the job runs in this process, and would end with it.
+            RuntimeError: the job was not launched with ``detach=True``.
         """
         raise RuntimeError(
-            f"{self!r} runs in this process and ends with it: only a job that was launched with detach=True goes "
-            "on alone"
+            f"{self!r} ends with this process; only jobs launched with detach=True can go on without it"
         )
 
     def __dir__(self) -> list[str]:
@@ -399,9 +404,9 @@ class Job(Generic[T]):
         return f"<Job {self.spec.function_name} on {where}, {self.status}>"
 
     def _ipython_display_(self) -> None:
-        """Show the job's table where it is the last line of a cell; outside of notebooks, its repr.
+        """Show the job's table if the job is the last line of a cell; outside notebooks, show its repr.
 
-        IPython takes the error for "as usual".
+        IPython handles NotImplementedError by showing the repr.
         """
         if self._show_again is None or not self._show_again():
             raise NotImplementedError("there is nothing to show but the repr")
@@ -409,7 +414,7 @@ class Job(Generic[T]):
     # --- for the launcher ----------------------------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
-        """Keep what an event says of the job, and send it to the listeners."""
+        """Update the job from an event, and send it to the listeners."""
         if isinstance(event, Started):
             # In the order of ranks, whichever started first; made anew, since other threads may be reading it.
             self.pids = dict(sorted({**self.pids, event.rank: event.pid}.items()))
@@ -428,6 +433,8 @@ class Job(Generic[T]):
             if event.text in self._warnings:  # several ranks have noticed the same
                 return
             self._warnings.add(event.text)
+        if isinstance(event, Note) and not notes.is_shown(event):
+            return
         for listener in self._listeners:
             listener.on_event(event)
 
@@ -448,11 +455,11 @@ class Job(Generic[T]):
         return self._ended.wait(timeout)
 
     def raise_if_not_started(self) -> None:
-        """Raise what kept the workers of a job in the background from starting, if anything did.
+        """Raise the error that kept the workers of a background job from starting, if any.
 
         Raises:
             KeyboardInterrupt: the job was interrupted, and has ended.
-            BaseException: why they did not start.
+            BaseException: the error.
         """
         __tracebackhide__ = True
         is_interrupted = self.requests.interrupts > 0
@@ -464,14 +471,14 @@ class Job(Generic[T]):
             raise KeyboardInterrupt  # it is done all the same
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
-        """Let ``show_again()`` show this job in the running cell; it returns False where it can't."""
+        """Set the function that shows this job in the running cell; it returns False if it can't."""
         self._show_again = show_again
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """Return the client of the debugger in the workers, and the rank to be debugged.
+        """Return the client of the debugger in the workers, and the rank to debug.
 
         Args:
-            rank: which; None = the one that failed, or the first that waits at a ``breakpoint()``.
+            rank: rank to debug. None = the rank that failed, or the first that waits at a ``breakpoint()``.
 
         Raises:
             RuntimeError: no worker can be asked.
@@ -482,14 +489,14 @@ class Job(Generic[T]):
             return kept.find_debugger(rank)
         if debugger is None or not self.is_running or not (self.spec.post_mortem or debugger.prompts):
             raise RuntimeError(
-                f"no worker of {self!r} waits for a debugger: launch with post_mortem=True, and its workers stay when "
-                "one of them raises, until the next launch, release(), or for 30 minutes; or call breakpoint() in it. "
-                "nblaunch.debug(job=...) opens pdb in another job or session"
+                f"no worker of {self!r} waits for a debugger. Launch with post_mortem=True to keep the "
+                "workers after a failure, or call breakpoint() in the function. nblaunch.debug(job=...) "
+                "opens pdb in another job or session"
             )
         return debugger, debugger.checked_rank(rank, min(debugger.prompts, default=self.ranks[0]))
 
     def _checked_debugger(self) -> tuple[DebugClient, int]:
-        """Return what :meth:`find_debugger` does, where the debugger runs on every rank.
+        """Return the result of :meth:`find_debugger`, if the debugger runs on every rank.
 
         Raises:
             RuntimeError: no worker can be asked.
@@ -497,7 +504,7 @@ class Job(Generic[T]):
         found = self.find_debugger()
         if not self.spec.post_mortem:
             raise RuntimeError(
-                f"the ranks of {self!r} can be asked only if it is launched with post_mortem=True"
+                f"the ranks of {self!r} can be inspected only if the job was launched with post_mortem=True"
             )
         return found
 
@@ -514,7 +521,9 @@ class Job(Generic[T]):
 
     def _check_kept(self) -> None:
         if self._outcome.is_released:
-            raise RuntimeError(f"{self!r} has given up its result and weights: release() was called")
+            raise RuntimeError(
+                f"{self!r} has no result and no weights any more, because release() was called"
+            )
 
     async def _awaited(self) -> T:
         __tracebackhide__ = True
@@ -526,25 +535,25 @@ class Job(Generic[T]):
 _last_job: Job | None = None
 
 _jobs: weakref.WeakSet[Job] = weakref.WeakSet()
-"""Those of this process, while anything refers to them."""
+"""Jobs of this process that are still referenced."""
 
 
 def last_job() -> Job[Any] | None:
-    """Return the last job that this process started, whatever its outcome; None before the first."""
+    """Return the last job that this process started; None before the first."""
     return _last_job
 
 
 def remember(job: Job) -> None:
-    """Make ``job`` the one that :func:`last_job` returns, and let :func:`jobs_at_breakpoints` find it."""
+    """Make ``job`` the last job, and let :func:`jobs_at_breakpoints` find it."""
     global _last_job
     _last_job = job
     _jobs.add(job)
 
 
 def jobs_at_breakpoints() -> list[tuple[float, Job]]:
-    """Return the jobs of which a rank waits at a ``breakpoint()``, each with when the last came, by ``monotonic()``.
+    """Return the jobs with a rank at a ``breakpoint()``, and when the last rank reached it, by ``monotonic()``.
 
-    Those in the background: a cell that waits for its job asks by itself.
+    Only background jobs count: a cell that waits for its job prompts the user itself.
     """
     found = [(job, job.debugger) for job in list(_jobs) if job.is_running]
     return [(debugger.stopped_s, job) for job, debugger in found if debugger is not None and debugger.prompts]
@@ -553,7 +562,7 @@ def jobs_at_breakpoints() -> list[tuple[float, Job]]:
 def _row_of(metric: Metric, attempt: int) -> dict[str, Any]:
     """Return a call of ``accelerator.log`` as a row: step, wall clock in seconds, rank, attempt, values by name.
 
-    A value that is called as one of these takes its place, except that a step given to ``log`` is the step.
+    A logged value with one of these names replaces it, except that a step passed to ``log`` stays the step.
     """
     about = {"step": metric.step, "time_s": metric.time_s, "rank": metric.rank, "attempt": attempt}
     return {**about, **metric.values, **({} if metric.step is None else {"step": metric.step})}

@@ -1,4 +1,4 @@
-"""What workers print, on disk: one folder a job, one file a rank and attempt.
+"""The logs of workers: one folder per job, one file per rank and attempt.
 
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel;
@@ -8,10 +8,9 @@
           rank_0.log                   everything that rank 0 printed
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
-Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned. Only a
-folder that carries its stamp is ever removed: a log folder may be one that holds other things, under any names. A job's
-folder that is renamed or copied is no longer ours, and stays. The folder of a job that runs is locked: cleaners of
-temporary files pass over it.
+Logs of ended jobs stay, so that you can read them after a crash; the oldest jobs are pruned. Only a folder with our
+stamp is ever removed, because the log folder may contain other things. A job's folder that was renamed or copied stays.
+The folder of a running job is locked, so that cleaners of temporary files skip it.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class LogFolder:
     """The log files of a job, to be read.
 
     Args:
-        path: of its folder.
+        path: path of its folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +75,7 @@ class LogFolder:
         return self.path / f"attempt_{attempt}"
 
     def attempts(self) -> list[int]:
-        """Return the numbers of the attempts that there were by now."""
+        """Return the numbers of the attempts so far."""
         parts = (name.partition("attempt_") for name in self._names())
         return sorted(int(number) for before, _, number in parts if not before and number.isdecimal())
 
@@ -89,7 +88,7 @@ class LogFolder:
         return os.listdir(self.path) if self.path.is_dir() else []
 
     def log_path(self, rank: int, attempt: int = 0) -> Path:
-        """Return the file of what a rank prints."""
+        """Return the log file of a rank."""
         return self.attempt_path(attempt) / f"rank_{rank}.log"
 
     def stacks_path(self, rank: int, attempt: int = 0) -> Path:
@@ -97,20 +96,20 @@ class LogFolder:
         return self.attempt_path(attempt) / f"rank_{rank}.stacks"
 
     def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
-        """Return what a rank has printed in an attempt, or its last ``max_bytes``."""
+        """Return the output of a rank in an attempt, or its last ``max_bytes``."""
         return read_log(self.log_path(rank, attempt), max_bytes, self.opener)
 
     def read_stacks(self, rank: int, attempt: int) -> str:
-        """Return what faulthandler has written for a rank in an attempt."""
+        """Return the stacks that faulthandler wrote for a rank in an attempt."""
         return read_log(self.stacks_path(rank, attempt), opener=self.opener)
 
 
 class JobLog(LogFolder):
-    """The log folder of one job, made anew.
+    """The new log folder of a job.
 
     Args:
         folder: where jobs' folders are; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
-        name: of the job's own folder; None = by the time and this process.
+        name: name of the job's folder; None = from the time and this process.
 
     Raises:
         LaunchError: the folder can't be made, or belongs to another user.
@@ -141,7 +140,7 @@ class JobLog(LogFolder):
             files.keep_from_cleaners(self._lock_fd)
 
     def end(self) -> None:
-        """Handle the end of the job: its files stay, and may be pruned when it is old."""
+        """Handle the end of the job: its files stay until they are pruned."""
         _in_use.discard(self.path)
         self._unlock()
 
@@ -162,16 +161,16 @@ class JobLog(LogFolder):
     def prune(self) -> None:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``.
 
-        It takes milliseconds, so it is called while workers run; at every twentieth job also before, since short jobs
-        end without it.
+        It takes milliseconds, so it is called while workers run. Every twentieth job calls it before its start as well,
+        because short jobs end without it.
         """
         _prune(self._root, max_jobs=self._max_jobs, current=self.path.name)
 
     def make_attempt_folder(self, attempt: int, ranks: Iterable[int]) -> None:
-        """Make the folder of an attempt with the files of its ranks, which then need nothing but room to write in.
+        """Create the folder of an attempt with the files of its ranks, which then need only disk space.
 
         Raises:
-            LaunchError: the file system has no place for them.
+            LaunchError: the file system has no space for them.
         """
         folder = self.attempt_path(attempt)
         try:
@@ -180,23 +179,23 @@ class JobLog(LogFolder):
                 for path in (self.log_path(rank, attempt), self.stacks_path(rank, attempt)):
                     path.touch(mode=0o600, exist_ok=False)
         except OSError as error:
-            refusal = _refusal(f"the logs of the ranks in {folder} can't be made", folder, error)
+            refusal = _refusal(f"can't create the logs of the ranks in {folder}", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # it is not empty
                 self.path.rmdir()
             raise refusal from error
 
     def new_file(self, name: str) -> Path:
-        """Make an empty file of the job's own, beside the attempts.
+        """Create an empty file of the job, beside the attempts.
 
         Raises:
-            LaunchError: the file system has no place for it.
+            LaunchError: the file system has no space for it.
         """
         path = self.path / name
         try:
             path.touch(mode=0o600)
         except OSError as error:
-            raise _refusal(f"the log {path} can't be made", path, error) from error
+            raise _refusal(f"can't create the log {path}", path, error) from error
         return path
 
 
@@ -209,15 +208,15 @@ def _make_folder(root: Path, name: str | None, number: int) -> Path:
         if isinstance(error, FileExistsError) and name is None:
             # Of another container, in which a process has the same number.
             return _make_folder(root, f"{path.name}-{os.urandom(4).hex()}", number)
-        raise _refusal(f"the job's log folder {path} can't be made", path, error) from error
+        raise _refusal(f"can't create the job's log folder {path}", path, error) from error
     return path
 
 
 def log_root(folder: str | None = None) -> Path:
-    """Return the folder in which jobs' folders are, which is made if it is not there.
+    """Return the folder that contains jobs' folders; create it if it does not exist.
 
     Args:
-        folder: which; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
+        folder: the folder; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
 
     Raises:
         LaunchError: it can't be made, or belongs to another user.
@@ -228,7 +227,7 @@ def log_root(folder: str | None = None) -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.stat()
     except OSError as error:
-        raise _refusal(f"the log folder {root} can't be made", root, error) from error
+        raise _refusal(f"can't create the log folder {root}", root, error) from error
     if not chosen and (status.st_uid != os.getuid() or root.is_symlink() or not stat.S_ISDIR(status.st_mode)):
         raise LaunchError(f"the log folder {root} belongs to another user. {_REMEDY}")
     return root
@@ -240,7 +239,7 @@ def _temporary_root() -> Path:
     except FileNotFoundError as error:  # it writes a file to each that might be one
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         why = disk.reason(Path("/tmp"), full)
-        raise LaunchError(f"no temporary folder for logs can be written to: {why}. {_REMEDY}") from error
+        raise LaunchError(f"no temporary folder is writable for logs: {why}. {_REMEDY}") from error
     return Path(folder) / f"nblaunch-{os.getuid()}"
 
 

@@ -1,12 +1,11 @@
-"""The log files of workers: read while they grow or as a whole afterwards, and kept within their limit.
+"""Read the log files of workers, while they grow or afterwards, and limit their size.
 
-Of a file that outgrows its limit, the end is kept. The rank and all that it has started write to one open file of their
-own, so the launcher can neither rename it nor cut off its beginning without losing what is written meanwhile. It frees
-the blocks of the beginning instead (a hole, see ``fallocate(2)``): positions stay as they are, writers notice nothing,
-and the newest output is never touched.
+If a file exceeds its limit, its end is kept. The rank and its children write to one open file, so the launcher can
+neither rename nor truncate it without losing output. Instead, it frees the blocks at the beginning (a hole, see
+``fallocate(2)``): positions do not change, writers notice nothing, and the newest output is never touched.
 
-A file of a detached job that is removed while its rank writes to it is there again within a second, with all that the
-rank has printed and prints from then on.
+If the log of a detached job is removed while its rank writes to it, the launcher restores it within a second, with all
+output.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CHECK_S = 1.0
 """Between two looks at whether the file still has its name."""
 
 Opener = Callable[[str, int], int]
-"""Opens a path, with flags, as that of :func:`open`."""
+"""Opens a path with flags, like ``opener`` of :func:`open`."""
 
 # Gloo's "Rank N is connected" line, which torch 2.8 and 2.9 print per group and no setting silences; hidden, unless
 # peers are missing. It stays in the files.
@@ -43,18 +42,18 @@ _ALL_CONNECTED = re.compile(
 
 
 class LogTail:
-    r"""Follows the log file of one rank and turns what is new into events; keeps the file within its limit.
+    r"""Follows the log file of a rank, turns new output into events, and limits the size of the file.
 
-    A line goes out when it is whole. The text after the last ``\r`` (a progress bar redrawing itself), or of a line
-    that has not ended, is that rank's status. In a whole line only what follows its last ``\r`` counts, as on a screen.
-    Of a line in progress no more than 64 KiB are held, so that memory and time do not depend on what a rank prints.
+    Complete lines become events. The text after the last ``\r`` (a progress bar that redraws itself), or of an
+    incomplete line, is the rank's status. In a complete line, only the text after its last ``\r`` counts, as on a
+    screen. At most 64 KiB of an incomplete line are held, to limit memory and time.
 
     Args:
-        rank: whose log it is.
-        path: of the file; it need not exist yet.
-        max_bytes: that it may take on disk; None = without limit, or another process sees to it.
+        rank: rank of the log.
+        path: path of the file, which need not exist yet.
+        max_bytes: limit of its size on disk; None = no limit, or another process enforces it.
         opener: opens the file; None = by its path.
-        keeps_file: put the file back where it is removed while its rank writes to it.
+        keeps_file: restore the file if it is removed while its rank writes to it.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LogTail:
             self._is_open()
 
     def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
-        """Return what is new since the last call, at most ``max_bytes`` of it."""
+        """Return events for the output since the last call, at most ``max_bytes`` of it."""
         events = self._keep_within_limit()
         self._restore()
         while max_bytes > 0 and (chunk := self._take(max_bytes)):
@@ -89,7 +88,8 @@ class LogTail:
         return [*events, *self._changed_status()]
 
     def read_rest(self) -> Iterator[Event]:
-        """Yield everything up to the end of the file with an unfinished last line, in portions that fit into memory."""
+        """Yield events for the rest of the file, including an incomplete last line, in portions that fit into
+        memory."""
         yield from self._keep_within_limit()
         self._next_check_s = 0.0
         self._restore()
@@ -101,7 +101,7 @@ class LogTail:
             yield LogLines(rank=self._rank, time_s=time.time(), lines=(rest,))
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the file."""
         descriptors.close(*(fd for fd in (self._fd, self._copy_fd) if fd >= 0))
         self._fd = self._copy_fd = -1
 
@@ -111,7 +111,7 @@ class LogTail:
         return os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
 
     def follow_restored(self) -> None:
-        """Go on in the file that its launcher has put in the place of a removed one, which begins alike."""
+        """Continue in the file with which its launcher replaced a removed one; both begin with the same bytes."""
         if self._fd < 0 or os.fstat(self._fd).st_nlink:
             return
         position = self.position
@@ -200,7 +200,7 @@ class LogTail:
         return events
 
     def _outgrown(self, consequence: str) -> Note:
-        text = f"the log {self._path} has outgrown its limit (NBLAUNCH_LOG_LIMIT_MB): {consequence}"
+        text = f"the log {self._path} is larger than NBLAUNCH_LOG_LIMIT_MB: {consequence}"
         return Note(rank=self._rank, time_s=time.time(), text=text, kind="warning")
 
     def _split(self, chunk: bytes) -> list[Event]:
@@ -253,7 +253,7 @@ class _Line:
         """Return the line as text, and begin the next one."""
         text = _on_screen(self.text)
         if self._num_cut:
-            text += f" ... and {formatting.size(self._num_cut)} more in this line; the log has all of it"
+            text += f" ... and {formatting.size(self._num_cut)} more in this line; the log has the whole line"
         self.text, self._num_cut, self._has_returned = b"", 0, False
         return text
 
@@ -275,7 +275,7 @@ def _on_screen(line: bytes) -> str:
 def read_log(path: Path, max_bytes: int | None = None, opener: Opener | None = None) -> str:
     """Return a rank's log as a terminal shows it, all of it or its end; empty if it never printed.
 
-    Where its beginning was dropped, the first line says how much that was.
+    If its beginning was dropped, the first line says how much.
     """
     try:
         with open(path, "rb", buffering=0, opener=opener) as file:
@@ -287,7 +287,7 @@ def read_log(path: Path, max_bytes: int | None = None, opener: Opener | None = N
     except FileNotFoundError:
         return ""
     if start == kept_from > 0:
-        data = f"... {formatting.size(kept_from)} of output were dropped here ...\n".encode() + data
+        data = f"... {formatting.size(kept_from)} of output dropped ...\n".encode() + data
     return "\n".join(_on_screen(line) for line in data.split(b"\n") if not _is_idle_talk(line))
 
 

@@ -1,10 +1,10 @@
-"""What workers take of the host and of its devices, read from outside while they run.
+"""The workers' use of the host and its devices, read from outside while they run.
 
     MemorySampler   events about each rank's host memory, once a second and where its peak rises
     DeviceSampler   events about the utilisation of each rank's device, once a second
 
-Workers notice nothing of it. A device is read in about a millisecond (NVML for GPUs). What a worker has taken of its
-device's memory it reports by itself.
+Workers are not disturbed. Reading a device takes about a millisecond (NVML for GPUs). Workers report their own use of
+device memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nblaunch.host import memory, proc
 from nblaunch.host.gpus import DeviceMeter
 
 INTERVAL_S = 1.0
-"""Between two events about a rank."""
+"""Seconds between two events about a rank."""
 
 _READING_S = 0.25  # between two readings of a rank's memory
 _RISE = 1.05  # of a peak that is not kept for the next event: the process may not live until then
@@ -28,12 +28,13 @@ _MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
 
 
 class DeviceSampler:
-    """Reads the utilisation of the devices of this machine's workers, until it is closed. Made when they have started.
+    """Reads the utilisation of the devices of this machine's workers. Created when they have started.
 
     Args:
-        backend: what they compute on.
-        first_rank: of the workers of this machine.
-        num_workers: on this machine; where there are more than devices, they share devices in turn.
+        backend: device family of the workers.
+        first_rank: first rank of this machine.
+        num_workers: number of workers on this machine; if there are more workers than devices, they share devices in
+            turn.
         clock: seconds on a clock that never jumps.
     """
 
@@ -91,13 +92,14 @@ class _Use:
 class MemorySampler:
     """Reads the host memory of workers four times a second, for its peaks.
 
-    Proportional memory, in which shared pages count in parts, is expensive: the system walks all pages of the process,
-    12 ms for each GB. It is read for one rank at a time, and so rarely that it takes a hundredth of the launcher's
-    time. In between it is carried forward by what is cheap to read, the growth of the process's own pages.
+    Proportional memory, in which shared pages count in part, is expensive: the system walks all pages of the process,
+    which takes 12 ms per GB. It is therefore read for one rank at a time, and takes at most a hundredth of the
+    launcher's time. Between two readings, it is extrapolated from the growth of the process's own pages, which is cheap
+    to read.
 
     Args:
-        proportional_bytes: reads the proportional memory of a process; None where the system does not report it.
-        own_bytes: reads the size of its own pages, quickly; None where the process has ended.
+        proportional_bytes: reads the proportional memory of a process; None = the system does not report it.
+        own_bytes: reads the size of a process's own pages; returns None if the process has ended.
         clock: seconds on a clock that never jumps.
     """
 
@@ -117,7 +119,7 @@ class MemorySampler:
         self._next_proportional_s = self._next_s = 0.0
 
     def sample(self, pids: Mapping[int, int]) -> list[HostMemory]:
-        """Return the memory of ranks in ``pids`` (rank -> process): once a second, and at once where its peak rises."""
+        """Return the memory of ranks in ``pids`` (rank -> process): once per second, and at once if the peak rises."""
         now_s = self._clock()
         if pids and now_s >= self._next_proportional_s:
             self._read_one(pids, now_s)

@@ -1,4 +1,4 @@
-"""How a job ended: what its workers left, loaded into the kernel's modules and optimizers, or the error.
+"""The outcome of a job: the results of its workers, loaded into the kernel's modules and optimizers, or the error.
 
 conclude_job   the report of the last attempt, and what each rank left -> JobOutcome
 """
@@ -29,16 +29,16 @@ class JobOutcome:
 
     Args:
         status: ``"done"``, ``"failed"``, ``"interrupted"``, ``"cancelled"``, or ``"lost"`` of a detached job.
-        error: what the job's result raises; None if there is a result. A job that is done has one, too, where a return
-            value could not travel.
-        failed_rank: the rank with the root cause of a failure.
+        error: the exception that the job's result raises; None if there is a result. A job that is done has an error if
+            a return value could not be sent.
+        failed_rank: the rank that failed first.
         headline: one line about the failure; empty = the error's own text.
-        is_early: it was done before its time, because that was requested.
-        values: rank -> what its function returned, of a job that is done.
-        unloaded_weights: argument path -> trained state dict that no module has taken: it does not fit the kernel's any
-            more, or the job is detached.
-        has_lost_weights: workers of a job that is done have not sent all trained weights before they ended.
-        is_released: the values and weights that there were have been given up.
+        is_early: whether it was stopped early on request.
+        values: rank -> return value, for a job that is done.
+        unloaded_weights: argument path -> trained state dict that was loaded into no module, because it does not fit
+            the kernel's module or the job is detached.
+        has_lost_weights: whether workers of a job that is done ended before they had sent all trained weights.
+        is_released: whether values and weights were released.
     """
 
     status: str
@@ -54,24 +54,24 @@ class JobOutcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> JobOutcome:
-        """Return the outcome of a job that ``error`` ended in this process: interrupted, if it is an interrupt.
+        """Return the outcome of a job that ``error`` ended in this process; an interrupt makes it interrupted.
 
-        That of workers which were interrupted is made by :func:`conclude_job`.
+        :func:`conclude_job` returns the outcome of interrupted workers.
         """
         return cls("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
     @property
     def message(self) -> str:
-        """The failure in one line; empty where there is none."""
+        """The failure in one line; empty = no failure."""
         if self.headline or self.error is None:
             return self.headline
         return f"{type(self.error).__name__}: {self.error}"
 
     def with_traceback(self) -> JobOutcome:
-        """Return the same with the traceback that the error has now, from the user's function on.
+        """Return the same with the error's present traceback, from the user's function on.
 
-        That of a worker has its frames (``diagnosis/exceptions.py``), one of the function run inline begins at the
-        function; ``WorkerDied`` and ``JobHung`` have none.
+        The traceback of a worker's error has the worker's frames (``diagnosis/exceptions.py``). With
+        ``engine="inline"``, it begins at the function. ``WorkerDied`` and ``JobHung`` have none.
         """
         if self.error is None:
             return self
@@ -86,7 +86,7 @@ class JobOutcome:
         return replace(self, values={}, unloaded_weights={}, is_released=True, _traceback=None)
 
     def raise_error(self) -> None:
-        """Raise the error at the line of the cell that asks for the result, if there is one."""
+        """Raise the error, if there is one, at the line that requests the result."""
         __tracebackhide__ = True
         if self.error is None:
             return
@@ -105,16 +105,16 @@ def conclude_job(
     pids: Mapping[int, int],
     past_failures: list[str],
 ) -> tuple[JobOutcome, list[Note]]:
-    """Return the outcome of a job and notes about it; load the trained weights of one that is done or was interrupted.
+    """Return the outcome of a job and notes about it; load its trained weights if it is done or was interrupted.
 
-    One that was interrupted has a KeyboardInterrupt of its own: those that workers raised are not used.
+    An interrupted job gets a new KeyboardInterrupt instead of the workers' exceptions.
 
     Args:
         attempt: the last one.
-        report: how it went.
-        rank_results: rank -> what it left.
+        report: report of this attempt.
+        rank_results: rank -> its result.
         pids: rank -> process id.
-        past_failures: one line for each attempt that failed before.
+        past_failures: one line for each earlier attempt that failed.
     """
     unkillable = list(report.unkillable.values())
     if report.cancelled:
@@ -148,10 +148,10 @@ def conclude_job(
 
 
 def late_interrupt(outcome: JobOutcome, door: str) -> KeyboardInterrupt:
-    """Return the interrupt of a job that is done all the same.
+    """Return the interrupt of a job that is nevertheless done.
 
     Args:
-        door: what returns the value, as text.
+        door: expression that returns the value, as text.
     """
     loaded = "" if outcome.has_lost_weights else "weights are loaded, and "
     return KeyboardInterrupt(f"every rank here has returned: {loaded}{door} returns the value")
@@ -219,7 +219,7 @@ def _load_weights(
 def _load_optimizers(
     attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> list[Note]:
-    """Load the states of optimizers and their schedulers into those of the kernel; return notes."""
+    """Load the states of optimizers and their schedulers into the kernel's; return notes."""
     result = rank_results.get(attempt.ranks[0])
     if result is None:
         return []
@@ -231,7 +231,7 @@ def _load_optimizers(
         name = f"{path_name(path)} ({type(one).__name__})"
         problem = unsent.get(path) or result.state_errors.get(path, "")
         if not problem and is_scheduler(one) and id(one.optimizer) not in loaded:
-            problem = "that of its optimizer did not"
+            problem = "the state of its optimizer did not"
         if not problem and path not in result.states:
             continue
         problem = problem or _load_optimizer(one, result.states[path])
@@ -282,14 +282,14 @@ def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult])
     for rank, result in sorted(rank_results.items()):
         unpicklable = report.returned[rank].value_location.unpicklable
         if unpicklable:
-            why = f"can't be pickled: {'; '.join(unpicklable)}. Everything else of it is in this error's .partial"
+            why = f"can't be pickled: {'; '.join(unpicklable)}. The rest is in this error's .partial"
         elif result.value_error:
             why = f"can't be rebuilt in this process: {result.value_error}"
         else:
             continue
         return ResultError(
-            f"the function finished on every rank, but rank {rank}'s return value {why}; the trained weights were "
-            "kept. Return tensors, numbers and plain containers.",
+            f"the function finished on every rank, but rank {rank}'s return value {why}; the trained "
+            "weights were kept. Return tensors, numbers or plain containers.",
             partial=result.value,
         )
     return None

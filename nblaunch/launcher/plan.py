@@ -1,8 +1,8 @@
-"""LaunchPlan: what will be launched, how, and why it can't be; decided before any worker is started.
+"""LaunchPlan: decides how to launch, or why not, before any worker starts.
 
-It reads the machine and makes no device context: with one in the kernel, workers could not be forked. A backend may try
-a fork that it throws away (``backends/first_use.py``). Where the devices are refused, workers that are kept for the
-debugger and may have them are ended first.
+It inspects the machine without creating a device context, because workers can't be forked from a kernel with one. A
+backend may try a fork (``backends/first_use.py``). If devices are unavailable, it ends workers that are kept for the
+debugger and may use them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _IS_MACOS = sys.platform == "darwin"
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will be done.
+    """The plan of a launch.
 
     Args:
-        backend: what workers compute on.
-        num_processes: how many workers.
-        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none; of a detached job as asked
-            for, until the process that starts its workers has decided.
-        reason: why that method, as the end of a sentence.
+        backend: device family of the workers.
+        num_processes: number of workers.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none; for a detached job as
+            requested, until its process decides.
+        reason: why this method, as the end of a sentence.
         num_threads: CPU threads of each worker.
-        modules: those in the arguments whose weights come back, by their argument paths.
-        optimizers: those in the arguments whose state comes back, and their schedulers, likewise.
-        fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
+        modules: modules in the arguments whose weights come back, by argument path.
+        optimizers: optimizers in the arguments whose states come back, and their schedulers, by argument path.
+        fallback: why workers are not forked although that was not requested, as a sentence; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines, or happen there.
-        warnings: what may go wrong, a sentence each.
+        warnings: possible problems, one sentence each.
     """
 
     backend: Backend
@@ -57,29 +57,29 @@ class LaunchPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What other processes may know of it: all but the backend, the modules and the optimizers, by name."""
+        """All fields except the backend, the modules and the optimizers, for other processes."""
         objects = ("backend", "modules", "optimizers")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in objects}
 
 
 def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
-    """Decide what ``spec`` leaves open, and refuse what can't work here.
+    """Decide everything that ``spec`` leaves open, and reject launches that can't work on this machine.
 
     Args:
         spec: what to launch.
         background: whether the launching call returns while the job runs.
 
     Raises:
-        ValueError: more processes than devices, a precision that the device can't do, an argument that can't work in
-            another process, or an environment variable of :mod:`nblaunch.env` with a text that it can't have.
+        ValueError: more processes than devices, a precision that the device does not support, an argument that can't
+            work in another process, or an invalid environment variable of :mod:`nblaunch.env`.
         RuntimeError: called inside a worker; or the backend can't be used on this machine.
-        LaunchError: the devices, or the start method asked for, can't be used from this kernel.
+        LaunchError: the devices or the requested start method can't be used from this kernel.
     """
     if context.is_worker():
         rank = context.current().topology.rank
         raise RuntimeError(
-            f"a launch was requested inside a worker (rank {rank}); call notebook_launcher from the notebook, not "
-            "from the function it runs"
+            f"a launch was requested inside a worker (rank {rank}); call notebook_launcher in the notebook, not in "
+            "the function that it runs"
         )
     env.check()
     if spec.engine == "inline":
@@ -156,26 +156,26 @@ def _synced_optimizers(spec: LaunchSpec) -> Mapping[ArgPath, Any]:
     optimizers = optimizers_in(spec.args)  # schedulers are with their optimizers, never alone
     if not optimizers:
         raise ValueError(
-            "sync_optimizers=True, but there is no optimizer in args; build it in the notebook and pass it with its "
-            "model: args=(model, optimizer)"
+            "sync_optimizers=True, but there is no optimizer in args; build the optimizer in the notebook and pass "
+            "it with its model: args=(model, optimizer)"
         )
     return optimizers
 
 
 def replan_start_method(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
-    """Decide anew how workers start, for another start of the same job: here and now a fork may not be safe any more.
+    """Decide again how workers start, for a restart: a fork may no longer be safe.
 
     Raises:
-        LaunchError: the start method asked for can't be used now.
+        LaunchError: the requested start method can't be used now.
     """
     start = _start_of(spec, plan.backend)
     return replace(plan, start_method=start.method, reason=start.reason, fallback=start.fallback)
 
 
 _LATER_FORK = (
-    "start_method='fork' can't be used with background=True and max_restarts, or several machines: workers would be "
-    "forked while the kernel runs other code, and such a fork can freeze the kernel. Leave start_method out: what can "
-    "be forked is, and the rest starts through a forkserver."
+    "start_method='fork' can't be combined with background=True and max_restarts, or with several machines: a fork "
+    "while the kernel runs other code can freeze the kernel. Leave start_method out; nblaunch then forks where it "
+    "is safe and uses a forkserver elsewhere."
 )
 
 
@@ -193,8 +193,8 @@ def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
             asked[field_.name] = value
     if asked:
         raise ValueError(
-            f"engine='inline' runs the function in the kernel itself, so that "
-            f"{', '.join(f'{name}={value!r}' for name, value in asked.items())} can't be honoured: leave "
+            "engine='inline' runs the function in the kernel, so "
+            f"{', '.join((f'{name}={value!r}' for name, value in asked.items()))} can't apply: leave "
             f"{'it' if len(asked) == 1 else 'them'} out, or leave out engine='inline'"
         )
 
@@ -205,8 +205,8 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
     if spec.engine == "inline":
         if spec.num_processes not in (None, 1):
             raise ValueError(
-                f"num_processes={spec.num_processes}: engine='inline' runs the function in this very process, so "
-                "valid are 1 and None"
+                f"num_processes={spec.num_processes}: engine='inline' runs the function in this process; valid are "
+                "1 and None"
             )
         return 1
     wanted = spec.num_processes or env.read("NBLAUNCH_NUM_PROCESSES")
@@ -225,7 +225,9 @@ def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> No
     if num_processes <= available or (backend.shares_devices and spec.backend == backend.name):
         return
     sharing = (
-        f"; backend={backend.name!r} lets several share one, for trying out" if backend.shares_devices else ""
+        f"; backend={backend.name!r} lets several processes share a device, for experiments"
+        if backend.shares_devices
+        else ""
     )
     raise ValueError(
         f"num_processes={num_processes}, but this machine has {formatting.count(available, backend.device_noun)} "
@@ -236,13 +238,13 @@ def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> No
 def _one_process(spec: LaunchSpec, backend: Backend) -> int:
     if backend.spmd_env() is None:
         raise ValueError(
-            f"strategy='spmd' is for XLA devices (backend='xla'), and this launch is for {backend.name}; there, "
+            f"strategy='spmd' needs XLA devices (backend='xla'), but this launch uses {backend.name}; "
             "strategy='auto' runs one process per device"
         )
     if spec.num_processes not in (None, 1):
         raise ValueError(
-            f"num_processes={spec.num_processes}: with strategy='spmd' one process drives all devices; valid are 1 and "
-            "None"
+            f"num_processes={spec.num_processes}: with strategy='spmd', one process drives all devices; valid are "
+            "1 and None"
         )
     return 1
 
@@ -262,25 +264,25 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
         LaunchError: a fork was asked for, and is not possible here.
     """
     if spec.engine == "inline":
-        return _Start("inline", "asked for: the function runs in the kernel")
+        return _Start("inline", "as requested, the function runs in the kernel")
     hazard = fork_safety.find_hazard(backend, (spec.function, spec.args))
-    # A forkserver forks, too: on macOS that is no better, however clean the process is.
+    # A forkserver forks, too: on macOS that does not help, however clean the process is.
     otherwise = "spawn" if _IS_MACOS else "forkserver"
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
-            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start through "
-            f"a {otherwise}, and nothing has to be restarted."
+            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start "
+            f"through a {otherwise}, without a restart of the kernel."
         )
     if spec.start_method != "auto":
         return _Start(spec.start_method, "asked for")
     if hazard is not None:
         reason = f"fork is not possible here: {hazard}"
-        fallback = f"workers start through a {otherwise}: {reason}; nothing has to be restarted"
+        fallback = f"workers start through a {otherwise}: {reason}; the kernel needs no restart"
         return _Start(otherwise, reason, "" if _IS_MACOS else fallback)
     wish = backend.clean_start_reason()
     if wish is not None:
         return _Start("forkserver", wish)
-    return _Start("fork", "shares the model with the kernel, nothing is pickled")
+    return _Start("fork", "the workers share the model with the kernel; nothing is pickled")
 
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:
@@ -303,8 +305,8 @@ def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
 # is for one process: ranks would train without each other, unnoticed. (nblaunch's own notices by itself.)
 
 _HAS_PREPARED = (
-    "an accelerate.Accelerator that has prepared objects in the notebook, for one process: ranks would train without "
-    "each other. Call prepare inside the function alone; free_memory() in the notebook drops what was prepared"
+    "an accelerate.Accelerator that prepared objects in the notebook for one process, so the ranks would train "
+    "separately. Call prepare only inside the function; free_memory() in the notebook drops the prepared objects"
 )
 
 

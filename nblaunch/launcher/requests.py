@@ -1,4 +1,4 @@
-"""Requests to a running job, from a signal handler, a button, a thread.
+"""Requests to a running job, from signal handlers, buttons and threads.
 
     stop()         ``accelerator.should_stop`` is true from the same step on in all ranks; loops that read it end
     terminate(s)   stop, and interrupt when ``s`` seconds are over; the second time at once
@@ -11,7 +11,7 @@
                                    └─ one byte ──> WakePipe ─────────────────────> wakes its wait loop
 
 A signal handler may interrupt any line of this module, so nothing here takes a lock: requests are single appends and
-assignments, which the interpreter does in one piece.
+assignments, which are atomic in the interpreter.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from contextlib import contextmanager, suppress
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors, signal_handlers
 
-_NO_WORKER = "no worker of the job runs"
+_NO_WORKER = "no worker of the job is running"
 
 
 class WakePipe:
-    """A pipe that wakes a wait loop. Its descriptors live as long as anything refers to it.
+    """A pipe that wakes a wait loop. Its descriptors stay open while anything refers to it.
 
-    There is no ``close``: a thread, or the handler of a signal that arrives in the middle of :meth:`wake`, could then
-    write its byte into whatever file has got the same number since. Drop the last reference instead.
+    There is no ``close``: a thread or signal handler in the middle of :meth:`wake` could then write its byte into
+    another file with the same number. Drop the last reference instead.
 
     Raises:
         LaunchError: the system refused a pipe.
@@ -47,19 +47,20 @@ class WakePipe:
         except OSError as error:
             self._pid = -1
             raise LaunchError(
-                f"the system refused a pipe: {error}. If descriptors ran out (ulimit -n), close some."
+                f"the system denied a pipe: {error}. If file descriptors ran out (ulimit -n), close "
+                "some files."
             ) from error
         os.set_blocking(self.reading, False)
         os.set_blocking(self._writing, False)
         descriptors.keep_from_children(self.reading, self._writing)
 
     def wake(self) -> None:
-        """Make the reading end readable."""
+        """Wake the wait loop."""
         with suppress(BlockingIOError):  # full: the loop has been woken often enough
             os.write(self._writing, b"!")
 
     def empty(self) -> None:
-        """Take in all wake-ups so far."""
+        """Consume all wake-ups so far."""
         with suppress(BlockingIOError):
             os.read(self.reading, 4096)
 
@@ -70,11 +71,11 @@ class WakePipe:
 
 
 class Query(Future[str]):
-    """A question to the supervisor, and its answer.
+    """A query to the supervisor, and its answer.
 
     Args:
-        subject: ``"stacks"``: where every rank is; ``"logs"``: that all that ranks have printed, sent and shown on
-            the board has been reported.
+        subject: ``"stacks"``: the position of every rank; ``"logs"``: confirmation that all output, events and board
+            readings so far were reported.
     """
 
     def __init__(self, subject: str) -> None:
@@ -85,10 +86,10 @@ class Query(Future[str]):
 class JobRequests:
     """Collects requests to a job and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
 
-    Every query is answered: by the supervisor, or with the reason why there is no answer.
+    Every query gets an answer from the supervisor, or the reason why there is none.
 
     Attributes:
-        endings: grows with each request to end the job, in whichever way.
+        endings: number of requests to end the job in any way.
 
     Raises:
         LaunchError: the system refused a pipe.
@@ -107,7 +108,7 @@ class JobRequests:
         self._is_answering = False
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once something was requested, for ``select``; -1 after the end."""
+        """Return a descriptor that is readable after a request, for ``select``; -1 after the end."""
         return self._pipe.reading if self._pipe is not None else -1
 
     @property
@@ -122,7 +123,7 @@ class JobRequests:
         self._wake()
 
     def terminate(self, grace_s: float) -> None:
-        """Let the loops end, and interrupt them when ``grace_s`` is over; the second time interrupt at once."""
+        """Ask the loops to end, and interrupt them after ``grace_s``; a second call interrupts at once."""
         self.termination_grace_s = grace_s
         self.terminations += 1
         self.endings += 1
@@ -131,7 +132,7 @@ class JobRequests:
         self._wake()
 
     def stop(self) -> None:
-        """Let the loops of all ranks end at the same step boundary."""
+        """Ask the loops of all ranks to end at the same step."""
         self.wants_stop = True
         self.endings += 1
         self._wake()
@@ -143,11 +144,11 @@ class JobRequests:
         self._wake()
 
     def ask_stacks(self) -> Future[str]:
-        """Ask where every rank is; the future has an answer within a second or two, whatever the job does."""
+        """Ask for the position of every rank; the future gets an answer within a second or two."""
         return self._ask(Query("stacks"))
 
     def ask_logs(self) -> Future[str]:
-        """Ask for all that workers have printed, sent and shown by now to be reported; the future ends when it was."""
+        """Ask that all output, events and board readings so far are reported; the future completes when they are."""
         return self._ask(Query("logs"))
 
     def _ask(self, query: Query) -> Future[str]:
@@ -158,13 +159,13 @@ class JobRequests:
         return query
 
     def acknowledge(self) -> None:
-        """Empty the pipe that woke the loop."""
+        """Consume wake-ups of the pipe."""
         if self._pipe is not None:
             self._pipe.empty()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Let queries be answered by the caller while the block runs; those left at its end are refused."""
+        """Let the caller answer queries within the block; queries left at its end are refused."""
         self._is_answering = True
         try:
             yield
@@ -185,7 +186,7 @@ class JobRequests:
             query.set_result(text)
 
     def close(self) -> None:
-        """Handle the end of the job: further requests are counted and have no effect."""
+        """Handle the end of the job: later requests are counted but have no effect."""
         self._pipe = None
 
     def _refuse_queries(self) -> None:
@@ -210,10 +211,10 @@ def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
 
 @contextmanager
 def interrupts_as_requests(request: Callable[[], None]) -> Iterator[None]:
-    """Let SIGINT call ``request()`` while the block runs, rather than raise an exception at a random line.
+    """Let SIGINT call ``request()`` within the block instead of raising an exception at a random line.
 
-    Only the main thread can do this; elsewhere nothing changes. The former handler is always put back. A SIGINT that
-    was held back before the block is a request, too.
+    This works only in the main thread; elsewhere nothing changes. The previous handler is always restored. A SIGINT
+    that was held back before the block counts as a request.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

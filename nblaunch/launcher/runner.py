@@ -3,11 +3,11 @@
     start    in the main thread, while the kernel runs no other code: announce the job, start the first workers
     finish   in that thread or another: supervise them, start them again after a failure, load what they leave
 
-A launch in another thread starts its workers where it finishes: the system kills them when the thread that has started
-them ends (``PR_SET_PDEATHSIG``).
+A launch in another thread starts its workers in the thread that finishes it, because the system kills them when the
+thread that started them ends (``PR_SET_PDEATHSIG``).
 
-It is the :class:`nblaunch.launcher.job.Job` that the caller holds meanwhile. On several machines (``NodeRunner`` in
-``nodes/link.py``) start only prepares; attempts start in finish, once all nodes have met.
+The caller holds it as a :class:`nblaunch.launcher.job.Job`. On several machines (``NodeRunner`` in ``nodes/link.py``),
+start only prepares the job; attempts start in finish, once all nodes have met.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from nblaunch.worker.inheritance import random_states
 from nblaunch.worker.inheritance.random_states import RandomStates
 
 _REMEDY = (
-    "workers that start when the launching call has returned (background=True with max_restarts or with several "
-    "machines) load the call as it was at the launch. Without max_restarts, or without background=True, nothing needs "
-    "to be pickled"
+    "with background=True and max_restarts or several machines, workers can start after the call has "
+    "returned, so they load a pickled copy of it. Without max_restarts, or without background=True, nothing "
+    "needs to be pickled"
 )
 
 _KEPT = (
-    "{} stay where they were: nblaunch.debug() in the next cell opens pdb at the failure, last_job().inspect('name') "
-    "and last_job().compare() show variables of every rank. They end with the next launch, last_job().release(), or "
-    "after 30 minutes"
+    "{} stay where they were: in the next cell, nblaunch.debug() opens pdb at the failure, and "
+    "last_job().inspect('name') and last_job().compare() show variables of every rank. The workers end with "
+    "the next launch, last_job().release(), or after 30 minutes"
 )
 
 _KEPT_S = 1800.0
@@ -73,14 +73,14 @@ class JobRunner(Job):
         spec: what to run.
         plan: how.
         listeners: receive its events.
-        on_prompts: called with the runner while ranks wait for a line for pdb.
+        on_prompts: called with the runner while ranks wait for input to pdb.
         log: the job's log folder; None = a new one.
-        requests: to the job, where there may be some before it starts.
+        requests: requests to the job, if there can be some before it starts.
 
     Attributes:
-        spec: as given; of a job that has ended, without the function and its arguments.
-        plan: how its workers start now; of a job that has ended, without the modules in the arguments.
-        command_connections: rank -> connection for commands, in the present attempt; empty where none are sent.
+        spec: what to run; a job that has ended drops the function and its arguments.
+        plan: how its workers start; a job that has ended drops the modules in the arguments.
+        command_connections: rank -> connection for commands in the present attempt; empty = no commands.
         past_failures: one line for each attempt that failed.
         slots: rank -> its slot of the board, in the present attempt.
 
@@ -114,14 +114,14 @@ class JobRunner(Job):
     def run(self) -> None:
         """Run the job to its end in this thread.
 
-        Failures, and interrupts that end the job, are kept in :attr:`outcome`, for ``Job.result`` to raise.
+        :attr:`outcome` keeps failures and interrupts, which ``Job.result`` raises.
 
         Raises:
-            KeyboardInterrupt: the job was interrupted and is done all the same, since the function has handled that
-                and returned on every rank, or had returned before: what follows in the cell must not run.
+            KeyboardInterrupt: the job was interrupted but is done, because the function handled the interrupt or had
+                already returned on every rank. The rest of the cell must not run.
         """
         with ExitStack() as stack:
-            if not self._is_inline:  # there the handlers are those of the function
+            if not self._is_inline:  # there the function's handlers count
                 stack.enter_context(signal_handlers.held_back())
                 stack.enter_context(interrupts_as_requests(self.requests.interrupt))
             self._start()
@@ -130,12 +130,12 @@ class JobRunner(Job):
             raise late_interrupt(self.outcome, "last_job().result()")
 
     def run_in_background(self) -> None:
-        """Start the workers and go on in a thread; return when they run, or when they could not be started.
+        """Start the workers and continue in a thread; return when they run or could not be started.
 
         An interrupt meanwhile ends the job, and this returns when it has ended.
 
         Raises:
-            BaseException: what the handler of a signal has raised meanwhile; the job has ended.
+            BaseException: the exception of a signal handler; the job has ended.
         """
         with signal_handlers.held_back():
             with interrupts_as_requests(self.requests.interrupt):
@@ -159,7 +159,10 @@ class JobRunner(Job):
             thread.start()
             begun.wait()
         except RuntimeError as error:
-            text = f"the system refused the thread that watches the workers: {error}. Use or run fewer processes."
+            text = (
+                f"the system denied a thread to watch the workers: {error}. Use fewer processes, or close "
+                "other programs."
+            )
             self._end(JobOutcome.of_error(LaunchError(text)))
         self._wait_for_launch()
 
@@ -175,7 +178,7 @@ class JobRunner(Job):
             raise
 
     def end_unwatched(self, error: BaseException) -> None:
-        """End the job, which ``error`` has taken from its caller; nothing if it has ended."""
+        """End the job after ``error`` interrupted its caller; do nothing if it has ended."""
         with signal_handlers.held_back():
             if not self.is_running:
                 return
@@ -221,7 +224,7 @@ class JobRunner(Job):
             outcome = self._run_inline() if self._is_inline else self._finish_workers()
         except BaseException as error:
             if isinstance(error, LaunchError) and self.past_failures:  # or these would be lost with it
-                text = f"the job could not be started again: {error}"
+                text = f"the job could not be restarted: {error}"
                 error = LaunchError("\n".join([text, *self.past_failures]))
             outcome = JobOutcome.of_error(error)
         self._end(outcome)
@@ -252,7 +255,7 @@ class JobRunner(Job):
             self._launch_settled.set()  # after the end, for which those that wait for this look next
 
     def _publish(self, outcome: JobOutcome) -> None:
-        """Make ``outcome`` that of the job, and send it to the listeners as their last event."""
+        """Set the outcome of the job, and send it to the listeners as their last event."""
         self.status = outcome.status
         self.outcome = outcome.with_traceback()
         self.emit(
@@ -383,7 +386,7 @@ class JobRunner(Job):
             return start_attempt(attempt)
 
     def keep_weights(self, wanted: bool) -> None:
-        """Say whether ranks send what they have trained when they are interrupted. Safe in signal handlers."""
+        """Set whether interrupted ranks send their trained states. Safe in signal handlers."""
         with suppress(ValueError):  # the attempt has ended
             for slot in self.slots.values():
                 slot.keeps_weights = int(wanted)

@@ -1,5 +1,5 @@
 """The workers' store: the TCPStore through which they form their process group. The agents of several machines have
-another, the rendezvous store (``nodes/rendezvous.py``).
+another store, the rendezvous store (``nodes/rendezvous.py``).
 
 On one machine the launcher hosts it on ``master_addr``, 127.0.0.1 by default, and starts it on demand:
 
@@ -32,10 +32,10 @@ _running: set[int] = set()
 
 
 def is_any_store_running() -> bool:
-    """Return whether the store of some job runs in this process, as that of a background job does.
+    """Return whether the store of a job, such as a background job, runs in this process.
 
-    A fork may then copy a lock in the moment that the store's thread holds it (the resolver's, while it looks up a
-    client's name), and the child would wait for that lock for ever.
+    A fork could then copy a lock that the store's thread holds, such as the resolver's lock, and the child would wait
+    for it forever.
     """
     return bool(_running)
 
@@ -44,11 +44,11 @@ class StoreHost:
     """Listens for workers, and becomes a ``TCPStore`` once it is started.
 
     Args:
-        address: of the interface to listen on.
-        port: None = one that the system chooses.
+        address: address of the interface to listen on.
+        port: TCP port; None = chosen by the system.
 
     Raises:
-        LaunchError: the port is taken, or the address is not one of this machine.
+        LaunchError: the port is in use, or the address does not belong to this machine.
     """
 
     def __init__(self, address: str, port: int | None) -> None:
@@ -90,12 +90,13 @@ class StoreHost:
             self._store = store_behind(fd, self.address, self.port)
         except (OSError, RuntimeError) as error:
             raise LaunchError(
-                f"the store of the workers' process group could not be started: {error}. If descriptors (ulimit -n) "
-                "or processes (ulimit -u, or the pids limit of the container) ran out, close some, or use fewer."
+                f"the store of the workers' process group could not be started: {error}. If descriptors "
+                "(ulimit -n) or processes (ulimit -u, or the pids limit of the container) ran out, use "
+                "fewer workers or close other programs."
             ) from error
 
     def leave_to_kept_workers(self) -> None:
-        """Take it that no more clients come: the workers are kept for the debugger, and end before others start."""
+        """Expect no more clients: the workers are kept for the debugger, and end before others start."""
         _running.discard(self.port)
 
     def close(self) -> None:
@@ -109,12 +110,12 @@ class StoreHost:
 
 
 def store_behind(fd: int, address: str, port: int) -> TCPStore:
-    """Start a store behind a listening socket, which it owns and closes from here on.
+    """Start a store behind a listening socket, which the store then owns and closes.
 
     Args:
         fd: descriptor of the socket.
-        address: where it listens.
-        port: likewise.
+        address: address on which it listens.
+        port: port on which it listens.
 
     Raises:
         RuntimeError: the store can't be started.
@@ -137,10 +138,10 @@ def family_of(address: str) -> socket.AddressFamily:
 def _refusal(error: OSError, address: str, port: int | None) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port} on {address} is in use by another process; leave use_port out, and the system chooses "
-            "a free one"
+            f"port {port} on {address} is in use by another process; leave use_port out, so that the system "
+            "chooses a free port"
         )
     return (
-        f"can't listen on {address}{f':{port}' if port else ''}: {error.strerror}; master_addr must be an address of "
-        "this machine, as the default '127.0.0.1' is"
+        f"can't listen on {address}{f':{port}' if port else ''}: {error.strerror}; master_addr must be an "
+        "address of this machine, such as the default '127.0.0.1'"
     )

@@ -81,8 +81,8 @@ class Supervisor:
         requests: requests to the job.
         emit: receives every event.
         emit_readings: receives readings of the board, one per rank, 10 times a second.
-        debugger: client of the debugger in the workers; None where there is none.
-        on_prompts: called while ranks wait for a line for pdb.
+        debugger: client of the debugger in the workers; None = no debugger.
+        on_prompts: called while ranks wait for input to pdb.
         read_outbox: reads what a rank has left, as :func:`nblaunch.wire.outbox.read` does.
     """
 
@@ -150,10 +150,10 @@ class Supervisor:
         return self._alive - sending
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Watch the workers to their end, in any thread; return the report, and rank -> what it left.
+        """Watch the workers to their end, in any thread; return the report, and rank -> its result.
 
         Raises:
-            LaunchError: the system refused what workers need while they run.
+            LaunchError: the system denied a resource that workers need while they run.
         """
         try:
             self._register()
@@ -182,7 +182,7 @@ class Supervisor:
         return self._report, self._collect()
 
     def end_kept(self) -> None:
-        """End the workers that :meth:`run` has left, as after any failure. In any thread."""
+        """End the workers that :meth:`run` kept, as after any failure. In any thread."""
         try:
             self._report.kept = []
             self._post_mortem_since_s = None
@@ -192,13 +192,13 @@ class Supervisor:
             self.close()
 
     def close(self) -> None:
-        """End workers that still run, and release what the attempt holds."""
+        """End running workers, and release the resources of the attempt."""
         self._running.close()
         for watcher in self._watchers:
             watcher.end()
         if found := self._running.left_running:
             named = formatting.first(found, _MAX_NAMED)
-            self._note(f"ended with the job, though out of the workers' POSIX process groups: {named}")
+            self._note(f"ended with the job, although outside of the workers' process groups: {named}")
 
     def _do_deferred(self) -> None:
         """Do at the first tick what workers need not wait for, and short jobs do without."""
@@ -405,7 +405,7 @@ class Supervisor:
         grace_s = self._requests.termination_grace_s
         slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
-        self._note(f"SIGTERM received: ranks have {grace_s:g} s to save and return by themselves")
+        self._note(f"SIGTERM received: ranks have {grace_s:g} s to save their work and return")
 
     def _poll_termination(self) -> None:
         if self._termination is None:
@@ -463,8 +463,8 @@ class Supervisor:
         if pid is not None:
             name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
         text = (
-            f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system blocks it. "
-            f"The job went on without it. It keeps its memory and devices until the system ends it{hint}"
+            f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system blocks "
+            f"it. The job went on without it. It keeps its memory and devices until the system ends it{hint}"
         )
         self._group.abandon(rank)
         self._watch_ends()
@@ -503,7 +503,7 @@ class Supervisor:
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
     def _done(self) -> set[int]:
-        """Return the ranks that have sent all they have, and those of a session that run no command."""
+        """Return the ranks that have sent everything, and idle ranks of a session."""
         done = {one.rank for one in self._board.read() if one.state is WorkerState.DONE}
         return self._report.delivered | done
 
@@ -565,7 +565,7 @@ class Supervisor:
         elif now - self._lingering_since > _LINGER_S:
             text = (
                 f"{formatting.ranks(self._alive)}: the function returned {_LINGER_S:.0f} s ago, but an exit "
-                "handler or a thread of it still runs; it is ended now. Its result is kept."
+                "handler or a thread still runs, so the process is killed. Its result is kept."
             )
             self._note(text)
             self._begin_escalation()

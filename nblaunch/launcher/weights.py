@@ -129,7 +129,9 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
     import torch  # the process may have only followed the job
 
     if not isinstance(module, torch.nn.Module):
-        raise ValueError(f"{type(module).__name__} is no torch.nn.Module, into which weights could be loaded")
+        raise ValueError(
+            f"{type(module).__name__} is not a torch.nn.Module, so weights can't be loaded into it"
+        )
     misfit = load_if_it_fits(module, state, is_complete=True)
     if misfit:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The agent of one node: it meets those of the other nodes, in a process of its own; its launcher starts the workers.
+"""The agent of a node: it meets the other agents in its own process; the launcher starts the workers.
 
     launcher          <── pipes ──> agent (fresh interpreter): main thread    from one rendezvous to the next
         │ start                                                launcher       receives the launcher's messages
@@ -123,7 +123,7 @@ class NodeAgent:
     # --- from one rendezvous to the next -------------------------------------------------------------------------
 
     def _run_workers(self, handler: RendezvousHandler, store: Store) -> bool:
-        """Have the workers started after each rendezvous; return whether those of all nodes have returned."""
+        """Have the workers started after each rendezvous; return whether the workers of all nodes have returned."""
         restarts_left = self._config.max_restarts
         while True:
             self._heartbeats.publish(messages.JOINING)
@@ -168,7 +168,7 @@ class NodeAgent:
         if handler.num_nodes_waiting() == 0:
             return False
         self._heartbeats.refresh()
-        reason = "the set of nodes changes, so all workers restart"
+        reason = "the set of nodes changed, so all workers restart"
         self._launcher.send(StopWorkers(-1, time.time(), reason=reason))
         return True
 
@@ -210,7 +210,7 @@ class NodeAgent:
             node_rank=world.rank,
             host=self._config.host_name,
             address=self._config.address,
-            first_rank=0,  # that of each follows from the others
+            first_rank=0,  # each follows from the others
             num_workers=self._config.num_workers,
         )
         world.store.set(f"nblaunch/node/{own.node_rank}", schema.dump(own).decode())
@@ -291,15 +291,15 @@ def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: Heartbe
             f"({rendezvous.timeout_s:g} s): {first}. Check that it is launched, that this is its address, and that no "
             f"firewall blocks the port. ({_first_line(error)})"
         )
-    return f"the rendezvous at {rendezvous.endpoint} is gone ({_first_line(error)})"
+    return f"the rendezvous at {rendezvous.endpoint} ended ({_first_line(error)})"
 
 
 def _describe_timeout(missing: str, rendezvous: RendezvousConfig, joining: list[str]) -> str:
     lack = f"{missing} did not join" if missing else f"{rendezvous.min_nodes - len(joining)} more must join"
     return (
-        f"not all nodes joined the rendezvous at {rendezvous.endpoint} within {rendezvous.timeout_s:g} s: {lack}; "
-        f"joined ({len(joining)} of {rendezvous.min_nodes}): {', '.join(joining)}. Launch the others with the same "
-        "address, or allow more time with rdzv_timeout_s."
+        f"not all nodes joined the rendezvous at {rendezvous.endpoint} within {rendezvous.timeout_s:g} s: "
+        f"{lack}; joined ({len(joining)} of {rendezvous.min_nodes}): {', '.join(joining)}. Launch the "
+        "missing nodes with the same address, or raise rdzv_timeout_s."
     )
 
 

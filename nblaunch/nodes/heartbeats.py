@@ -1,4 +1,4 @@
-"""Heartbeats: each node publishes its state on the rendezvous store and reads that of all others.
+"""Heartbeats: each node publishes its state on the rendezvous store and reads the states of all others.
 
     <prefix>/num_nodes        number of nodes that have ever published
     <prefix>/node/<n>         id of the n-th node
@@ -83,9 +83,9 @@ class HeartbeatStore:
             if id not in self._unreadable:
                 self._unreadable.add(id)
                 self._warn(
-                    f"the heartbeat of {id!r:.80} at the rendezvous was not written by a node of this job, and is "
-                    f"ignored ({error}). Other processes can reach the rendezvous: keep it on a network of your own, "
-                    "and use the same version of nblaunch on all nodes"
+                    f"the heartbeat of {id!r:.80} at the rendezvous was not written by a node of this job "
+                    f"and is ignored ({error}). Other processes can reach the rendezvous: use a private "
+                    "network, and the same version of nblaunch on all nodes"
                 )
             return None
         return heartbeat
@@ -181,8 +181,8 @@ class HeartbeatExchange:
             rivals = self._rivals(first)
         if rivals:
             raise LaunchError(
-                f"node_rank={self._own.node_rank} is already used by a node on host {rivals[0].host}; give each "
-                "machine another rank"
+                f"node_rank={self._own.node_rank} is already used by a node on host {rivals[0].host}; give "
+                "each machine its own rank"
             )
 
     def _rivals(self, first: dict[str, int]) -> list[Heartbeat]:

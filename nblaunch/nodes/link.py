@@ -5,8 +5,8 @@
                       agent
 
 ``agent_client.py`` is the client to the agent, ``peer_states.py`` holds the state of the other nodes. The link neither
-starts nor signals workers: :class:`NodeRunner` runs a job through it. The agent decides on restarts, together with
-those of the other nodes.
+starts nor signals workers: :class:`NodeRunner` runs a job through it. The agent decides on restarts, together with the
+other nodes' agents.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _AGENT_SLACK_S = 15.0
 """Extra seconds for the start of the agent, and for torch to detect its timeout."""
 
 _NUM_CURVES = 8
-"""Ranks whose losses the other nodes get: no dashboard draws those of more ranks."""
+"""Number of ranks whose losses the other nodes get; no dashboard draws more."""
 
 
 class NodeLink:
@@ -148,7 +148,7 @@ class NodeLink:
         return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
 
     def _pass_on_stop(self) -> None:
-        """Send a stop that was requested after the ranks of this node have returned: those of others go on."""
+        """Send a stop that was requested after the ranks of this node returned; ranks of other nodes go on."""
         is_wanted = self._requests.wants_stop or self._requests.terminations > 0
         if is_wanted and not self._stop.is_wanted and not self._agent.is_changing:
             self._stop.is_wanted = True
@@ -224,8 +224,8 @@ class NodeLink:
             if is_alive and heartbeat.settings != own:
                 self._agent.leave("was launched with other settings")
                 raise LaunchError(
-                    f"{heartbeat} was launched with {heartbeat.settings}, but this one (node {self._spec.node_rank}) "
-                    f"with {own}: launch all nodes with the same"
+                    f"{heartbeat} was launched with {heartbeat.settings}, but this one (node "
+                    f"{self._spec.node_rank}) with {own}: use the same settings on all nodes"
                 )
 
     def _note_joining(self, last_note: str) -> str:
@@ -252,7 +252,7 @@ class NodeLink:
         return self._agent.fileno()
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
-        """Return environment variables of this node's workers, in addition to those of their topology."""
+        """Return environment variables of this node's workers, in addition to their topology."""
         chosen = network.interface_settings(network.interface_of(self._agent.address))
         environment = env.snapshot()
         return {

@@ -14,7 +14,7 @@ from nblaunch.launcher.store import StoreHost, family_of
 from nblaunch.spec import DEFAULT_PORTS
 
 _SOME_OTHER = "192.0.2.1"
-"""An address that no machine has, by whose route that of all others is found. Source: RFC 5737."""
+"""An address that no machine has; its route shows the route to other machines. Source: RFC 5737."""
 
 
 def resolve(host: str, port: int, *, is_shared: bool = True) -> str:
@@ -40,8 +40,8 @@ def resolve(host: str, port: int, *, is_shared: bool = True) -> str:
         return reachable[0] if reachable else address_towards(_SOME_OTHER, port)
     except LaunchError as error:
         raise LaunchError(
-            f"the rendezvous is at {host}:{port}, but on this machine {host!r} is {found[0]}, which no other machine "
-            "reaches: set master_addr or rdzv_endpoint to an address that they do"
+            f"the rendezvous is at {host}:{port}, but on this machine {host!r} is {found[0]}, which no "
+            "other machine reaches: set master_addr or rdzv_endpoint to an address that they can reach"
         ) from error
 
 
@@ -60,7 +60,8 @@ def address_towards(address: str, port: int) -> str:
             probe.connect((address, port))
         except OSError as error:
             raise LaunchError(
-                f"no network interface of this machine reaches the rendezvous at {address}: {error.strerror}"
+                f"no network interface of this machine can reach the rendezvous at {address}: "
+                f"{error.strerror}"
             ) from error
         return str(probe.getsockname()[0])
 
@@ -110,14 +111,15 @@ def listen(address: str, port: int, *, is_optional: bool) -> StoreHost | None:
             return None
         if number == errno.EADDRINUSE:
             raise LaunchError(
-                f"port {port} on {address} is in use by another process; choose another for all nodes with use_port "
-                "(static) or rdzv_endpoint (c10d)"
+                f"port {port} on {address} is in use by another process; choose another port for all nodes "
+                "with use_port (static) or rdzv_endpoint (c10d)"
             ) from error
         if number == errno.EADDRNOTAVAIL:
             own = sorted({found for _, found in interface_addresses()})
             raise LaunchError(
                 f"this node hosts the rendezvous, but {address} is not an address of this machine "
-                f"({', '.join(own)}); set master_addr or rdzv_endpoint to one that the other nodes reach"
+                f"({', '.join(own)}); set master_addr or rdzv_endpoint to an address that the other nodes "
+                "can reach"
             ) from error
         raise
 

@@ -164,8 +164,8 @@ def _pickled(plain: bytes) -> bytes:
         return pickle.dumps(_from_plain(plain))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RendezvousStateError(
-            f"the state of the rendezvous was not written by a node of this job ({error}). Other processes can reach "
-            "the rendezvous: keep it on a network of your own, and use the same version of nblaunch on all nodes"
+            f"the state of the rendezvous was not written by a node of this job ({error}). Other processes "
+            "can reach the rendezvous: use a private network, and the same version of nblaunch on all nodes"
         ) from error
 
 

@@ -5,9 +5,9 @@ Busy time is how long a rank takes for a step without waiting for others. It sho
     batch ──> forward ──> backward (ranks wait for each other) ──> optimizer ──> next batch ──> forward ──> backward
                                                               └────────── busy time ──────────┘
 
-Where gradients are averaged, all ranks make the same number of steps a second, that of the slowest one: the rank whose
-busy time is the longest. On devices that compute while Python runs ahead, it is the time that Python takes: it shows
-slow loading and slow hosts, but no slow device.
+If gradients are averaged, all ranks make as many steps per second as the slowest one: the rank whose busy time is the
+longest. On devices that compute while Python runs ahead, it is the time that Python takes: it shows slow loading and
+slow hosts, but no slow device.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def length_of(iterable: Any) -> int:
 class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of the current or last epoch, from 1, shown with loops that train nothing, too;
-    ``last_training`` that of the loop that began last of those that train; ``plan`` what the framework says whose
-    training runs, None without one.
+    ``epoch`` is the number of the current or last epoch, from 1, also shown with loops that do not train.
+    ``last_training`` is the training loop that began last. ``plan`` is the information of the framework whose training
+    runs, or None.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -96,7 +96,7 @@ class LoopStack:
         is_over_epochs: bool = False,
         num_epochs: int | None = None,
     ) -> Loop:
-        """Begin a loop inside those that run; the arguments are those of :class:`Loop`.
+        """Begin a loop inside the running loops, with the arguments of :class:`Loop`.
 
         With ``num_epochs=None``, the user's code says how many there will be.
         """
@@ -155,7 +155,7 @@ class LoopStack:
 
         Args:
             plan: of the epoch that begins or runs.
-            job_steps: steps of optimizers that are done, and those of the whole training; zeros where it does not count
+            job_steps: completed optimizer steps, and their number in the whole training; zeros if it does not count
                 them.
         """
         self.plan = plan
@@ -229,7 +229,7 @@ class BusyTime:
         self._since = monotonic()
 
     def pause(self) -> None:
-        """Stop measuring: what follows is no part of a step, since a loop has ended."""
+        """Stop measuring: a loop has ended, so the following time is not part of a step."""
         self._since = 0.0
 
 

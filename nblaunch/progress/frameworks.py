@@ -1,7 +1,7 @@
 """What transformers, Lightning and fastai know of their trainings: how many epochs and steps there will be.
 
-Their loops are seen as those of any library are (``plain_loops.py``). How many epochs follow is not in the code of the
-user, but in an object of the framework, which a hook at the beginning of each epoch asks.
+Their loops are observed like the loops of any library (``plain_loops.py``). How many epochs follow is not in the code
+of the user, but in an object of the framework, which a hook at the beginning of each epoch asks.
 """
 
 from __future__ import annotations

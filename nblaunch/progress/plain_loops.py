@@ -119,7 +119,7 @@ class _Reading:
         places: of the user's loops around it, innermost first; None where they are unknown.
         num_read: batches that were read.
         num_ahead: of these, batches that are not done when the next one is read.
-        read_at: number of the read of its last batch, among those of all loops; 0 after a ``backward`` for it.
+        read_at: number of the read of its last batch, among the reads of all loops; 0 after a ``backward`` for it.
         loop: on the board; None before it is known what the loop does.
     """
 
@@ -138,7 +138,7 @@ class _Reading:
 
 @dataclass
 class PlainLoops:
-    """The plain loops of this process. Only those of its main thread are shown.
+    """The plain loops of this process. Only loops of its main thread are shown.
 
     Args:
         reports: of this process.
@@ -264,7 +264,7 @@ class PlainLoops:
         self.reports.busy_time.end_backward()
 
     def loss_of(self, tensors: Any) -> tuple[Any, float] | None:
-        """Return the loss that ``backward`` is called with, and what it was divided by; None if it is no number."""
+        """Return the loss that ``backward`` is called with, and what it was divided by; None if it is not a number."""
         loss = getattr(tensors, _LOSS, tensors)
         is_loss = hasattr(loss, "numel") and loss.numel() == 1 and not self.reports.losses.backend.is_lazy
         return (loss.detach().clone(), _divisor(loss)) if is_loss else None

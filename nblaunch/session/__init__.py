@@ -5,13 +5,13 @@
 
 session.py       Session: what the caller holds
 rank_commands.py commands to all ranks or to some: code, variables
-client.py        in the kernel: sends commands and variables to the ranks, waits for replies, keeps what failed
+client.py        in the kernel: sends commands and variables to the ranks, waits for replies, keeps failures
 server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``
-output.py        what ranks print while a command runs, shown in the cell
+output.py        shows the output of ranks in the cell while a command runs
 
-The ranks join one process group before a command to all of them, as soon as torch is used; commands to some of them
-form none: these ranks stay in the one that they have joined before, if any. An interrupt of a command goes from the
-client to the ranks directly (SIGINT), whose server raises it in the command alone: the workers stay. The way by the
-supervisor ends workers.
+Once torch is used, the ranks join a process group before a command to all of them. A command to some ranks forms no
+group; these ranks stay in the group that they have joined, if any. An interrupt goes directly from the client to the
+ranks (SIGINT). Their server raises it only in the command, so the workers stay; an interrupt through the supervisor
+would end them.
 """

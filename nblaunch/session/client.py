@@ -48,7 +48,7 @@ _INTERRUPTED_PATIENCE_S = 0.1
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
-ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
+ENDED = "the session has ended, and the variables of its ranks are lost; session.restart() starts new ranks"
 
 
 Replies = dict[int, ReceivedReply]
@@ -59,9 +59,9 @@ class SessionClient:
     """The kernel's side of the connections with the ranks. It sends one command at a time.
 
     Attributes:
-        busy: ranks that have not answered the present command.
-        busy_since_s: when it was sent, by ``monotonic()``.
-        num_interrupts: interrupts of the present or last command.
+        busy: ranks that have not replied to the present command.
+        busy_since_s: time when it was sent, by ``monotonic()``.
+        num_interrupts: number of interrupts of the present or last command.
         debugger: client of the debugger in the ranks.
     """
 
@@ -86,14 +86,14 @@ class SessionClient:
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """Let the block send one command, and do in this process what belongs to it.
+        """Run a block that sends one command and handles its replies.
 
-        From its first line to its last an interrupt is counted, and passed on to the ranks that are busy: it is raised
-        between no two lines of this process. Handlers of other signals are held back.
+        Within the block, an interrupt is counted and passed on to busy ranks instead of being raised at a random line
+        of this process. Handlers of other signals are held back.
 
         Raises:
-            RuntimeError: another thread's command runs.
-            KeyboardInterrupt: the block was interrupted, and has raised nothing.
+            RuntimeError: another thread's command is running.
+            KeyboardInterrupt: the block was interrupted and raised nothing else.
         """
         with signal_handlers.held_back():
             if not self._lock.acquire(blocking=False):
@@ -111,11 +111,11 @@ class SessionClient:
         """Send the command of a :meth:`command` block to ranks, and wait for their replies.
 
         Args:
-            files: descriptors of files that each of them gets.
+            files: descriptors of files that each rank receives.
 
         Raises:
-            LaunchError: the session has ended before.
-            KeyboardInterrupt: the block was interrupted before.
+            LaunchError: the session had already ended.
+            KeyboardInterrupt: the block had already been interrupted.
             WorkerDied: a rank has ended.
         """
         self.raise_if_ended()
@@ -130,9 +130,9 @@ class SessionClient:
                 self._drop_preliminary(rank)
 
     def interrupt(self) -> None:
-        """Interrupt the ranks that are busy; the second time kill all. Nothing while no command runs.
+        """Interrupt busy ranks; a second call kills all ranks. Does nothing while no command runs.
 
-        Where all have replied it is only counted. Safe in signal handlers and any thread.
+        If all ranks have replied, it is only counted. Safe in signal handlers and any thread.
         """
         if not self._lock.locked():
             return
@@ -166,10 +166,10 @@ class SessionClient:
         self.debugger.close()  # or its descriptors would stay open until Python collects garbage
 
     def raise_if_ended(self) -> None:
-        """Raise why the workers have ended, if they have.
+        """Raise an error with the reason if the workers have ended.
 
         Raises:
-            LaunchError: the session was closed, or the reason was raised before.
+            LaunchError: the session was closed, or the reason was already raised.
             WorkerDied: a rank has ended.
         """
         __tracebackhide__ = True
@@ -180,7 +180,7 @@ class SessionClient:
         raise LaunchError(ENDED)
 
     def raise_end(self) -> None:
-        """Show how the workers have ended, and raise why."""
+        """Show how the workers ended, and raise the reason."""
         __tracebackhide__ = True
         self._runner.wait()
         self._output.show_end()
@@ -298,7 +298,7 @@ class SessionClient:
         self.busy = set()
 
     def _wait(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of the ranks that have replied, after a tick at the latest; a prompt ends the wait, too."""
+        """Return the ranks that have replied, after a tick at the latest; a prompt also ends the wait."""
         debugged = self.debugger.connections  # the end of the job replaces them, in another thread
         prompting = [debugged[rank].fileno() for rank in self.busy & debugged.keys() - self.debugger.gone]
         descriptors = {rank: self._connections[rank].fileno() for rank in ranks}
@@ -362,16 +362,16 @@ class SessionClient:
 
 
 def failed_ranks(replies: Replies) -> list[int]:
-    """Return the ranks whose command has raised."""
+    """Return the ranks whose command raised an exception."""
     return [rank for rank, received in replies.items() if received.reply.failed is not None]
 
 
 class FailedCommand(KeptFailure):
-    """The frames of the ranks on which a command has raised, those that were interrupted among them.
+    """The frames of ranks whose command raised an exception or was interrupted.
 
     Args:
         failed_rank: with the root cause.
-        ranks: that have raised.
+        ranks: ranks that raised.
     """
 
     def __init__(self, debugger: DebugClient, failed_rank: int, ranks: Sequence[int]) -> None:
@@ -379,11 +379,11 @@ class FailedCommand(KeptFailure):
         self._ranks = ranks
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """As of any failure; pdb opens on ranks that have raised."""
+        """Return the same as for any failure; pdb opens only on ranks that raised."""
         found = super().find_debugger(rank)
         if found[1] not in self._ranks:
             raise ValueError(
-                f"rank {rank} has ended the command; it failed on {formatting.ranks(self._ranks)}. "
+                f"rank {rank} completed the command; it failed on {formatting.ranks(self._ranks)}. "
                 "session.inspect('name') shows variables of every rank"
             )
         return found
@@ -410,7 +410,7 @@ def saved_values(values: Mapping[str, Any]) -> Iterator[int]:
                 for part in pickle_errors.unpicklable_parts(value, name)
             ]
             named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
-            raise PayloadError(f"put() sends pickled values, and this can't be pickled: {named}") from error
+            raise PayloadError(f"put() pickles values, and these can't be pickled: {named}") from error
         yield fd
     finally:
         os.close(fd)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute
 
 _USAGE = "%ranks start [number of processes] | use VARIABLE | status | debug [rank] | restart | stop"
+_COMMANDS = ("start", "use", "status", "debug", "restart", "stop")
 
 
 @magics_class
@@ -34,8 +36,8 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on the ranks of a session: ``%%ranks``, or ``%%ranks 0,2`` for some of them.
 
-        In a line of its own: ``%ranks start 4``, ``%ranks use session`` for one that a cell has made,
-        ``%ranks status``, ``%ranks debug`` for pdb where a cell has failed, ``%ranks restart``, ``%ranks stop``.
+        As a line magic: ``%ranks start 4``, ``%ranks use session`` for a session in a variable, ``%ranks status``,
+            ``%ranks debug`` for pdb where a cell failed, ``%ranks restart``, ``%ranks stop``.
         """
         __tracebackhide__ = True
         if cell is None:
@@ -44,7 +46,7 @@ class RankMagics(Magics):
         chosen = _parsed_ranks(line)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(self.shell.user_ns)
-        restore_sources({filename: source})  # IPython has that of a call of this magic, in one line
+        restore_sources({filename: source})  # IPython has only the call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
         self._show(execute_and_display(session, command, chosen))
         return None
@@ -69,12 +71,14 @@ class RankMagics(Magics):
             return self.session
         if words == ["stop"]:
             return self._stop()
-        raise ValueError(f"%ranks {' '.join(words)}: the commands are {_USAGE}")
+        near = difflib.get_close_matches(" ".join(words[:1]), _COMMANDS, n=1)
+        hint = f"did you mean %ranks {near[0]}? " if near and near[0] != words[0] else ""
+        raise ValueError(f"%ranks {' '.join(words)}: {hint}The commands are {_USAGE}")
 
     def _named(self, name: str) -> Session:
         session = self.shell.user_ns.get(name)
         if not isinstance(session, Session):
-            raise ValueError(f"%ranks use {name}: there is no session of this name")
+            raise ValueError(f"%ranks use {name}: no variable of this name holds a session")
         return session
 
     def _started_or_new(self) -> Session:
@@ -94,7 +98,7 @@ class RankMagics(Magics):
             ValueError: there was none, or it was stopped.
         """
         if self.session is None:
-            raise ValueError(f"%ranks {command}: no session was started; %%ranks and %ranks start do that")
+            raise ValueError(f"%ranks {command}: there is no session; %%ranks or %ranks start starts one")
         return self.session
 
     def _stop(self) -> None:
@@ -139,7 +143,7 @@ def _parsed_ranks(line: str) -> list[int] | None:
 
 def _parsed_number(command: str, word: str) -> int:
     if not word.isdecimal():
-        raise ValueError(f"%ranks {command} {word}: {word!r} is no whole number")
+        raise ValueError(f"%ranks {command} {word}: {word!r} is not a whole number")
     return int(word)
 
 

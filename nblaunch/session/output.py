@@ -1,9 +1,9 @@
-"""What the ranks of a session print and display, shown in the cell that waits for them.
+"""Show the output and displays of a session's ranks in the cell that waits for them.
 
     supervisor's thread ── events, readings ──> SessionOutput ── pump(), in the thread of the cell ──> dashboards
 
-A kernel shows what a thread prints below the cell that started the thread, so that only the thread of the present cell
-may print. What arrives while no command runs is kept for the next one.
+A kernel shows the output of a thread below the cell that started the thread. Therefore only the thread of the present
+cell prints. Output that arrives while no command runs is kept for the next command.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _LONG_S = 2.0
 
 
 class SessionOutput:
-    """A listener of the session's job, which keeps what arrives until the cell takes it.
+    """A listener of the session's job that keeps events until the cell shows them.
 
     Attributes:
-        ended: rank -> exit status, of those whose process has ended.
+        ended: rank -> exit status, for ranks whose process has ended.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,13 @@ class SessionOutput:
         """Events of the command from before its rows are opened, which show them, too."""
         self._due_s = 0.0
         self._ends: list[Event] = []
-        """Of the workers and the session's job."""
+        """Events of the workers and the session's job."""
         self._shown = threading.Lock()
         self.ended: dict[int, ExitStatus] = {}
 
     def on_event(self, event: Event) -> None:
-        """Keep what ranks print and display, and notes; while a command runs, all that is not of the session's job."""
+        """Keep output, displays and notes; while a command runs, also all events that do not concern the session's
+        job."""
         if isinstance(event, Exited):
             self.ended[event.rank] = event.status
         if isinstance(event, (Exited, JobEnded)):
@@ -78,17 +79,17 @@ class SessionOutput:
         self._readings = readings
 
     def close(self) -> None:
-        """Do nothing: the cell takes what is left."""
+        """Do nothing: the cell shows the rest."""
 
     @contextmanager
     def shown_by(
         self, dashboards: Sequence[Dashboard], open_rows: Callable[[], Sequence[Dashboard]] | None = None
     ) -> Iterator[None]:
-        """Show by ``dashboards`` what :meth:`pump` takes while the block runs, and all of it at its end.
+        """Show events with ``dashboards`` when :meth:`pump` is called within the block, and the rest at its end.
 
         Args:
-            dashboards: from the start.
-            open_rows: returns those that are added where the block takes long.
+            dashboards: dashboards from the start.
+            open_rows: returns dashboards that are added if the block takes long.
 
         Raises:
             RuntimeError: another thread is in such a block.
@@ -109,7 +110,7 @@ class SessionOutput:
                 dashboard.close()
 
     def pump(self) -> None:
-        """Show what has arrived."""
+        """Show the events that have arrived."""
         if self._open_rows is not None and time.monotonic() >= self._due_s:
             rows = self._open_rows()
             emit(rows, self._missed)
@@ -124,7 +125,7 @@ class SessionOutput:
             dashboard.on_readings(self._readings)
 
     def show_end(self) -> None:
-        """Show how the session's job has ended, which is the end of the command that runs, if one does."""
+        """Show how the session's job ended, which also ends a running command."""
         if not self._dashboards:
             return
         self.pump()
@@ -139,7 +140,7 @@ def emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
 
 
 def end_events(replies: Mapping[int, ReceivedReply], outcome: JobOutcome) -> Iterator[Event]:
-    """Yield the events by which a job's dashboards show the end of a command; the workers go on, idle."""
+    """Yield events that make dashboards show the end of a command; the workers stay idle."""
     for rank, received in replies.items():
         reply = received.reply
         yield reply.failed or reply.returned or Returned(rank, reply.time_s)

@@ -34,29 +34,29 @@ class CommandedSession(Protocol):
 
 
 class RankCommands(ABC):
-    """Commands to ranks of a session: of a :class:`Session` itself to all, of :meth:`Session.ranks` to some."""
+    """Commands to ranks of a session: a :class:`Session` commands all ranks, :meth:`Session.ranks` some."""
 
     @abstractmethod
     def _target(self) -> tuple[CommandedSession, Sequence[int]]:
-        """Return the session and its ranks that commands are for."""
+        """Return the session and the ranks that receive commands."""
 
     def execute(self, code: str) -> RankValues:
-        """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
+        """Run ``code`` on the ranks like a cell, with top-level ``await``, ``%`` magics and ``!`` commands.
 
-        What they print is shown in the running cell, with the rank. ``torch.distributed`` is up from the first code on
-        that names torch, or a command after it has been imported.
+        Their output appears in the running cell, labelled with the rank. ``torch.distributed`` is initialised from the
+        first code that names torch on, or from the command after torch was imported.
 
         Args:
             code: Python.
 
         Returns:
-            rank -> the value of a last expression; None on ranks without one. Tensors arrive on the CPU, and an
-            :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` stands for what can't be pickled.
+            rank -> the value of the last expression, or None. Tensors arrive on the CPU, and an
+            :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces values that can't be pickled.
 
         Raises:
-            KeyboardInterrupt: the command was interrupted. Names that ranks have set stay.
-            WorkerDied: a rank has ended; the session has then ended, too.
-            BaseException: what the code raised on the first rank that failed, with its original type.
+            KeyboardInterrupt: the command was interrupted. Variables of the ranks stay.
+            WorkerDied: a rank has ended, which ends the session.
+            BaseException: the exception of the first rank that failed, with its original type.
         """
         __tracebackhide__ = True
         session, ranks = self._target()
@@ -70,7 +70,7 @@ class RankCommands(ABC):
         """Set variables on the ranks: ``session.put(lr=0.1)``.
 
         Args:
-            **values: name -> value, pickled; tensors are shared by the ranks until one writes to them.
+            **values: name -> value. Values are pickled; the ranks share tensors until one writes to them.
 
         Raises:
             PayloadError: a value can't be pickled.
@@ -90,7 +90,7 @@ class RankCommands(ABC):
         """
         __tracebackhide__ = True
         if not name.isidentifier():
-            raise ValueError(f"{name!r} is no name of a variable; execute() takes expressions")
+            raise ValueError(f"{name!r} is not the name of a variable; use execute() for expressions")
         return self.execute(name)
 
 

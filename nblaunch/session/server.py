@@ -1,4 +1,5 @@
-"""The server of a session in each worker: executes commands and replies. It is the function of the session's job."""
+"""The server of a session in each worker: executes commands and replies. It is the function that the session's job
+runs."""
 
 from __future__ import annotations
 
@@ -44,11 +45,11 @@ from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.optimizer_steps import steps
 from nblaunch.worker.process_control import ChildHandler
 
-_EXITED = "the command ended by sys.exit({!r}). Raise an exception there instead, which says what has failed"
+_EXITED = "the command called sys.exit({!r}). Raise an exception instead, which says what failed"
 
 
 def serve() -> None:
-    """Execute the commands of a session on this rank until it is closed, or its kernel has gone."""
+    """Execute the commands of a session on this rank until the session is closed or its kernel has ended."""
     own = context.current()
     assert own.command_connection is not None, "the launch of a session gives its workers a connection"
     assert own.debug_connection is not None, "and one with the debugger"
@@ -167,7 +168,7 @@ class _Server:
         self._enter_group(command)
         if isinstance(command, Execute):
             return self._execute(command, outbox_fd)
-        assert isinstance(command, RunFunction), f"{type(command).__name__} is no command"
+        assert isinstance(command, RunFunction), f"{type(command).__name__} is not a command"
         return self._call(command, files[0], outbox_fd)
 
     def _execute(self, command: Execute, outbox_fd: int) -> Reply:

@@ -37,35 +37,35 @@ T = TypeVar("T")
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3
-"""What ranks of a short command print is shown at its end, equal lines of all ranks once, whenever each arrives."""
+"""Seconds before output is shown. A shorter command shows its output at the end, with equal lines of all ranks
+merged."""
 
 
 class Session(RankCommands):
     """Workers, one per device, that stay between cells and execute code and functions.
 
-    They are forked from the kernel: every variable that the notebook has then is there on every rank, and each rank
-    keeps its own from cell to cell.
+    They are forked from the kernel, so every rank has the variables of the notebook at that time. Each rank keeps its
+    own variables from cell to cell.
 
     Example::
 
         with Session(num_processes=4) as session:
             session.execute("x = torch.full((2,), float(torch.distributed.get_rank()))")
             session["x"]                              # rank -> tensor
-            accuracy = session.run(train, (model,))   # as notebook_launcher(train, (model,)), on warm workers
+            accuracy = session.run(train, (model,))   # like notebook_launcher(train, (model,)), on running workers
 
     Args:
         num_processes: number of workers; None = one per device.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` on the ranks.
         backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"xpu"``, ``"mps"``, ``"xla"`` or ``"torch_tpu"``.
-        start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``. Without a fork the ranks begin with no
-            variables; calls travel with the functions and values that they name.
-        hang_timeout_s: seconds without progress in a command after which the position of every rank is shown; None =
-            never.
+        start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``. Without a fork, the ranks start without
+            variables; calls bring the functions and values that they name.
+        hang_timeout_s: seconds without progress before the position of every rank is shown; None = never.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
 
     Raises:
-        TypeError, ValueError, RuntimeError: an argument can't be used; raised before any process starts.
+        TypeError, ValueError, RuntimeError: an argument is invalid; raised before any process starts.
         LaunchError: the workers could not be started.
     """
 
@@ -97,10 +97,10 @@ class Session(RankCommands):
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def ranks(self, *ranks: int) -> RankCommands:
-        """Return some of the ranks, for commands to these alone: ``session.ranks(0, 2).execute("loss.item()")``.
+        """Return some of the ranks, to send commands only to them: ``session.ranks(0, 2).execute("loss.item()")``.
 
         Args:
-            *ranks: which; none = all.
+            *ranks: the ranks; none = all.
 
         Raises:
             ValueError: there are no such ranks.
@@ -112,9 +112,9 @@ class Session(RankCommands):
         return self, self._ranks
 
     def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies:
-        """Execute code on ranks and show what they print meanwhile; return their replies, none of which has failed.
+        """Execute code on ranks and show their output; return their replies, none of which failed.
 
-        In a block of :meth:`SessionClient.command`.
+        Must be called in a block of :meth:`SessionClient.command`.
         """
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
@@ -181,24 +181,24 @@ class Session(RankCommands):
         sync_weights: bool = True,
         dashboard: DashboardKind = "auto",
     ) -> Any:
-        """Run ``function(*args)`` on every rank, as ``notebook_launcher`` does, on workers that run already.
+        """Run ``function(*args)`` on every rank, like ``notebook_launcher``, on running workers.
 
         Args:
-            function: as for :func:`nblaunch.notebook_launcher`. It travels to the ranks by cloudpickle, with the
-                variables of the notebook that it names: on the ranks they replace those of the same names.
-            args: its positional arguments; the weights of modules among them come back.
-            return_all: return the list of all ranks' values.
-            sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
+            function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks with the variables of
+                the notebook that it names, which replace the ranks' variables of the same names.
+            args: its positional arguments. Trained weights of modules in them come back.
+            return_all: return the list of the values of all ranks. sync_weights: load the trained weights into the
+            modules in ``args``.
             dashboard: as for :func:`nblaunch.notebook_launcher`.
 
         Returns:
             The return value of rank 0, or of all ranks.
 
         Raises:
-            KeyboardInterrupt: the call was interrupted; where every rank has returned all the same, weights are loaded,
-                and :meth:`result` returns the value. A second interrupt kills the workers: weights that were on their
-                way then are lost, but not the value.
-            BaseException: as :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
+            KeyboardInterrupt: the call was interrupted. If every rank returned nevertheless, the weights are loaded and
+                :meth:`result` returns the value. A second interrupt kills the workers: weights that were on their way
+                then are lost, but not the value.
+            BaseException: as in :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():
@@ -209,16 +209,16 @@ class Session(RankCommands):
             return run_in_session(self, specs.pop(), dashboard=dashboard)
 
     def result(self) -> Any:
-        """Return what the function of the last :meth:`run` returned.
+        """Return the value of the last :meth:`run`.
 
-        An interrupt costs no value of a function that has handled it and returned, or had returned before. The value
-        is kept until the next command.
+        The value survives an interrupt if the function handled it and returned, or had already returned. It is kept
+        until the next command.
 
         Raises:
-            RuntimeError: the last command was no call, or has not returned on every rank.
+            RuntimeError: the last command was not a call, or did not return on every rank.
         """
         if not self._value:
-            raise RuntimeError("the last command was no call of a function that has returned on every rank")
+            raise RuntimeError("the last command did not call a function that returned on every rank")
         return self._value[0]
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
@@ -227,7 +227,7 @@ class Session(RankCommands):
         They are kept until the next command.
 
         Returns:
-            position in ``args`` -> state dict, as :meth:`nblaunch.Job.weights` has it.
+            position in ``args`` -> state dict, as in :meth:`nblaunch.Job.weights`.
         """
         return dict(self._unloaded_weights)
 
@@ -251,17 +251,16 @@ class Session(RankCommands):
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
 
-        On ranks on which the last command raised, or that were interrupted as they waited for one of these: in the
-        frame where that was. On ranks that run nothing: among their variables. While another thread's command runs:
-        where the rank is, in a collective, too.
+        On ranks whose last command raised or was interrupted, it uses the frame where that happened. On idle ranks, it
+        uses their variables. While another thread's command runs, it uses the present frame, even in a collective.
 
         Args:
-            expression: Python, as ``"batch.shape"``.
+            expression: Python expression, such as ``"batch.shape"``.
             timeout_s: how long to wait for the replies.
 
         Returns:
-            rank -> value; the exception, where the expression raised one; a ValueError, where the value can't be
-            rebuilt in the kernel. Ranks without a reply are missing.
+            rank -> value; an exception if the expression raised one; a ValueError if the value can't be rebuilt in the
+            kernel. Ranks without a reply are missing.
 
         Raises:
             LaunchError: the session has ended.
@@ -271,9 +270,9 @@ class Session(RankCommands):
             return self._client.debugger.inspect(expression, timeout_s)
 
     def compare(self, timeout_s: float = 10.0) -> Comparison:
-        """Compare the local variables of the same function over all ranks, as :meth:`nblaunch.Job.compare` does.
+        """Compare the local variables of the same function across all ranks, like :meth:`nblaunch.Job.compare`.
 
-        The function is that in which the last command failed, or the innermost of its callers that all ranks are in.
+        The function is the one in which the last command failed, or its innermost caller that all ranks are in.
 
         Args:
             timeout_s: how long to wait for the replies.
@@ -287,15 +286,15 @@ class Session(RankCommands):
             return self._client.debugger.compare(failed.failed_rank if failed else 0, timeout_s)
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """Return what :func:`nblaunch.debug` needs.
+        """Return the client of the debugger, and the rank to debug, for :func:`nblaunch.debug`.
 
         Raises:
-            RuntimeError: the last command has not failed, or a launch has come since.
-            ValueError: it has not failed on this rank.
+            RuntimeError: the last command did not fail, or a launch has started since.
+            ValueError: it did not fail on this rank.
         """
         if self._failed is None or self._failed.is_released:
             raise RuntimeError(
-                "nothing is kept to be debugged: the last command of the session has not failed, or a launch or "
+                "there is nothing to debug: the last command of the session did not fail, or a launch or "
                 "another session has started since"
             )
         return self._failed.find_debugger(rank)
@@ -304,7 +303,7 @@ class Session(RankCommands):
 
     @property
     def num_processes(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._runner.plan.num_processes
 
     @property
@@ -313,12 +312,12 @@ class Session(RankCommands):
 
     @property
     def pids(self) -> dict[int, int]:
-        """Rank -> process, of the ranks that have started."""
+        """Rank -> process id, for ranks that have started."""
         return dict(self._runner.pids)
 
     @property
     def is_running(self) -> bool:
-        """Whether the workers run."""
+        """Whether the workers are running."""
         return self._runner.is_running
 
     def status(self) -> RankValues:
@@ -333,20 +332,20 @@ class Session(RankCommands):
         )
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
+        """Raise KeyboardInterrupt in the ranks' command, like the notebook's interrupt button. Works in any thread.
 
-        Names that they have set stay. The second time, the workers are killed. Nothing happens while no command runs.
+        Variables stay. A second interrupt kills the workers. Does nothing while no command runs.
         """
         self._client.interrupt()
 
     def restart(self) -> None:
-        """End the workers, and start new ones from the kernel as it is now. What the ranks had is gone."""
+        """End the workers and start new ones from the present kernel. The ranks' variables are lost."""
         __tracebackhide__ = True
         self.close()
         self._start_whole()
 
     def close(self) -> None:
-        """End the workers. What runs on them is killed."""
+        """End the workers, and kill a running command."""
         with signal_handlers.held_back():
             self._end.detach()
             self._failed = None
@@ -370,7 +369,7 @@ class Session(RankCommands):
     # --- start -------------------------------------------------------------------------------------------------------
 
     def _start_whole(self) -> None:
-        """Start the workers; whatever is raised meanwhile, by handlers of signals, too, leaves none."""
+        """Start the workers; leave none behind if anything is raised, also by signal handlers."""
         __tracebackhide__ = True
         try:
             with HiddenLauncherFrames(), signal_handlers.held_back():
@@ -390,7 +389,8 @@ class Session(RankCommands):
         with self._output.shown_by([dashboards.lines_printer()]), attached_debugger.untraced():
             if reason := self._runner.plan.fallback:
                 text = (
-                    f"{reason}. Ranks have no variables of the notebook: session.put(name=value) sends them"
+                    f"{reason}. Ranks do not have the variables of the notebook: send them with "
+                    "session.put(name=value)"
                 )
                 self._output.on_event(Note.of_job(text))
                 self._output.pump()  # the start takes seconds
@@ -402,7 +402,8 @@ class Session(RankCommands):
     # --- replies -----------------------------------------------------------------------------------------------------
 
     def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
-        """Send ranks a command as :meth:`SessionClient.request` does; keep the frames where it fails until the next."""
+        """Send a command to ranks like :meth:`SessionClient.request`; keep the frames of a failure until the next
+        command."""
         __tracebackhide__ = True
         failed, self._failed, self._value = self._failed, None, ()
         self._unloaded_weights = {}
@@ -418,7 +419,7 @@ class Session(RankCommands):
         return replies
 
     def _checked_ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
-        """Return the ranks that were chosen.
+        """Return the chosen ranks.
 
         Raises:
             ValueError: there are no such ranks.
@@ -429,7 +430,7 @@ class Session(RankCommands):
         return chosen
 
     def _outcome(self, replies: Replies) -> JobOutcome:
-        """Return how a command has ended."""
+        """Return the outcome of a command."""
         if self._client.num_interrupts:
             return JobOutcome("interrupted", KeyboardInterrupt())
         if not failed_ranks(replies):
@@ -442,12 +443,12 @@ class Session(RankCommands):
         return [Started(rank, now, pid=pid) for rank, pid in self.pids.items()]
 
     def _attempt(self, spec: LaunchSpec) -> Attempt:
-        """Return a call of ``spec`` as an attempt of a job that has this session's workers."""
+        """Return a call of ``spec`` as an attempt of a job on this session's workers."""
         plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
         return Attempt(spec, plan, 0, 0, self._runner.topology, self._runner.log)
 
     def _report(self, replies: Replies) -> AttemptReport:
-        """Return the facts about a command as those of an attempt."""
+        """Return the report of a command in the form of an attempt's report."""
         by_rank = {rank: received.reply for rank, received in replies.items()}
         failed = {rank: reply.failed for rank, reply in by_rank.items() if reply.failed}
         return AttemptReport(
@@ -468,21 +469,23 @@ class Session(RankCommands):
 def run_in_session(
     session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto"
 ) -> Any:
-    """Run the call of ``spec`` on a session, as :meth:`Session.run` describes.
+    """Run the call of ``spec`` on a session; see :meth:`Session.run`.
 
     Raises:
-        TypeError: ``session`` is no session.
-        ValueError: a setting of ``spec`` can't hold for workers that run already.
+        TypeError: ``session`` is not a session.
+        ValueError: a setting of ``spec`` can't apply to running workers.
     """
     __tracebackhide__ = True
     if not isinstance(session, Session):
         raise TypeError(f"session={session!r} is a {type(session).__name__}; pass an nblaunch.Session")
     if background:
-        raise ValueError("background=True: a session does one thing at a time; launch without session=")
+        raise ValueError(
+            "background=True can't be combined with session=, because a session runs one command at a time"
+        )
     if spec.sync_optimizers:
         raise ValueError(
-            "sync_optimizers=True: workers of a session keep their optimizers themselves, between calls; leave it out, "
-            "or launch without session="
+            "sync_optimizers=True can't be combined with session=, because the ranks of a session keep "
+            "their optimizers; leave it out, or launch without session="
         )
     own, plan = session._runner.spec, session._runner.plan
     chosen = {
@@ -493,8 +496,8 @@ def run_in_session(
         if value not in (getattr(LaunchSpec, name), getattr(own, name), held):
             shown = "strategy='spmd'" if name == "is_spmd" else f"{name}={value!r}"
             raise ValueError(
-                f"{shown}: the workers of the session run already, with {held!r}. Leave it out, or launch without "
-                "session="
+                f"{shown}: the workers of the session already run with {held!r}. Leave it out, or launch "
+                "without session="
             )
     spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
     client = session._client
@@ -513,7 +516,7 @@ def run_in_session(
 def execute_and_display(
     session: Session, command: Execute, ranks: Sequence[int] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Execute a command as :meth:`Session.execute` does; return rank -> the display of a last value, by MIME type."""
+    """Execute a command like :meth:`Session.execute`; return rank -> display of the last value, by MIME type."""
     __tracebackhide__ = True
     with HiddenLauncherFrames(), session._client.command():
         replies = session._execute(command, ranks)
@@ -523,6 +526,6 @@ def execute_and_display(
 
 
 _START_SETTINGS = [field.name for field, use in uses() if use.is_of_start]
-"""Settings that hold from the start of the workers to their end."""
+"""Settings that apply from the start of the workers to their end."""
 
 _REMEDY = "or launch without session="

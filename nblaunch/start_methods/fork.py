@@ -150,9 +150,9 @@ def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals |
 
 def _refusal(error: OSError, started: int, wanted: int) -> str:
     return (
-        f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}); the {started} workers "
-        "that had started were ended. If a limit on processes is reached (ulimit -u, or the pids limit of the "
-        "container), or memory is short, use fewer processes or free some."
+        f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}); the {started} "
+        "running workers were ended. Check the limit on processes (ulimit -u, or the pids limit of the "
+        "container) and free memory, or use fewer processes."
     )
 
 

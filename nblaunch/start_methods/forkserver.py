@@ -193,8 +193,9 @@ def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
         board = Board(first.topology.world_size, first.board_fd)
         return fork_workers(lambda: call, boot.assignments, board)
     text = (
-        f"every worker loads the function by itself, and the model is not shared: when a fresh process had loaded it, "
-        f"{hazard}. Importing inside the function what uses the device would share it"
+        "every worker loads the function by itself, so the workers do not share the model: after a fresh "
+        f"process had loaded the function, {hazard}. To share the model, import the code that uses the "
+        "device inside the function"
     )
     EventSender(first.event_fd).send(Note.of_job(text))
     pids = spawn_workers(boot.assignments, boot.call)

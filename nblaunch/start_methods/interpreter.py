@@ -68,8 +68,8 @@ def start_interpreter(
         return start_program(module, boot, inherited, call)
     except OSError as error:
         raise LaunchError(
-            f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or processes ran "
-            "out (ulimit -n, ulimit -u), close some or use fewer workers."
+            f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or "
+            "processes ran out (ulimit -n, ulimit -u), use fewer workers or close other programs."
         ) from error
 
 
@@ -107,7 +107,7 @@ def start_program(
         message: pickled into a memory file, whose number is the argument of ``main``.
         inherited: descriptors that the process gets besides the memory files of message and call.
         call: what it is to run; it gets the environment, the search path and the working folder that were saved with
-            it. None = nothing, and it gets those of this process.
+            it. None = it gets the variables of this process.
         environment: all of its variables, where they are to be others.
 
     Raises:

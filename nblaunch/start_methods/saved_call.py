@@ -147,6 +147,6 @@ def _blame(call: FunctionCall, error: Exception, remedy: str) -> str:
     parts = pickle_errors.unpicklable_variables(function, args)
     named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
     return (
-        f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: "
-        f"{named}. Create it inside the function, or pass what it is made from in args; {remedy}."
+        f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: {named}. "
+        f"Create it inside the function, or pass the data from which it is made in args; {remedy}."
     )

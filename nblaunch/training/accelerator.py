@@ -1,7 +1,7 @@
-"""The :class:`Accelerator`: what a user's training function calls.
+"""The :class:`Accelerator`, the interface for training functions.
 
-A façade: the constructor resolves its arguments and builds the parts, to which every method delegates; it never asks
-which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Inherited are
+It is a façade: the constructor resolves its arguments and builds the parts, and every method delegates to a part. It
+never asks which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Base classes are in
 
     process_methods.py   ranks, barriers, only some ranks: what ``PartialState`` has, too
     properties.py        settings and labels to read; its parts, as ``self._preparer``
@@ -77,42 +77,44 @@ class Accelerator(AcceleratorProperties):
 
     Args:
         device_placement: move models and batches to this process's device.
-        split_batches: a loader's ``batch_size`` is that of all ranks together. None: as ``dataloader_config`` says.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: that of the Accelerator before; at first,
-            what ``notebook_launcher`` was given, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        split_batches: a loader's ``batch_size`` counts the samples of all ranks together. None: as in
+            ``dataloader_config``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: as in the earlier Accelerator; at first,
+            as in ``notebook_launcher``, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: micro-steps per optimizer step, see :meth:`accumulate`.
-        cpu: compute on the CPU even where there are other devices.
+        cpu: compute on the CPU even if there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.
-        rng_types: generators that are made equal over ranks at the start of every epoch: ``"generator"`` (the loader's
-            own, the default; where ranks share the order that it draws, it always is), ``"torch"``, ``"cuda"``.
+        rng_types: generators that are synchronised across ranks at the start of every epoch: ``"generator"`` (the
+            loader's, the default; always synchronised if ranks share the order that it draws), ``"torch"``, ``"cuda"``.
         log_with: trackers: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"jsonl"``, ``"all"``, a ``GeneralTracker``,
             or a list of these.
         project_dir: folder of this training run, for checkpoints and logs.
-        project_config: the same in full, and how checkpoints are named. Its own ``project_dir``, if any, is the one.
-        gradient_accumulation_plugin: gradient accumulation in full, instead of ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: schedulers step where their optimizer does, and once per process, because
-            schedules are written for a single one. False: exactly once per call.
+        project_config: settings of the folder and the names of checkpoints. Its ``project_dir``, if set, takes
+            precedence.
+        gradient_accumulation_plugin: all settings of gradient accumulation, instead of ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: schedulers step with their optimizer, and once per process, because schedules are
+            written for a single process. False: exactly once per call.
         kwargs_handlers: at most one each of ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
             ``AutocastKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``, ``AORecipeKwargs``,
             ``TorchDynamoPlugin``.
-        dynamo_backend: compile models with this backend of :func:`torch.compile`, as ``"inductor"``. None: the variable
-            ``ACCELERATE_DYNAMO_BACKEND``, else models are not compiled.
-        dynamo_plugin: compilation in full, instead of ``dynamo_backend``.
+        dynamo_backend: compile models with this backend of :func:`torch.compile`, such as ``"inductor"``. None: the
+            variable ``ACCELERATE_DYNAMO_BACKEND``, else models are not compiled.
+        dynamo_plugin: all settings of compilation, instead of ``dynamo_backend``.
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
-        strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
-            None: as in ``notebook_launcher``, else one device per process. Or a ``StrategyPlugin`` of your own, which
+        strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler shards batches over
+            them. None: as in ``notebook_launcher``, else one device per process. Or your own ``StrategyPlugin``, which
             builds the strategy; see ``nblaunch.training.strategies``.
-        fsdp_plugin: shard models over ranks, for those that don't fit one device; with ``strategy="spmd"``, over the
-            devices of this process. See its class.
-        deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. Where None is given, a later Accelerator
-            goes on with the plugins of the first.
-        deepspeed_plugins: several of them by name; ``state.select_deepspeed_plugin(name)`` says which ``prepare`` uses.
-        parallelism_config: divide the ranks among data, sharded, tensor and context parallelism; see its class. Where
-            None is given, a later Accelerator goes on with that of the first.
+        fsdp_plugin: shard models over ranks, or with ``strategy="spmd"`` over the devices of this process. See its
+            class.
+        deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. With None, a later Accelerator uses the
+            first one's.
+        deepspeed_plugins: several plugins by name; ``state.select_deepspeed_plugin(name)`` selects one for ``prepare``.
+        parallelism_config: divide the ranks among data, sharded, tensor and context parallelism; see its class. With
+            None, a later Accelerator uses the first one's.
 
     Raises:
-        ValueError: an argument has an invalid value, contradicts another one, or asks for another device than an
-            earlier Accelerator of this process.
+        ValueError: an argument is invalid, contradicts another argument, or requests another device than an earlier
+            Accelerator of this process.
         TypeError: an unknown argument.
         NotImplementedError: an argument of Hugging Face Accelerate that is not supported here yet.
     """
@@ -186,7 +188,7 @@ class Accelerator(AcceleratorProperties):
         wanted_accumulation: GradientAccumulationPlugin,
         data: DataLoaderConfiguration,
     ) -> tuple[Precision, Strategy, AccumulationState]:
-        """Choose the plugin, the precision, the accumulation and the strategy, and make them those of the process.
+        """Choose the plugin, the precision, the accumulation and the strategy for the process.
 
         In this order, since each depends on those before it.
         """
@@ -230,16 +232,16 @@ class Accelerator(AcceleratorProperties):
         """Make models, optimizers, loaders and schedulers ready for this job.
 
         Args:
-            *args: the objects, in any order. Those of other kinds, and None, come back as they are.
-            device_placement: for each of them, whether it goes to the device; None: as in the Accelerator.
+            *args: the objects, in any order. Other objects, and None, are returned unchanged.
+            device_placement: for each object, whether it moves to the device; None: as in the Accelerator.
 
         Returns:
-            The prepared object, or several as a tuple in the order in which they were given. What was returned here
-            before comes back as the very same object.
+            The prepared object, or several as a tuple in the order of the arguments. An object that is already prepared
+            is returned unchanged.
 
         Raises:
-            ValueError: ``device_placement`` is not as long as ``args``; or a module was prepared before, and it is its
-                prepared form that is to be passed.
+            ValueError: ``device_placement`` has another length than ``args``; or a module was already prepared, and its
+                prepared form must be passed.
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
 
         Example::
@@ -258,7 +260,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: the user's own module.
             device_placement: whether it goes to the device; None: as in the Accelerator.
-            evaluation_mode: True: it is not trained, so the strategy leaves it alone.
+            evaluation_mode: True: the model is not trained, so the strategy does not change it.
 
         Raises:
             ValueError: its module was prepared before.
@@ -268,11 +270,11 @@ class Accelerator(AcceleratorProperties):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer, after its model: it steps where the accumulation window ends."""
+        """Prepare one optimizer, after its model. It steps when the accumulation window ends."""
         return self._preparer.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare one learning rate scheduler, after its optimizer: it steps where that one does."""
+        """Prepare one learning rate scheduler, after its optimizer. It steps with the optimizer."""
         return self._preparer.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
@@ -281,23 +283,23 @@ class Accelerator(AcceleratorProperties):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader: this rank's part of it.
+        """Prepare one data loader for this rank's shard of the data.
 
         Args:
-            data_loader: it is not read any more.
+            data_loader: the loader, which must not be read any more.
             device_placement: whether batches go to the device; None: as in the Accelerator.
-            slice_fn_for_dispatch: ``function(batch, rows, process_index=, num_processes=)`` that cuts a rank's part out
+            slice_fn_for_dispatch: ``function(batch, rows, process_index=, num_processes=)`` that returns a rank's part
                 of a batch that rank 0 read for all; None: the slice ``rows`` of every tensor.
         """
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int | None = None) -> DataLoader:
-        """Return a loader that starts its next epoch behind the first batches, as after :meth:`load_state`.
+        """Return a loader that skips the first batches of its next epoch, as after :meth:`load_state`.
 
         Args:
             dataloader: prepared or not.
-            num_batches: how many are left out, of this rank; None: all that was seen, on however many ranks, when the
-                checkpoint that was loaded last was saved in the middle of an epoch.
+            num_batches: number of batches of this rank to skip; None: all batches before the position of the last
+                loaded checkpoint, for any number of ranks.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -308,9 +310,9 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             model: what ``prepare`` returned.
-            keep_fp32_wrapper: False: also give the module its original ``forward`` back, without mixed precision.
-            keep_torch_compile: True: the module of a compiled model comes back compiled. False: nothing of it is
-                compiled, parts included; where parts are, it is a copy that shares all parameters, with plain names.
+            keep_fp32_wrapper: False: also restore the module's original ``forward``, without mixed precision.
+            keep_torch_compile: True: return the module of a compiled model compiled. False: return it without any
+                compiled part; if parts are compiled, it is a copy with plain names that shares all parameters.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -320,21 +322,21 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Run the block, a training step, with sequences sharded over the ranks of ``cp_size``; else it has no effect.
+        """Shard sequences over the ranks of ``cp_size`` in the block, a training step. No effect without ``cp_size``.
 
         Args:
-            buffers: tensors that have a dimension of the sequence: inputs, labels, positions. Sharded in place.
-            buffer_seq_dims: that dimension of each.
-            no_restore_buffers: those of them that may stay sharded after the block.
+            buffers: tensors with a sequence dimension: inputs, labels, positions. They are sharded in place.
+            buffer_seq_dims: sequence dimension of each buffer.
+            no_restore_buffers: buffers that may stay sharded after the block.
         """
         return context_parallel(self._shared.parallelism, buffers, buffer_seq_dims, no_restore_buffers)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Return whether a device map has cut ``model`` into pieces, as ``device_map="auto"`` does."""
+        """Return whether a device map has split ``model``, as ``device_map="auto"`` does."""
         return is_dispatched(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget what was prepared and return unused memory to the device.
+        """Forget all prepared objects and return unused memory to the device.
 
         Returns:
             One None per argument, to drop the caller's references: ``model, opt = accelerator.clear(model, opt)``.
@@ -354,14 +356,15 @@ class Accelerator(AcceleratorProperties):
     # --- gradients: one micro-step -----------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients: ``loss.backward(**kwargs)``, with the loss divided by the micro-steps of a window.
+        """Compute gradients: ``loss.backward(**kwargs)``, with the loss divided by the number of micro-steps.
 
-        With fp16, the loss is scaled as well. Its value is shown on the dashboard, at most twice a second and at the
-        end of an epoch: reading it makes the process wait for the device.
+        With fp16, the loss is scaled as well. The dashboard shows its value at most twice per second and at the end of
+        an epoch, because reading it waits for the device.
 
         Args:
             loss: a tensor of one element.
-            **kwargs: for :meth:`torch.Tensor.backward`, as ``retain_graph=True``; or ``learning_rate``, for LOMO.
+            **kwargs: arguments of :meth:`torch.Tensor.backward`, such as ``retain_graph=True``; or ``learning_rate``,
+                for LOMO.
 
         Raises:
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
@@ -369,13 +372,13 @@ class Accelerator(AcceleratorProperties):
         gradients.backward(self._preparer, loss, **kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> gradients.MicroStep:
-        """Run the block as one micro-step: ranks average gradients and optimizers step only where the window ends.
+        """Run the block as one micro-step. Ranks average gradients and optimizers step only when the window ends.
 
         A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader.
-        Models of separate calls, nested or one after the other, have windows of their own, as have their optimizers.
+        Models in separate calls, nested or one after the other, and their optimizers have separate windows.
 
         Args:
-            *models: those whose gradients are accumulated together in the block.
+            *models: models whose gradients are accumulated together in the block.
 
         Example::
 
@@ -389,12 +392,12 @@ class Accelerator(AcceleratorProperties):
         return gradients.MicroStep(self._preparer, models)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Run the block with ``backward`` leaving gradients unreduced. Does nothing in a lone process."""
+        """Run the block without reducing gradients in ``backward``. Does nothing in a single process."""
         return self._preparer.strategy.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Have the next ``backward`` in the block reduce gradients although its forwards ran under :meth:`no_sync`.
+        """Reduce gradients in the next ``backward`` of the block although its forwards ran under :meth:`no_sync`.
 
         For several forwards and one backward. Does nothing for a model that no strategy has prepared.
         """
@@ -403,7 +406,7 @@ class Accelerator(AcceleratorProperties):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Let ranks have unequal numbers of batches in the block: those at their end take part in the others' steps.
+        """Let ranks have unequal numbers of batches in the block. Ranks at their end take part in the others' steps.
 
         Gradients are divided by the number of all ranks, as in Accelerate: those at their end count as zeros. With
         gradient accumulation the end of a loader of which they have unequal numbers closes no window, so that all
@@ -418,27 +421,28 @@ class Accelerator(AcceleratorProperties):
         return uneven_inputs.join_uneven_inputs(self._preparer, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Run the block in mixed precision: for computations outside of a prepared model, such as a loss.
+        """Run the block in mixed precision, for computations outside a prepared model, such as a loss.
 
-        ``autocast_handler`` says how; None: the ``AutocastKwargs`` among ``kwargs_handlers``, or the defaults.
+        ``autocast_handler`` has the settings; None: the ``AutocastKwargs`` in ``kwargs_handlers``, or the defaults.
         """
         return self._preparer.precision.autocast(autocast_handler)
 
     # --- gradients: where they are -----------------------------------------------------------------------------------
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring fp16 gradients to their true size: those of an optimizer or a list; None: of all prepared ones."""
+        """Unscale the fp16 gradients of an optimizer or a list of optimizers; None = all prepared ones."""
         gradients.unscale(self._preparer, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients by their total norm, in true size, and return the norm before. Call it where gradients sync.
+        """Clip unscaled gradients by their total norm, and return the norm before. Call it when gradients sync.
 
-        Elsewhere it clips what this rank has accumulated by then; with fp16 the next ``backward`` then raises.
+        At other times it clips the gradients that this rank has accumulated so far; with fp16, the next ``backward``
+        then raises an error.
 
         Args:
             parameters: a parameter or an iterable of them.
-            max_norm: largest norm that is left as it is.
-            norm_type: as the p of the norm; ``float("inf")`` for the largest element.
+            max_norm: largest norm that is not clipped.
+            norm_type: p of the p-norm; ``float("inf")`` for the largest element.
 
         Example::
 
@@ -448,7 +452,7 @@ class Accelerator(AcceleratorProperties):
         return gradients.clip_grad_norm(self._preparer, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync.
+        """Clip unscaled gradients elementwise to [-clip_value, clip_value]. Call it when gradients sync.
 
         Args:
             parameters: a parameter or an iterable of them.
@@ -473,14 +477,15 @@ class Accelerator(AcceleratorProperties):
         return self._operations.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what ranks computed for their batches, each sample of the dataset exactly once.
+        """Gather the results of all ranks for a batch, with each sample of the dataset exactly once.
 
-        Samples that completed the last batch are dropped: rows of tensors, items of sequences of objects; where sizes
-        don't show them, that is a ValueError. What has one row per rank is kept. All ranks must call it for each batch.
+        Samples that were added to complete the last batch are dropped: rows of tensors and items of sequences. If sizes
+            don't show which they are, a ValueError is raised. Values with one row per rank are kept. All ranks must
+            call it for each batch.
 
         Args:
             input_data: tensor, or nested structure of tensors and sequences of other objects, which are pickled.
-            use_gather_object: gather with pickle in any case: a list of tensors has one item per sample then.
+            use_gather_object: always gather with pickle. A list of tensors then has one item per sample.
 
         Example::
 
@@ -495,17 +500,17 @@ class Accelerator(AcceleratorProperties):
         """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.
 
         Args:
-            items: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
+            items: an iterable on each rank, such as a list of strings. A single process gets it back unchanged.
         """
         return self._operations.gather_object(items)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Combine tensors over ranks, elementwise. The argument is not changed.
+        """Combine tensors of all ranks elementwise, without changing the argument.
 
         Args:
             tensor: tensor or nested structure of tensors, of equal shape on all ranks.
             reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
-            scale: the result is multiplied by it.
+            scale: factor of the result.
 
         Raises:
             TypeError: a leaf is not a tensor.
@@ -514,7 +519,7 @@ class Accelerator(AcceleratorProperties):
         return self._operations.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite tensors with those of one rank, in place, and return them.
+        """Overwrite tensors with the tensors of one rank, in place, and return them.
 
         Args:
             tensor: tensor or nested structure of tensors, of equal shape on all ranks.
@@ -533,9 +538,9 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
-            dim: the dimension, negative from the end; a tensor without it is returned as it is.
+            dim: the dimension, negative from the end. A tensor without it is returned unchanged.
             pad_index: value to pad with.
-            pad_first: pad in front instead of behind.
+            pad_first: pad at the beginning instead of the end.
 
         Raises:
             TypeError: a leaf is not a tensor.
@@ -545,7 +550,7 @@ class Accelerator(AcceleratorProperties):
         return self._operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Set a flag that the next :meth:`check_trigger` reports to all ranks, as for stopping early."""
+        """Set a flag that the next :meth:`check_trigger` reports to all ranks, for example to stop early."""
         self.flag_tensor = torch.ones(1, device=self._shared.process.device)
 
     def check_trigger(self) -> bool:
@@ -576,43 +581,43 @@ class Accelerator(AcceleratorProperties):
         asynchronous: bool = False,
         main_process_only: bool = False,
     ) -> str:
-        """Save everything that training needs to continue exactly: call it on all ranks.
+        """Save everything that training needs to continue exactly. Call it on all ranks.
 
-        Weights, optimizers, schedulers, the gradient scaler, where loaders are, registered objects and the random
-        generators of every rank. What the folder held before is replaced only when the new checkpoint is complete and
-        forced to disk: a failure, or the end of the process at any moment, leaves the old one. Other files stay.
+        It saves weights, optimizers, schedulers, the gradient scaler, positions of loaders, registered objects and the
+        random generators of every rank. The previous checkpoint in the folder is replaced only when the new one is
+        complete and on disk, so it survives a failure or the end of the process at any time. Other files stay.
 
-        Training that continues gives the same numbers, from three ranks on up to rounding: DistributedDataParallel adds
-        its first gradients up in another order.
+        Continued training gives the same numbers. With three or more ranks they are equal up to rounding, because
+        DistributedDataParallel adds its first gradients in another order.
 
-        A collective without a deadline: the main process waits for every rank, however late. Ranks that go on to
-        another collective, or end, show that the main process was meant to save alone (``if is_main_process:``); it
-        does, without their random states. Where they hold shards of the weights, that is an error.
+        It is a collective without a deadline: the main process waits for every rank. If the other ranks enter another
+            collective or end, only the main process was meant to save (``if is_main_process:``). It then saves without
+            their random states, or raises an error if they hold shards of the weights.
 
         Args:
-            output_dir: the folder, as the main process names it, which may begin with ``~``. Ignored with automatic
-                naming, see ``ProjectConfiguration``.
+            output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming, see
+                ``ProjectConfiguration``.
             safe_serialization: weights in safetensors' format; False: torch's.
             asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
                 next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``. The
                 memory is kept for the next time, until ``end_training``. So does every rank with its shards of an
                 ``fsdp_plugin``; a strategy that can't writes its shards before it returns. A function that returns
                 meanwhile is waited for.
-            main_process_only: the main process saves, without the random states of other ranks, and waits for none; the
-                others return at once. They need not call it.
+            main_process_only: only the main process saves, without the random states of other ranks and without
+                waiting. The others return at once, and need not call it.
 
         Returns:
             The folder.
 
         Raises:
             ValueError: no folder was given, it is a file, or the automatically named one exists; or
-                ``main_process_only`` where every rank holds a shard of the weights.
-            CheckpointError: it could not be written; names the rank and the reason.
+                ``main_process_only`` although every rank holds a shard of the weights.
+            CheckpointError: it could not be written; the message names the rank and the reason.
         """
         return self._saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once where nothing is under way.
+        """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once if none is in progress.
 
         Raises:
             CheckpointError: it could not be written.
@@ -625,38 +630,39 @@ class Accelerator(AcceleratorProperties):
         load_kwargs: Mapping[str, Any] | None = None,
         **model_options: Any,
     ) -> None:
-        """Load what :meth:`save_state` saved: call it on all ranks, after ``prepare`` of the same objects.
+        """Load a checkpoint of :meth:`save_state`. Call it on all ranks, after ``prepare`` of the same objects.
 
-        Whether the checkpoint is whole and fits is looked at before anything is changed; whether shards fit, and
-        weights where there are hooks, only as they are loaded. After one that was taken in the middle of an epoch,
-        continue with ``accelerator.skip_first_batches(loader)``, on any number of ranks; loaders that know their
-        position (``use_stateful_dataloader``) do so by themselves.
+        It checks that the checkpoint is complete and fits before it changes anything; shards, and weights if there are
+        hooks, are checked as they are loaded. To continue in the middle of an epoch, on any number of ranks, use
+        ``accelerator.skip_first_batches(loader)``; loaders that know their position (``use_stateful_dataloader``) do so
+        themselves.
 
         Args:
-            input_dir: the folder, as for :meth:`save_state`. None: with automatic naming, the highest number.
-            load_kwargs: for :func:`torch.load`, as ``{"weights_only": False}``, which lets the files execute code.
-                Without it, states of registered objects may hold objects of the notebook's own classes.
-            **model_options: ``strict=False`` accepts other names of weights than the models have; ``map_location``:
-                ``"cpu"`` (default) or ``"on_device"``, where weights and optimizers are read to.
+            input_dir: the folder, as in :meth:`save_state`. None: with automatic naming, the checkpoint with the
+                highest number.
+            load_kwargs: arguments of :func:`torch.load`, such as ``{"weights_only": False}``, which lets the files
+                execute code. Without it, states of registered objects may contain objects of the notebook's classes.
+            **model_options: ``strict=False`` accepts weights with other names than in the models; ``map_location``:
+                ``"cpu"`` (default) or ``"on_device"``, to which weights and optimizers are read.
 
         Raises:
             ValueError: there is no such folder.
-            CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
+            CheckpointError: the checkpoint is damaged or does not fit this job; the message says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
         load_state.load_state(self._checkpoints, self._saver, input_dir, load_kwargs, **model_options)
 
     def register_for_checkpointing(self, *objects: Any, per_rank: bool | None = None) -> None:
-        """Have ``save_state`` and ``load_state`` include these objects, in workers, too, if it is called in a cell.
+        """Include objects in ``save_state`` and ``load_state``; a call in a cell also applies in workers.
 
         Args:
-            *objects: have ``state_dict()``, which every rank calls, and ``load_state_dict(state)``. Tensors of which
-                ranks hold shards are written in full.
-            per_rank: True: each rank has its own state, for as many ranks. False: all load rank 0's. None: each rank
-                has its own where the states differ, buffers of modules aside.
+            *objects: objects with ``state_dict()``, which every rank calls, and ``load_state_dict(state)``. Sharded
+                tensors are written in full.
+            per_rank: True: each rank has its own state, for the same number of ranks. False: all ranks load the state
+                of rank 0. None: each rank has its own state if the states differ, except for buffers of modules.
 
         Raises:
-            ValueError: some have not; lists them. None is registered then.
+            ValueError: some objects lack these methods; none is registered.
         """
         self._checkpoints.register(objects, per_rank)
 
@@ -692,12 +698,12 @@ class Accelerator(AcceleratorProperties):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full weights of a prepared model.
 
-        Where every rank holds a shard of them, all ranks must call it; the main process of every machine gets them, in
-        CPU memory, the others an empty dict.
+        If ranks hold shards of them, all ranks must call it. The main process of every machine gets them in CPU memory;
+        the others get an empty dict.
 
         Args:
             model: what :meth:`prepare` returned.
-            unwrap: False: with the names that its wrappers give them.
+            unwrap: False: keep the names that wrappers give them.
         """
         return self._checkpoints.strategy.state_dict(plain_module(model) if unwrap else model)
 
@@ -708,15 +714,16 @@ class Accelerator(AcceleratorProperties):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save a model's weights, to be read without nblaunch. Call it on all ranks; the main process writes.
+        """Save a model's weights in a form that needs no nblaunch to load. Call it on all ranks; the main process
+        writes.
 
-        Writes ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` and their index. Weights that the
-        folder held before go when the new ones are complete; other files stay. No rank waits for the writing one.
+        Writes ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` and their index. Old weights in the
+        folder are removed when the new ones are complete; other files stay. No rank waits for the one that writes.
 
         Args:
             model: prepared or not.
-            save_directory: there on every rank when the call returns.
-            max_shard_size: bytes of tensors per file, as a number or as in ``"5GB"``.
+            save_directory: the folder, which exists on every rank when the call returns.
+            max_shard_size: size of the tensors per file, in bytes or as in ``"5GB"``.
             safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
 
         Raises:
@@ -732,15 +739,15 @@ class Accelerator(AcceleratorProperties):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save one object with ``torch.save`` on the main process; the others do nothing.
 
-        A failure leaves the file as it was.
+        A failure leaves the old file unchanged.
 
         Args:
             obj: what to save.
-            f: a path, or a binary file that is open.
+            f: a path or an open binary file.
             safe_serialization: safetensors' format, for a dict of tensors.
 
         Raises:
-            CheckpointError: ``obj`` has weights of which this rank holds but a shard.
+            CheckpointError: ``obj`` has weights of which this rank holds only a shard.
         """
         model_files.save_object(obj, f, safe_serialization, self._checkpoints.is_writer)
 
@@ -752,16 +759,16 @@ class Accelerator(AcceleratorProperties):
         config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers chosen by ``log_with``. They run on the main process, unless their class demands more.
+        """Start the trackers in ``log_with``. They run on the main process, unless their class requires all ranks.
 
-        Those started in a notebook cell are started once more in a worker, with the same arguments, where they are
-        first used there: a run of its own. A call in the function that is launched takes the place of that in the cell.
+        Trackers that were started in a notebook cell start again in a worker when they are first used there, with the
+        same arguments, as a new run. A call in the launched function replaces the call in the cell.
 
         Args:
-            project_name: what runs are filed under.
-            config: settings to keep with the run, as learning rate and seed: a mapping, a dataclass, a namespace of
-                argparse or an object whose attributes are the settings. Not changed.
-            init_kwargs: further arguments by tracker name, as ``{"wandb": {"tags": ["a"]}}``.
+            project_name: name of the project for the runs.
+            config: settings to store with the run, such as learning rate and seed: a mapping, a dataclass, an argparse
+                namespace, or an object with the settings as attributes. It is not changed.
+            init_kwargs: further arguments by tracker name, such as ``{"wandb": {"tags": ["a"]}}``.
         """
         self._trackers.start(project_name, config, init_kwargs or {})
 
@@ -773,14 +780,14 @@ class Accelerator(AcceleratorProperties):
     ) -> None:
         """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
 
-        Works without any tracker, too. Numbers and short texts reach the dashboard and ``job.metrics``, in Python's own
-        types: an enum member as its value, a NumPy number or a tensor with one element as a number. Other objects
-        reach only those trackers that know them. A tensor makes the process wait for its device.
+        It also works without trackers. The dashboard and ``job.metrics`` get numbers and short texts as Python's types:
+        an enum member as its value, a NumPy number or a tensor with one element as a number. Other objects reach only
+        trackers that support them. Logging a tensor waits for its device.
 
         Args:
             values: by name; nested mappings get names such as ``loss/train``.
-            step: a number that says what they belong to; None: not given. Charts count the calls where it is another
-                object, and ``job.metrics`` has its text.
+            step: number of the step; None: not given. If it is not a number, charts count calls, and ``job.metrics``
+                has its text.
             log_kwargs: further arguments by tracker name.
 
         Example::
@@ -790,14 +797,14 @@ class Accelerator(AcceleratorProperties):
         self._trackers.log(values, step, log_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker called ``name``; one that does nothing on ranks where it does not run.
+        """Return the tracker called ``name``. On ranks where it does not run, return one that does nothing.
 
         Args:
             name: as in ``log_with``.
             unwrap: True: the library's own run object instead.
 
         Raises:
-            ValueError: there is none, or it is not started.
+            ValueError: there is no such tracker, or it was not started.
         """
         return self._trackers.get(name, unwrap)
 
@@ -806,13 +813,13 @@ class Accelerator(AcceleratorProperties):
     def progress(
         self, iterable: Iterable[T], total: int | None = None, desc: str | None = None
     ) -> Iterator[T]:
-        """Iterate over ``iterable`` and show its steps on the dashboard. Prepared loaders are shown by themselves.
+        """Iterate over ``iterable`` and show its steps on the dashboard, which always shows prepared loaders.
 
         Args:
-            iterable: anything; a prepared loader is passed through.
-            total: its length where ``len`` doesn't know it.
-            desc: a word about it, shown as this rank's status line in a launched worker. With "epoch" in it, the
-                items are epochs: the dashboard shows "2/6" in their column instead.
+            iterable: any iterable; a prepared loader is passed through.
+            total: its length, if it has no ``len``.
+            desc: short description, shown as the status line of this rank. If it contains "epoch", the items are
+                epochs, and the dashboard shows "2/6" in their column instead.
 
         Example::
 
@@ -828,7 +835,7 @@ class Accelerator(AcceleratorProperties):
         """Run the block under torch's profiler, on every rank. A collective where traces are written.
 
         Args:
-            profile_handler: what is recorded, and the folder for traces, if any; None: the ``ProfileKwargs`` among
+            profile_handler: what to record, and the folder for traces, if any; None: the ``ProfileKwargs`` in
                 ``kwargs_handlers``, or the defaults.
 
         Example::
@@ -848,9 +855,9 @@ class Accelerator(AcceleratorProperties):
             self.wait_for_everyone()  # all traces are there when the block has ended
 
     def end_training(self) -> None:
-        """End trackers and leave the process group, once the last checkpoint is on disk. Call it last, on all ranks.
+        """Wait for the last checkpoint, end trackers and leave the process group. Call it last, on all ranks.
 
-        CheckpointError where that checkpoint could not be written.
+        Raises CheckpointError if the checkpoint could not be written.
         """
         try:
             self._saver.close()

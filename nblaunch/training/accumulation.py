@@ -1,9 +1,9 @@
 """Gradient accumulation: when gradients are synchronised and the optimizer steps, by :class:`AccumulationState`.
 
-Every Accelerator has its own. It counts micro-steps and knows the loader that is being read, from the stack of those of
-the process (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` acts on what
-it decides (the strategy's ``no_sync`` where a micro-step begins, ``num_steps`` as divisor of losses), and so does the
-optimizer wrapper.
+Every Accelerator has its own. It counts micro-steps and knows the loader that is being read, from the stack of the
+loaders of the process (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` acts on
+what it decides (the strategy's ``no_sync`` where a micro-step begins, ``num_steps`` as divisor of losses), and so does
+the optimizer wrapper.
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps
@@ -115,13 +115,13 @@ class AccumulationState:
     Loops around the Accelerator are among them. What an earlier cell, or command of a session, has left in the
     middle is not.
 
-    ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
-    since the last end of a loader. Both are those of the window that was entered last. ``are_gradients_reduced``: the
-    user has averaged gradients over ranks, which the next step leaves out. ``plugin`` has the settings; another one may
-    be assigned.
+    ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
+    the last end of a loader. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has
+    averaged gradients over ranks, which the next step leaves out. ``plugin`` has the settings; another one may be
+    assigned.
 
     Args:
-        loaders: those of the process; None: a lone window, that knows no loader.
+        loaders: loaders of the process; None = a window without loaders.
         plugin: the settings.
     """
 
@@ -247,9 +247,9 @@ class AccumulationState:
         if len({window.sync_gradients for window in windows}) > 1:
             names = " and ".join(_named(window.modules) for window in windows)
             raise RuntimeError(
-                f"an optimizer has parameters of models that are accumulated apart, by {names}, and their windows end "
-                "at different micro-steps. Enter one block with all models of the optimizer, "
-                "accelerator.accumulate(first, second), or give each an optimizer of its own"
+                f"an optimizer has parameters of models that are accumulated separately, by {names}, and their "
+                "windows end at different micro-steps. Enter one block with all models of the optimizer, "
+                "accelerator.accumulate(first, second), or give each model its own optimizer"
             )
         return windows[0] if windows and self.current not in windows else self.current
 
@@ -338,8 +338,8 @@ def _named(modules: Sequence[torch.nn.Module]) -> str:
 def _changed(window: Window, modules: Sequence[torch.nn.Module]) -> str:
     return (
         f"{_named(modules)} was entered in the middle of the window of {_named(window.modules)}, after "
-        f"{window.size} micro-steps: gradients of models in one of them alone would not be averaged over ranks. Pass "
-        "the same models until the window ends, where accelerator.sync_gradients is True"
+        f"{window.size} micro-steps: gradients of models in only one of them would not be averaged over ranks. "
+        "Pass the same models until the window ends, where accelerator.sync_gradients is True"
     )
 
 

@@ -1,12 +1,12 @@
-"""The constructor arguments of the ``Accelerator``: sorted, checked and completed, refusals with a way out.
+"""Sort, check and complete the constructor arguments of the ``Accelerator``.
 
-What was not passed is, for settings that Accelerators of a process share (precision, strategy, parallelism), that of
-the one before; else it comes from the launcher, the environment, the default. Functions return what was resolved and
-change nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and makes its mesh, and
-``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``. What comes from the
-launcher is ``LaunchSpec.accelerator_defaults``, which a process has in its context: ``spec.py`` makes them of the
-launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` gives the precision alone; of a
-configuration file and the command line, ``nblaunch.config`` gives both.
+Settings that the Accelerators of a process share (precision, strategy, parallelism) default to the earlier
+Accelerator's. All others default to the launcher's, the environment's, or the documented default. Functions return the
+resolved arguments and change nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and
+makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``.
+What comes from the launcher is ``LaunchSpec.accelerator_defaults``, which a process has in its context: ``spec.py``
+makes them of the launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` gives the precision
+alone; of a configuration file and the command line, ``nblaunch.config`` gives both.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ PLUGINS: Mapping[str, type[StrategyPlugin]] = {
     "deepspeed_plugin": DeepSpeedPlugin,
     "deepspeed_plugins": DeepSpeedPlugin,
 }
-"""Arguments of the Accelerator that take plugins of one class; ``strategy`` takes those of any."""
+"""Arguments of the Accelerator that take plugins of one class; ``strategy`` takes plugins of any class."""
 
 
 _INSTEAD = {
     "megatron_lm_plugin": (
-        "Accelerator(parallelism_config=ParallelismConfig(...)) divides ranks among data, sharded, tensor and context "
-        "parallelism by torch's own means"
+        "Accelerator(parallelism_config=ParallelismConfig(...)) divides ranks among data, sharded, tensor and "
+        "context parallelism"
     ),
     "torch_tp_plugin": (
         "tensor parallelism over N ranks is Accelerator(parallelism_config=ParallelismConfig(tp_size=N))"
@@ -71,7 +71,7 @@ _INSTEAD = {
 
 
 def refuse_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, torch_tp_plugin: Any) -> None:
-    """Raise for unknown arguments, and for those of Hugging Face Accelerate's that are not supported."""
+    """Raise for unknown arguments, and for arguments of Hugging Face Accelerate that are not supported."""
     known = {"megatron_lm_plugin": megatron_lm_plugin, "torch_tp_plugin": torch_tp_plugin}
     for name, value in {**unsupported, **known}.items():
         if name not in known:
@@ -89,7 +89,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
         kind = next((kind for kind in HANDLERS if isinstance(handler, kind)), None)
         if kind is None:
             valid = ", ".join(kind.__name__ for kind in HANDLERS)
-            raise ValueError(f"kwargs_handlers has {handler!r:.80}, which is none of {valid}")
+            raise ValueError(f"kwargs_handlers has {handler!r:.80}, which is not one of {valid}")
         if kind in by_type:
             raise ValueError(f"kwargs_handlers has more than one {kind.__name__}")
         handler.check()
@@ -176,7 +176,7 @@ def given_plugin(
     }
     given = {name: value for name, value in passed.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were both given; one strategy trains all models")
+        raise ValueError(f"{' and '.join(given)} were both given; choose one strategy for all models")
     for name, value in given.items():
         return PLUGINS.get(name, type(value)).from_argument(name, value)
     return None
@@ -219,7 +219,7 @@ def parallel_plugin(
     check_context_parallel(parallelism, process.device)
     if process.backend.reduces_gradients_at_step:
         raise ValueError(
-            f"parallelism_config is for CPUs and GPUs, not for {process.backend.name}; leave it out there"
+            f"parallelism_config works on CPUs and GPUs, not on {process.backend.name}; leave it out"
         )
     if process.topology.world_size > 1:
         parallelism.get_device_mesh(process.device.type)
@@ -227,8 +227,8 @@ def parallel_plugin(
         return plugin
     if not isinstance(plugin, (ReplicatedPlugin, TensorParallelPlugin)):
         raise ValueError(
-            f"parallelism_config divides ranks for torch's own parallelism, which {type(plugin).__name__} is not; "
-            "leave that out, or pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
+            f"parallelism_config can't be combined with {type(plugin).__name__}; leave the plugin out, or pass "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
         )
     return FullyShardedDataParallelPlugin() if parallelism.is_for_fsdp else TensorParallelPlugin()
 
@@ -236,10 +236,10 @@ def parallel_plugin(
 def plugin_if_none_given(
     kept: StrategyPlugin | None, handlers: Mapping[type, Any], parallelism: ParallelismConfig | None = None
 ) -> StrategyPlugin:
-    """Return the plugin to use where none was passed: the one in use, else that of the launch, else replicas.
+    """Return the plugin to use if none was passed: the one in use, else the launch's, else replicas.
 
     Args:
-        kept: that of an earlier Accelerator of this process.
+        kept: the plugin of an earlier Accelerator of this process.
         handlers: may have settings of replicas.
         parallelism: how ranks are to be divided from now on; None: as before. Where it has no shards, a plugin that
             shards is not kept.
@@ -258,7 +258,7 @@ def plugin_if_none_given(
 def resolve_precision(
     asked: str | None, existing: precision.Precision | None, backend: Backend, handlers: Mapping[type, Any]
 ) -> precision.Precision:
-    """Return a new precision, in the format that is asked for, else that of the Accelerator before, else the launch's.
+    """Return a new precision in the requested format, else the earlier Accelerator's, else the launch's.
 
     Raises:
         ValueError: as :func:`precision.make`.

@@ -109,10 +109,10 @@ def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
     accumulation.has_named_short_window = True
     if rank == 0 and accumulation.plugin.divide_by_actual is None:
         warn(
-            f"the last accumulation window of the loader has {size} of {num_steps} micro-steps, and its gradients are "
-            f"divided by {num_steps}, as by Accelerate: a step of {size}/{num_steps} of the size. "
-            f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. Set it False "
-            "to keep this without a warning, as where the loss is a sum that is divided by a count of tokens"
+            f"the last accumulation window of the loader has {size} of {num_steps} micro-steps, and its gradients "
+            f"are divided by {num_steps}, as in Accelerate: a step of {size}/{num_steps} of the size. "
+            f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. Set it "
+            "to False to silence this warning, for example if the loss is a sum divided by a token count"
         )
 
 
@@ -151,9 +151,9 @@ def _bring_to_true_size(
 ) -> tuple[list[torch.Tensor], list[AcceleratedOptimizer]]:
     """Bring gradients of ``parameters`` to their true size; return these as a list, and the optimizers that have any.
 
-    They are averaged over ranks, where backward has not done it, and unscaled. The optimizers that have none of the
-    parameters are left alone: they may have no gradients yet. Where no prepared optimizer has any of them, those of
-    all are unscaled.
+    The gradients are averaged over ranks, unless backward has done it, and unscaled. Optimizers without any of the
+    parameters are not touched, because they may have no gradients yet. If no prepared optimizer has any of them, all
+    are unscaled.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(parameter) for parameter in listed}

@@ -85,9 +85,10 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
     backend.join(here.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
     if here.topology.world_size > 1 and not is_distributed():
         raise RuntimeError(
-            f"this process is rank {here.topology.rank} of {here.topology.world_size} by its environment, but "
-            "MASTER_PORT is not set, so that it can't find the others. Start it with notebook_launcher or torchrun, or "
-            "call torch.distributed.init_process_group before the Accelerator is built."
+            f"this process is rank {here.topology.rank} of {here.topology.world_size} according to its "
+            "environment, but MASTER_PORT is not set, so it can't find the other ranks. Start it with "
+            "notebook_launcher or torchrun, or call torch.distributed.init_process_group before the Accelerator is "
+            "built."
         )
     process = JoinedProcess(current_topology(), backend, device, here.slot)
     if here.topology.master_port or is_distributed():
@@ -99,8 +100,8 @@ def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
     """Let processes that ``multiprocessing`` starts from now on know that this one is a rank.
 
     A process inherits the configuration of the one that creates it, whatever the start method, along with the key of
-    its connections. The environment would not do: a forkserver keeps that of its own start. The types are such that any
-    interpreter can unpickle them.
+    its connections. The environment does not suffice: a forkserver keeps the environment of its start. The types are
+    such that any interpreter can unpickle them.
     """
     entry = environment, asdict(process.topology), process.backend.name, str(process.device)
     multiprocessing.current_process()._config[_RANK_ENTRY] = entry  # type: ignore[attr-defined]

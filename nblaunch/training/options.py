@@ -41,7 +41,7 @@ class PrecisionType(Word):
 
 
 class RNGType(Word):
-    """Names of random number generators, those of devices that are not supported included."""
+    """Names of random number generators, also for devices that are not supported."""
 
     GENERATOR = "generator"
     TORCH = "torch"
@@ -370,7 +370,7 @@ class DataLoaderConfiguration(KwargsHandler):
             iterable datasets whose batches go to the device, False for all others.
         even_batches: complete the tail with samples from the start of the epoch, so that all ranks get equally many
             batches of equal size. ``gather_for_metrics`` drops what was added. Nothing is added where a stream divides
-            itself into a part per rank, as those of ``datasets`` do with ``dispatch_batches=False``.
+            itself into a part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
         use_seedable_sampler: shuffle by seed and epoch alone, independently of the global random state.
         data_seed: the seed for that; None: what torch was last seeded with on rank 0, as by ``set_seed``.
         non_blocking: copy batches to the device asynchronously; of use with ``pin_memory=True``.
@@ -397,8 +397,8 @@ class DataLoaderConfiguration(KwargsHandler):
     def check(self) -> None:
         if self.data_is_sharded and self.dispatch_batches:
             raise ValueError(
-                "dispatch_batches=True has rank 0 read for all, and with data_is_sharded=True each rank has a part of "
-                "its own. Set one of them"
+                "dispatch_batches=True makes rank 0 read for all ranks, but data_is_sharded=True gives each rank "
+                "its own data. Set only one of them"
             )
         if self.data_seed is not None and self.data_seed < 0:
             raise ValueError(f"data_seed={self.data_seed} is negative")
@@ -443,7 +443,7 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
             raise ValueError(
-                f"total_limit={self.total_limit} would keep no checkpoint; give at least 1, or None"
+                f"total_limit={self.total_limit} would keep no checkpoint; use at least 1, or None"
             )
         if self.iteration < 0:
             raise ValueError(f"iteration={self.iteration} is negative")
@@ -482,7 +482,7 @@ def project_of(
         config.set_directories(given)
     elif os.fspath(config.project_dir) != given:
         warn(
-            f"project_dir={given!r} has no effect: project_config has project_dir={config.project_dir!r}, its own or "
-            "that of an Accelerator before. Set it in project_config, one for each training run"
+            f"project_dir={given!r} has no effect: project_config has project_dir={config.project_dir!r}, its own "
+            "or from an earlier Accelerator. Set it in project_config, one for each training run"
         )
     return config

@@ -4,9 +4,9 @@
     dp_replicate, dp_shard                ranks read different data
     cp, tp                                ranks read the same data
 
-Fields, names of mesh dimensions and environment variables are those of Hugging Face Accelerate. What is done with
-them is decided elsewhere: by the strategies, and by ``prepare`` for loaders; except for sequences that are sharded over
-ranks, which is torch's work (:func:`context_parallel`).
+Fields, names of mesh dimensions and environment variables follow Hugging Face Accelerate. What is done with them is
+decided elsewhere: by the strategies, and by ``prepare`` for loaders; except for sequences that are sharded over ranks,
+which is torch's work (:func:`context_parallel`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from nblaunch.training.options import check_choice
 
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SEQUENCE = (
-    "sequence parallelism of DeepSpeed (sp_size) is not available in nblaunch. ParallelismConfig(cp_size=...) shards "
-    "sequences over ranks by torch's context parallelism, on NVIDIA GPUs; for DeepSpeed's, use Hugging Face Accelerate "
-    "itself inside the function that notebook_launcher starts"
+    "sequence parallelism of DeepSpeed (sp_size) is not available in nblaunch. ParallelismConfig(cp_size=...) "
+    "shards sequences over ranks by torch's context parallelism, on NVIDIA GPUs; for DeepSpeed's sequence "
+    "parallelism, use Hugging Face Accelerate inside the function"
 )
 
 
@@ -349,8 +349,8 @@ def check_context_parallel(config: ParallelismConfig, device: torch.device) -> N
     """Raise ValueError where torch's attention can't exchange keys and values on this kind of device."""
     if config.cp_enabled and device.type != "cuda":
         raise ValueError(
-            f"cp_size={config.cp_size} can't be used on {device.type}: torch cuts sequences over ranks in its flash, "
-            "efficient and cuDNN attention, which are for NVIDIA GPUs. Leave cp_size out here"
+            f"cp_size={config.cp_size} can't be used on {device.type}: torch shards sequences only in its flash, "
+            "efficient and cuDNN attention, which need NVIDIA GPUs. Leave cp_size out"
         )
 
 

@@ -24,9 +24,9 @@ from nblaunch.context import ProcessContext
 from nblaunch.training.collectives import operations
 
 _HAS_PREPARED = (
-    "this Accelerator was made in the notebook and has prepared objects there, for one process: ranks would train "
-    "without each other. Call prepare inside the function that is launched (free_memory() in the notebook drops what "
-    "was prepared), or make the Accelerator there"
+    "this Accelerator of the notebook has prepared objects for one process, so the ranks would train separately. "
+    "Call prepare only inside the function (free_memory() in the notebook drops the prepared objects), or create "
+    "the Accelerator there"
 )
 
 
@@ -78,7 +78,7 @@ class PerProcessParts(ABC):
 
     @abstractmethod
     def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
-        """Build the parts of this process by the constructor: the Accelerator's own, not that of a user's subclass."""
+        """Build the parts of this process with the Accelerator's constructor, not a subclass's."""
 
     @property
     def _operations(self) -> ModuleType:
@@ -175,7 +175,7 @@ def _registered_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
-    """Register with the parts of this process what was registered with those of another one."""
+    """Register objects with the parts of this process that were registered in another process."""
     for name, registered in carried.items():
         parts[name].take_over(registered)
 

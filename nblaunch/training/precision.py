@@ -98,7 +98,7 @@ class Precision:
 
 
 class Bf16Precision(Precision):
-    """Autocast to bfloat16. Its range is that of fp32, so gradients need no scaling."""
+    """Autocast to bfloat16. It has the range of fp32, so gradients need no scaling."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -187,7 +187,7 @@ class Fp16Precision(Precision):
         before = {optimizer: _versions(optimizer) for optimizer in self._unscaled}
         self._scaler.scale(loss).backward(**kwargs)
         if any(_versions(optimizer) != versions for optimizer, versions in before.items()):
-            raise RuntimeError(_MIXED.format("was given more of them by backward before it stepped"))
+            raise RuntimeError(_MIXED.format("received more gradients from backward before it stepped"))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self.register(optimizer)
@@ -256,8 +256,8 @@ class Fp16Precision(Precision):
 
 
 _MIXED = (
-    "fp16: unscale_() has already been called on this optimizer since the last update(): it was clipped or unscaled, "
-    "and {}, so that gradients of true size and scaled ones would be mixed. Clip, or call unscale_gradients, only "
+    "fp16: unscale_() has already been called on this optimizer since the last update(): it was clipped or "
+    "unscaled, and {}, so scaled and unscaled gradients would be mixed. Clip, or call unscale_gradients, only "
     "where the optimizer steps: if accelerator.sync_gradients: accelerator.clip_grad_norm_(parameters, max_norm)"
 )
 
@@ -333,7 +333,7 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
     if recipe is None or not recipe.is_emulated or name != "fp8":
         backend.check_precision(name)
     if recipe is not None and name != "fp8":
-        raise ValueError(f"AORecipeKwargs is for mixed_precision='fp8', but mixed_precision={name!r}")
+        raise ValueError(f"AORecipeKwargs needs mixed_precision='fp8', but mixed_precision={name!r}")
     if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
         if current_topology().rank == 0:
             warn(f"mixed_precision='fp16': {reason}")

@@ -39,7 +39,7 @@ SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 @dataclass(eq=False, repr=False)
 class Preparer:
-    """Prepares objects, and keeps what it has prepared. Its settings, those of an Accelerator, may be assigned."""
+    """Prepares objects and keeps them. Its settings are an Accelerator's, and can be assigned."""
 
     shared: SharedState
     precision: Precision
@@ -142,7 +142,7 @@ class Preparer:
             if models.bare_module(known) is models.bare_module(inner):
                 raise ValueError(
                     f"this {type(inner).__name__} was prepared before, as model {position} of this Accelerator; "
-                    "use what prepare returned then, or call free_memory() first"
+                    "use the object that prepare returned then, or call free_memory() first"
                 )
 
     def prepare_optimizer(
@@ -223,19 +223,17 @@ class Preparer:
 def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder]) -> None:
     """Raise ValueError for a placeholder that the strategy has not taken."""
     if isinstance(obj, kind):
-        raise ValueError(
-            f"{type(obj).__name__} stands for an object that is made elsewhere; it needs {obj.needs}"
-        )
+        raise ValueError(f"{type(obj).__name__} is a placeholder for another object; it needs {obj.needs}")
 
 
 def _check_no_device_loader(objects: Sequence[Any]) -> None:
-    """Raise ValueError for a loader of torch_xla, which is no ``DataLoader``: every rank would read all data."""
+    """Raise ValueError for a loader of torch_xla, which is not a ``DataLoader``: every rank would read all data."""
     # Where its module was not imported, there is none.
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is not None and any(isinstance(obj, module.MpDeviceLoader) for obj in objects):
         raise ValueError(
-            "prepare can't divide the data of torch_xla's MpDeviceLoader over ranks. Pass the DataLoader that it was "
-            "made of instead: once prepared, that brings its batches to the device, too"
+            "prepare can't divide the data of torch_xla's MpDeviceLoader over ranks. Pass the DataLoader that it "
+            "wraps instead; once prepared, it also moves batches to the device"
         )
 
 

@@ -219,7 +219,7 @@ class ProcessMethods(ABC):
 def _checked(name: str, index: int | None) -> int:
     # What is for rank 3 must not keep the script from running on two ranks.
     if index is None or index < 0:
-        raise ValueError(f"{name}={index!r} is not a rank; ranks count from 0")
+        raise ValueError(f"{name}={index!r} is not a rank; ranks are numbered from 0")
     return index
 
 
@@ -242,7 +242,7 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"the values of a dict that is split must be equally long, got {lengths}")
+            raise ValueError(f"the values of a dict must have equal lengths to be split, got {lengths}")
         shares = {key: split_evenly(value, rank, world_size, apply_padding) for key, value in inputs.items()}
         if isinstance(inputs, dict):
             return shares

@@ -59,7 +59,7 @@ class _Handler(Generic[H]):
             handler.check()
             handlers[self._kind] = handler
         else:
-            raise TypeError(f"{handler!r:.80} is no {self._kind.__name__}, and not None")
+            raise TypeError(f"{handler!r:.80} is neither a {self._kind.__name__} nor None")
 
 
 class AcceleratorProperties(ProcessMethods, PerProcessParts):
@@ -187,7 +187,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all ranks together."""
+        """Whether a loader's batch size counts the samples of all ranks together."""
         return self.dataloader_config.split_batches
 
     @property
@@ -380,7 +380,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     """Recipes of other libraries: none, as where Accelerate is given none."""
 
     delayed_fp8_autocast = False
-    """Of another library."""
+    """Not supported: the setting belongs to another library."""
 
     @property
     def has_lomo_optimizer(self) -> bool:

@@ -37,7 +37,7 @@ class SharedState:
     Args:
         process: its ranks, device and board slot, once it has joined the job.
         loaders: the prepared loaders that it is reading.
-        accumulation: the accumulation window that was entered last, or else that of the latest Accelerator.
+        accumulation: the accumulation window that was entered last, or else the latest Accelerator's.
         loops: the running loops over loaders and iterables, shown on the board.
         losses: reports losses there, and the memory of the device.
         busy_time: reports time per step spent without waiting for other ranks.
@@ -47,7 +47,7 @@ class SharedState:
         plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
         parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
         label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
-        strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
+        strategies: strategies of all Accelerators, by ``id``, because a user's strategy may not be hashable.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
@@ -120,15 +120,15 @@ class SharedState:
         topology = self.process.topology
         if topology.world_size > 1 and topology.rank == 0 and not self.models:
             warn(
-                "no model was prepared, so each rank trains one of its own, by its own gradients. Pass the model to "
-                "prepare, too: model, optimizer = accelerator.prepare(model, optimizer). (One that was wrapped in "
-                "DistributedDataParallel by hand is in no need of it.)"
+                "no model was prepared, so each rank trains its own copy with its own gradients. Pass the model to "
+                "prepare as well: model, optimizer = accelerator.prepare(model, optimizer). (A model that you "
+                "wrapped in DistributedDataParallel yourself does not need this.)"
             )
 
     def adopt(
         self, plugin: StrategyPlugin, strategy: Strategy, setup: TrainingSetup, precision: Precision
     ) -> None:
-        """Make what a new Accelerator has chosen that of the process."""
+        """Apply the choices of a new Accelerator to the process."""
         self.plugin, self.parallelism = plugin, setup.parallelism
         self.accumulation = setup.accumulation
         self.precision = precision
@@ -162,7 +162,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     is_joined = joining.is_distributed() and (here.training is None or here.training.init != init)
     if is_joined and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
-        warn(f"{given} has no effect: this process has joined its process group already")
+        warn(f"{given} has no effect, because this process has already joined its process group")
     if here.training is None:
         process = joining.join(cpu, init)
         reports, loaders = get_reports(), LoaderStack()

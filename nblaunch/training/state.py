@@ -264,7 +264,7 @@ class AcceleratorState(View, ProcessMethods):
         plugins = self._live().plugin
         if not isinstance(plugins, DeepSpeedPlugins):
             raise ValueError(
-                "DeepSpeed has no plugins here; give the Accelerator deepspeed_plugins={name: ...}"
+                "this process has no DeepSpeed plugins; give the Accelerator deepspeed_plugins={name: ...}"
             )
         return plugins
 
@@ -285,7 +285,7 @@ class GradientState(View):
     """Gradient accumulation and the loader being read, as users look at them.
 
     ``accelerator.gradient_state`` shows the window of that Accelerator; ``GradientState()`` the one that was entered
-    last, or else that of the latest Accelerator.
+    last, or else the latest Accelerator's.
 
     Args:
         gradient_accumulation_plugin: new settings for gradient accumulation; None: they stay as they are.

@@ -1,4 +1,5 @@
-"""Which classes a file of a checkpoint may name when it is read: those of data, so that no code of its writer runs."""
+"""Which classes a checkpoint file may name when it is read: only classes of data, so that no code of its writer
+runs."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def trusted_types(owner: Any = None) -> list[Any]:
 
     Args:
         owner: the registered object, model or optimizer whose state is read. Classes of the notebook or script are
-            trusted, and those of the owner's module, unless it is a library's. What these modules have merely imported
-            is not.
+            trusted, and so are the classes of the owner's module, unless it belongs to a library. What these modules
+            have merely imported is not.
     """
     if owner is None:
         return _numpy_types()

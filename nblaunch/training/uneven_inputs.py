@@ -46,9 +46,9 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
     shards = [loader.shard for loader in loaders if isinstance(loader.shard, BatchSamplerShard)]
     if len(shards) < len(loaders):
         warn(
-            f"join_uneven_inputs(even_batches={even_batches}) is only supported for map-style datasets that every rank "
-            f"reads by itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are of another kind "
-            "and stay as they are"
+            f"join_uneven_inputs(even_batches={even_batches}) is supported only for map-style datasets that every "
+            f"rank reads itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are of "
+            "another kind and do not change"
         )
     before = [shard.even_batches for shard in shards]
     try:

@@ -80,7 +80,7 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
 
 
 def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:
-    """Return tensors in place of those of ``module`` that have a shape only; shared parameters stay shared."""
+    """Return tensors to replace tensors of ``module`` that have only a shape; shared parameters stay shared."""
     torch: Any = sys.modules["torch"]
     parameters = dict(module.named_parameters(remove_duplicate=False))
     made: dict[int, Any] = {}
@@ -110,8 +110,8 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     special, own = tuple(special_prefixes(module)), module.state_dict()
     only_there = [name for name in state if name not in own and not name.startswith(special)]
     only_here = [name for name in own if name not in state and not name.startswith(special)]
-    reasons = [f"{name} is in the worker only" for name in only_there]
-    reasons += [f"{name} is in the kernel only" for name in only_here if is_complete]
+    reasons = [f"{name} exists only in the worker" for name in only_there]
+    reasons += [f"{name} exists only in the kernel" for name in only_here if is_complete]
     reasons += [
         f"{value.num_missing:,} elements of {name} are on other machines"
         for name, value in state.items()

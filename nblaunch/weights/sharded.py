@@ -4,7 +4,7 @@
     rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's full tensor
     rank 2   ── TensorShard ──┘
 
-The shards are those of :class:`torch.distributed.tensor.DTensor` and of DeepSpeed. The functions that recognise sharded
+The shards belong to :class:`torch.distributed.tensor.DTensor` and DeepSpeed. The functions that recognise sharded
 tensors and models live here, too.
 """
 
@@ -154,7 +154,7 @@ def _deepspeed_shard(parameter: Any) -> TensorShard:
 
 
 def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
-    """Return whether no rank before this one, of those of its machine, holds the very same shard.
+    """Return whether no lower rank on this machine holds the same shard.
 
     An earlier holder is earlier in the shard's mesh, or belongs to another mesh of the same form: beside tensor
     parallelism, other tensors are sharded over the ranks of every replica alone. The mesh with the machine's first rank

@@ -104,8 +104,8 @@ def _let_instances_join(module: Any, settings: _Settings) -> None:
 def _build_accelerator_state(module: Any, cpu: bool, arguments: dict[str, Any]) -> None:
     if arguments["fsdp_plugin"] is None and env.as_flag(env.snapshot().get("ACCELERATE_USE_FSDP", "")):
         raise RuntimeError(
-            "the accelerate.Accelerator that was made in the notebook shards models there over one process, and its "
-            "state does not keep by which plugin. Make it inside the function: Accelerator(fsdp_plugin=...)"
+            "the accelerate.Accelerator of the notebook shards models over one process, and its state does not say "
+            "with which plugin. Create it inside the function: Accelerator(fsdp_plugin=...)"
         )
     module.AcceleratorState(cpu=cpu, _from_accelerator=True, **arguments)
 

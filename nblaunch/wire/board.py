@@ -112,8 +112,8 @@ class SlotReading:
         loop: number of the current loop, from 1; 0 before the first.
         trained: step, total and epoch at the end of the last loop over a training loader; zeros before.
         steps_done: steps of all loops since the start.
-        job_steps: steps of optimizers that are done, and those of the whole training, where a framework counts them;
-            else zeros.
+        job_steps: completed optimizer steps and their number in the whole training, if a framework counts them; else
+            zeros.
     """
 
     rank: int

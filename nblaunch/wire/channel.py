@@ -68,7 +68,7 @@ class EventSender:
             body = dump_plain(event)
         except Exception as error:  # what the user's code has put into it
             kind = type(event).__name__
-            text = f"an event could not be sent, and is lost: {kind!r} ({type(error).__name__}: {error})"
+            text = f"an event could not be sent and is lost: {kind!r} ({type(error).__name__}: {error})"
             body = dump_plain(Note(event.rank, event.time_s, text, "warning"))
         if not os.path.samestat(os.fstat(self.fd), self._pipe):
             raise OSError(errno.EBADF, "the pipe to the launcher was closed in this process (os.closerange?)")
@@ -146,10 +146,10 @@ class EventReceiver:
         try:
             event = pickle.loads(signing.unseal(bytes(body), self._key))
             if not isinstance(event, Event):
-                raise TypeError(f"{type(event).__name__} is no event")
+                raise TypeError(f"{type(event).__name__} is not an event")
         except Exception as error:  # a detached job may be of another release
             why = f"{type(error).__name__}: {error}"
-            return Note.of_job(f"an event of {self._source} could not be read, and is lost: {why}", "warning")
+            return Note.of_job(f"an event of {self._source} could not be read and is lost: {why}", "warning")
         return event
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ def plain(value: Any) -> Any:
     except RecursionError:
         raise
     except Exception as error:  # it is the user's code that is asked
-        return f"<{type(value).__name__}, whose text can't be had: {type(error).__name__}>"
+        return f"<{type(value).__name__}, which has no text: {type(error).__name__}>"
 
 
 def _plain(value: Any) -> Any:

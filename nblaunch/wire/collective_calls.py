@@ -120,7 +120,7 @@ class Call:
     Args:
         serial: its number among all calls of the rank, from 1.
         site: what and where.
-        number: in its group, or of its kind where it is no collective, from 1.
+        number: number in its group, or among calls of its kind if it is not a collective, from 1.
         chain: digest of all collectives of the group up to it.
         size: elements that must be as many on all ranks; :data:`UNCOUNTED` where they need not be.
         shape: of the tensor, of at most four dimensions.
@@ -153,7 +153,7 @@ class Call:
 class Splits:
     """Rows that the last ``all_to_all`` with unequal parts sends to each rank of the group, and receives from it.
 
-    ``number`` is that of the call in its group.
+    ``number`` is the number of the call in its group.
     """
 
     number: int

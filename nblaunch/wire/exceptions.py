@@ -25,7 +25,7 @@ def shortened(text: str, max_characters: int) -> str:
     if missing <= 0:
         return text
     half = max_characters // 2
-    return f"{text[:half]}... ({missing:,} characters left out) ...{text[-half:]}"
+    return f"{text[:half]}... ({missing:,} characters omitted) ...{text[-half:]}"
 
 
 def fewer_lines(text: str, max_lines: int) -> str:
@@ -35,7 +35,7 @@ def fewer_lines(text: str, max_lines: int) -> str:
     if missing <= 1:
         return text
     num_first = max(1, (max_lines - 1) // 3)
-    left_out = f"... ({missing:,} lines left out; str() of the exception has them) ..."
+    left_out = f"... ({missing:,} lines omitted; str() of the exception has all of them) ..."
     return "\n".join([*lines[:num_first], left_out, *lines[num_first + missing :]])
 
 

@@ -81,7 +81,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         return hint(value)
     # A truth value is a number to Python, but not here; a whole number may stand where any number may.
     if type(value) is int and not -_MAX_INT <= value < _MAX_INT:
-        raise ValueError(f"{path}: a number of {value.bit_length()} bits is too large")
+        raise ValueError(f"{path}: a number with {value.bit_length()} bits is too large")
     if type(value) is hint or (hint is float and type(value) is int):
         return hint(value) if hint is not NoneType else None
     raise ValueError(f"{path}: {getattr(hint, '__name__', hint)} expected, not {value!r:.80}")
@@ -115,5 +115,5 @@ def _read_fields(cls: Any, value: Any, path: str) -> Any:
 
 def _list(value: Any, path: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{path}: a list expected, not {value!r:.80}")
+        raise ValueError(f"{path}: expected a list, not {value!r:.80}")
     return value

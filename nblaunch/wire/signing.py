@@ -42,8 +42,8 @@ def load(signed: bytes, key: bytes) -> Any:
         body = unseal(signed, key)
     except ValueError:
         raise ValueError(
-            "an object that arrived from another rank does not carry the signature of this job, and was not read: "
-            "another process has put itself in that rank's place, or the bytes were changed on their way"
+            "an object that arrived from another rank does not carry the signature of this job, so it was not "
+            "read: another process took that rank's place, or the bytes changed in transit"
         ) from None
     return pickle.loads(body)
 

@@ -31,9 +31,7 @@ _HEADER = struct.Struct("<QI")
 """Bytes of the message, number of the files that follow it."""
 
 _MAX_READ_BYTES = 1 << 20
-NO_DESCRIPTOR = (
-    "the process had no descriptor left for the file it came in; close files, or raise `ulimit -n`"
-)
+NO_DESCRIPTOR = "the process had no file descriptor left to receive it; close files, or raise `ulimit -n`"
 """Why a message has arrived without its files."""
 
 

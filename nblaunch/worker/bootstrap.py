@@ -276,7 +276,7 @@ class _Worker:
         place = f"line {frame.f_lineno} of {frame.f_code.co_name}"
         if place not in self._passed_breakpoints:
             self._passed_breakpoints.add(place)
-            text = f"breakpoint() in {place} is passed over: no user can type here"
+            text = f"breakpoint() in {place} is skipped, because no user can type here"
             self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
 
     def _become_subprocess(self) -> None:
@@ -293,7 +293,7 @@ class _Worker:
         try:
             return backends.find(self.assignment.backend).explain_failure(error)
         except Exception as broken:
-            return (f"(asking the device about this failed: {type(broken).__name__}: {broken})",)
+            return (f"(the device could not be queried: {type(broken).__name__}: {broken})",)
 
     def _note(self, text: str) -> None:
         """Report what happens on all ranks alike from the first one."""
@@ -342,7 +342,7 @@ class _Worker:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
         lost = output.flush()
         if lost:
-            text = f"{lost} bytes of output are lost: there was no room for {self.assignment.log_path}"
+            text = f"{lost} bytes of output are lost, because the disk had no space for {self.assignment.log_path}"
             self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
         return exit_code
 
@@ -352,7 +352,7 @@ _EXITED = object()
 
 _ONE_THREAD = (
     "every worker computes with one thread instead of {}, because this process's OpenMP library can't be paused "
-    "for a fork; start_method='forkserver' allows all"
+    "for a fork; start_method='forkserver' allows all of them of them of them of them"
 )
 
 
@@ -372,8 +372,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
 
 
 _PARSED = (
-    "argparse has refused the command line. In a notebook that is the kernel's, {}: pass the function's arguments, "
-    "as in parse_args(['--lr', '0.1']), or parse_args([]) for the defaults"
+    "argparse rejected the command line. In a notebook, this is the command line of the kernel, {}: pass "
+    "arguments, as in parse_args(['--lr', '0.1']), or parse_args([]) for the defaults"
 )
 
 
@@ -392,8 +392,8 @@ def _has_refused_arguments(leaving: SystemExit) -> bool:
 def _end_subprocess(exit_code: int) -> int:
     """End a process that the function forked and that has left the function, without a value and exit handlers."""
     print(
-        f"process {os.getpid()}, which the function forked, has left the function and ends here; the rank's value is "
-        "that of the worker itself. os._exit(0) is how such a process ends.",
+        f"process {os.getpid()}, which the function forked, left the function and ends here. The rank returns the "
+        "value of the worker. End forked processes with os._exit(0).",
         file=sys.stderr,
     )
     threading._shutdown()  # type: ignore[attr-defined]

@@ -133,7 +133,7 @@ class CollectiveRecorder:
         detail: str = "",
         value: float = 0.0,
     ) -> None:
-        """Record what is no collective.
+        """Record a call that is not a collective.
 
         Args:
             kind: of it.

@@ -26,7 +26,7 @@ from nblaunch.wire.outbox import Outbox
 from nblaunch.worker.optimizer_steps import steps
 
 _MAX_NAMED = 3  # tensors in one line
-_ABSENT = "its arguments do not hold that object: a __getstate__ may leave it out where they are pickled"
+_ABSENT = "its arguments do not contain this object; a __getstate__ may leave it out when they are pickled"
 
 
 class Delivery:
@@ -141,8 +141,7 @@ class Delivery:
         module = without_wrappers_inside(self._modules[path])
         if any(map(is_fsdp1_module, module.modules())):
             raise RuntimeError(
-                "FSDP version 1 has sharded it, and can only gather it on all ranks at once; shards of version 2, "
-                "fully_shard, come back"
+                "FSDP version 1 sharded it and can gather it only on all ranks together; use version 2, fully_shard"
             )
         state = dict(
             shards_to_send(module.state_dict(keep_vars=True), self._topology, self._is_main)
@@ -168,7 +167,7 @@ class Delivery:
         """
         if in_shards and not is_scheduler(self._optimizers[path]):
             raise RuntimeError(
-                "ranks hold shards of it; save it by accelerator.save_state(), which load_state() continues from"
+                "ranks hold shards of it; save it with accelerator.save_state() and continue with load_state()"
             )
         return self._outbox.put_state(path, self._optimizers[path].state_dict(), {})
 

@@ -22,7 +22,8 @@ from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
 _MAX_FRAMES = 60
 _MAX_PARTS = 20  # of an exception group
 _MAX_FORMATTED_FRAMES = 2000
-"""Of a longer traceback, only the last frames are formatted: Python takes seconds to format a runaway recursion."""
+"""Largest number of frames; of a longer traceback, only the last frames are formatted, because Python takes seconds to
+format a runaway recursion."""
 
 _KEPT_CHARACTERS = 8000
 """How many characters are kept of a text that is too long to be shown."""
@@ -43,7 +44,7 @@ _CONNECTION_WORDS = (
     "broken pipe",
     "socket timeout",
 )
-"""Of the system, which the user's own connections report, too."""
+"""Messages of the system, which the user's own connections report as well."""
 
 
 _DEATH_TIMEOUT_S = 0.5

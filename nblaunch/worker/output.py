@@ -110,7 +110,7 @@ def capture(log_path: str) -> None:
     except OSError as error:
         why = disk.reason(Path(log_path), error)
         raise LaunchError(
-            f"the log {log_path} can't be made: {why}. Choose another folder by log_dir= or NBLAUNCH_LOG_DIR."
+            f"can't create the log {log_path}: {why}. Choose another folder with log_dir= or NBLAUNCH_LOG_DIR."
         ) from error
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):

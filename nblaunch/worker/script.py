@@ -75,7 +75,7 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
     loader: Any = spec.loader
     code: CodeType | None = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
     if code is None:
-        raise ImportError(f"{spec.name} has no Python code that could be run")
+        raise ImportError(f"{spec.name} has no Python code to run")
     return code
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.architecture.source import ROOT, FunctionNode, Module, listing, modules
 
 MAX_FILE_LINES = 600
-LONGER_FILES = {"nblaunch.training.accelerator": 860}  # the table of contents: a docstring per public method
+LONGER_FILES = {"nblaunch.training.accelerator": 870}  # the table of contents: a docstring per public method
 MAX_FUNCTION_LINES = 60
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

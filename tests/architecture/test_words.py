@@ -1,4 +1,4 @@
-"""Words for which PyTorch and plain English have better ones."""
+"""Words and turns of phrase for which PyTorch and plain English have better ones."""
 
 from __future__ import annotations
 
@@ -80,3 +80,32 @@ def _without_allowed(path: Path, line: str) -> str:
     for use in ALLOWED.get(path.relative_to(ROOT).as_posix(), ()):
         line = line.replace(use, "")
     return line
+
+
+# Turns that a native technical writer avoids: name the thing instead of "that of", and write "is not a file" instead of
+# "is no file". A docstring is a sentence or names the thing; it does not begin with "Of".
+TURNS = re.compile(
+    r"(?<!sure )\b(?:that|those) of\b"
+    r"|(?<!there )(?<!There )\bis no (?!longer\b)"
+    r"|\b[Tt]ake it that\b"
+    r'|"""Of (?!course)'
+)
+
+RIGHT_TURNS = {
+    "nblaunch/launcher/requests.py": ("There is no ``close``",),
+    "nblaunch/dashboard/widget_panel.py": ("There is no Output widget",),
+}
+"""File -> lines on which a turn is right."""
+
+
+def test_turns_that_are_not_used() -> None:
+    paths = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "docs").rglob("*.md"))]
+    paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    offenders = [
+        f"{path.relative_to(ROOT)}:{number} {turn[0]}"
+        for path in paths
+        for number, line in enumerate(_text(path).splitlines(), 1)
+        for turn in [TURNS.search(line)]
+        if turn and not any(part in line for part in RIGHT_TURNS.get(path.relative_to(ROOT).as_posix(), ()))
+    ]
+    assert not offenders, f"name the thing:{listing(offenders)}"

@@ -71,7 +71,7 @@ def test_a_new_shape_is_reported_once_with_the_usual_one() -> None:
     device.watch.end_loop()
     (note,) = device.notes
     assert note.startswith(
-        "training step 4 compiled 1 new graph in 0.5 s: its batch is 7x4, the others are 32x4. Every shape"
+        "training step 4 compiled 1 new graph in 0.5 s: its batch is 7x4, the others are 32x4. Every new shape"
     )
 
 
@@ -81,7 +81,7 @@ def test_what_is_compiled_anew_again_and_again_is_another_cause() -> None:
         device.step("training", (32, 4), int(number % 3 == 0), 3.0 * (number % 3 == 0))
     device.watch.end_loop()
     assert device.notes[1].startswith(
-        "training: 10 steps compiled new graphs although their batches are as before, the last one in 3.0 s"
+        "training: 10 steps compiled new graphs although the batch shape did not change, the last one in 3.0 s"
     )
     assert len(device.notes) == 2
 
@@ -122,7 +122,7 @@ def test_a_value_that_is_read_in_every_step_is_named_once() -> None:
         device.step("training", (4,), scalars=1)
     device.watch.end_loop()
     (note,) = device.notes
-    assert note.startswith("a value is read from the device in every step")
+    assert note.startswith("every step reads a value from the device")
 
 
 def test_what_is_read_now_and_then_or_between_loops_is_nothing_to_report() -> None:

@@ -48,7 +48,7 @@ def test_the_driver_is_asked_whether_it_is_initialised(tmp_path: Path) -> None:
     *found, before, after = _run(_ASK.format(library=str(library)), tmp_path)
     assert found == [False, False, True]
     assert before is None
-    assert after.startswith("this process has used CUDA, which backward() and optimizers ask for")
+    assert after.startswith("this process has used CUDA, which backward() and optimizers need")
 
 
 def test_a_process_that_left_cuda_alone_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +68,13 @@ def test_a_question_to_the_driver_is_distinguished_from_use(monkeypatch: pytest.
     """As after torch.cuda.is_available(): nothing is initialised, but torch refuses CUDA in children."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert str(first_use.gpu_hazard(USED)).startswith("has asked the CUDA driver through torch (")
+    assert str(first_use.gpu_hazard(USED)).startswith("has called the CUDA driver through torch (")
 
 
 def test_a_fork_of_a_process_that_has_used_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver answers it as if nothing had been initialised."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert "a forked copy can't use it" in str(first_use.gpu_hazard(first_use.CUDA))
+    assert "a forked process can't use it" in str(first_use.gpu_hazard(first_use.CUDA))
     assert first_use.gpu_in_use() == "CUDA"
 
 
@@ -86,7 +86,7 @@ def test_torch_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_library_that_uses_cuda() -> None:
-    assert str(first_use.gpu_hazard(USED)).startswith("has used CUDA by another way than torch.cuda")
+    assert str(first_use.gpu_hazard(USED)).startswith("has used CUDA without torch.cuda")
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_another_library_that_uses_cuda() -> None:
         (
             "Unable to handle autograd's threading in combination with fork-based multiprocessing. See "
             "https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork",
-            "has run backward(), which would fail in every forked worker (",
+            "has run backward(), which fails in forked workers (",
         ),
-        ("CUDA error: initialization error", "has used CUDA by another way than torch.cuda"),
+        ("CUDA error: initialization error", "has used CUDA without torch.cuda"),
     ],
 )
 def test_an_earlier_backward_is_named(monkeypatch: pytest.MonkeyPatch, error: str, found: str) -> None:

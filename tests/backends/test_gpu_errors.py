@@ -195,7 +195,7 @@ FULL_AT_THE_START = (
 def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     lines = explain(error)
     assert bool(lines) is expected
-    assert not lines or (lines[0] == "GPU memory ran out." and lines[1].startswith("Try: a smaller batch"))
+    assert not lines or (lines[0] == "GPU memory ran out." and lines[1].startswith("Try a smaller batch"))
 
 
 def test_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_an_environment_without_its_chips_says_so(monkeypatch: pytest.MonkeyPatc
 def test_chips_without_torch_xla_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     reported = BACKEND.overlooked() or ""
-    assert "8 TPU chips are here, but can't be used: torch_xla is not installed" in reported
+    assert "8 TPU chips exist, but can't be used: torch_xla is not installed" in reported
     assert 'pip install "nblaunch[tpu]"' in reported
 
 
@@ -211,7 +211,7 @@ def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tpu, "command_of", lambda pid: "python train.py")
     refusal = BACKEND.launch_refusal() or ""
     assert "another process uses the TPU chips: 4242 (python train.py)" in refusal
-    assert "don't delete it" in refusal
+    assert "don't delete" in refusal
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,9 @@ def test_fp16_is_refused_and_names_bf16() -> None:
 def test_a_downcast_is_refused_elsewhere() -> None:
     from nblaunch.backends.cpu import CpuBackend
 
-    with pytest.raises(ValueError, match="downcast_bf16=True is for XLA devices"):
+    with pytest.raises(ValueError, match="downcast_bf16=True needs XLA devices"):
         CpuBackend().downcast_to_bf16()
-    with pytest.raises(ValueError, match="strategy='spmd' is for XLA devices"):
+    with pytest.raises(ValueError, match="strategy='spmd' needs XLA devices"):
         CpuBackend().enable_spmd()
 
 

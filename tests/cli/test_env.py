@@ -75,7 +75,8 @@ def test_a_machine_of_cores_forks_one_process_each_and_has_no_fp16() -> None:
     assert facts["launch"]["backend"] == "cpu"
     assert facts["launch"]["processes"] == "2"
     assert facts["launch"]["start method"].startswith("fork: ")
-    assert any("fp16" in text and "bf16" in text for text in facts["findings"])
+    assert any("fp16" in text and "bf16" in text for text in facts["notes"])
+    assert not any("fp16" in text for text in facts["problems"])
     assert re.match("can't be used: .*GPU", facts["devices"]["cuda"])
 
 
@@ -91,7 +92,8 @@ def test_the_text_says_the_same_and_holds_no_secrets() -> None:
         "devices",
         "memory",
         "launch",
-        "problems and notes",
+        "problems",
+        "notes",
     ):
         assert re.search(rf"^{heading}", text, re.MULTILINE), heading
     assert re.search(r"^  start method +\w+: ", text, re.MULTILINE)
@@ -107,7 +109,7 @@ def test_a_gpu_that_torch_was_not_built_for_is_a_finding(tmp_path: Path) -> None
     environ = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "CUDA_VISIBLE_DEVICES": "0"}
     facts = found(environ=environ)
     assert facts["devices"]["GPU 0"] == "NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB"
-    assert any("built without CUDA" in text and "pytorch.org" in text for text in facts["findings"])
+    assert any("built without CUDA" in text and "pytorch.org" in text for text in facts["problems"])
 
 
 def test_too_few_open_files_are_a_finding() -> None:
@@ -115,13 +117,13 @@ def test_too_few_open_files_are_a_finding() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
-    assert any("ulimit -n" in text for text in found(before=limit)["findings"])
+    assert any("ulimit -n" in text for text in found(before=limit)["problems"])
 
 
 def test_a_broken_torch_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
     facts = found(environ={"PYTHONPATH": str(tmp_path)})
-    assert any("libtorch_cpu.so" in text for text in facts["findings"])
+    assert any("libtorch_cpu.so" in text for text in facts["problems"])
     assert "libtorch_cpu.so" in facts["launch"]["refusal"]
     assert "usable" in facts["devices"]["cpu"]
 
@@ -129,7 +131,7 @@ def test_a_broken_torch_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
 def test_a_variable_that_would_stop_every_launch_is_named() -> None:
     facts = found(environ={"OMP_NUM_THREADS": "many"})
     assert "OMP_NUM_THREADS='many'" in facts["launch"]["refusal"]
-    assert any("OMP_NUM_THREADS='many'" in text for text in facts["findings"])
+    assert any("OMP_NUM_THREADS='many'" in text for text in facts["problems"])
 
 
 def test_the_settings_of_launches_are_shown_and_a_broken_file_is_a_finding(tmp_path: Path) -> None:
@@ -156,4 +158,4 @@ def test_in_a_cell_it_reports_on_that_kernel(kernel: Kernel) -> None:
     facts = json.loads(kernel.run(source).stdout)
     assert facts["launch"]["from"] == "this kernel"
     assert re.match("forkserver: .*thread", facts["launch"]["start method"])
-    assert any("forkserver" in text for text in facts["findings"])
+    assert any("forkserver" in text for text in facts["notes"])

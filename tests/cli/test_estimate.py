@@ -230,7 +230,7 @@ def test_every_column_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
         (["models:Missing"], "models has no 'Missing'"),
         (["nowhere:Model"], "no module 'nowhere'"),
         (["models:number"], "of type int"),
-        (["models:moody"], "OSError: no weights today. Arguments"),
+        (["models:moody"], "OSError: no weights today. "),
         (["models.py"], "models:build_model"),
         (["program:Model"], "SystemExit: 7"),
     ],

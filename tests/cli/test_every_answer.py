@@ -102,7 +102,9 @@ def walk(where: str, num_cpus: int, **typed: str) -> Iterator[Answers]:
     """The answers of every path on a machine with CPUs only, each list of settings once."""
 
     def allowed(question: str, label: str) -> bool:
-        start = {"Where will the script run?": where, "What should compute?": "CPU"}.get(question, "")
+        start = {"Where will the script run?": where, "Which devices should compute?": "CPU"}.get(
+            question, ""
+        )
         return label.startswith(start)
 
     seen = set()

@@ -64,7 +64,7 @@ def test_machines_that_were_launched_differently_say_so_at_once(
     ended = [start(*others, *meeting, "--machine_rank", "1", name).end(), first.end()]
     assert [one.code for one in ended] == [2, 2], ended
     for one in ended:
-        assert "launch all nodes with the same" in one.out.splitlines()[-1], one.out
+        assert "on all nodes" in one.out.splitlines()[-1], one.out
     assert f"{others[2].strip('-')}={others[3]}" in ended[1].out
 
 
@@ -97,5 +97,5 @@ def test_a_failure_with_a_huge_message_is_reported_on_the_other_machine(
     assert [one.code for one in ended] == [1, 1], ended
     for one in ended:
         assert "ValueError: too long" in one.out
-        assert "characters left out" in one.out
+        assert "characters omitted" in one.out
         assert "has sent no heartbeat" not in one.out

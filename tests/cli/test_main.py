@@ -54,7 +54,7 @@ def test_questions_without_an_input_are_refused(tmp_path: Path) -> None:
     line = shlex.join([*PROGRAM, "config", "--config_file", str(tmp_path / "mine.yaml")])
     ended = subprocess.run(["/bin/sh", "-c", f"{line} <&-"], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2
-    assert "the answers ended before this question" in ended.stderr.splitlines()[-1]
+    assert "before this question" in ended.stderr.splitlines()[-1]
 
 
 def test_a_caller_keeps_its_handler_of_interrupts(tmp_path: Path) -> None:
@@ -65,3 +65,30 @@ def test_a_caller_keeps_its_handler_of_interrupts(tmp_path: Path) -> None:
     options = "--cpu --num_machines 2 --main_process_ip 192.0.2.200"  # not an address of this machine
     assert cli.main(["launch", *options.split(), str(script)]) == 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["lunch", "train.py"], "launch"), (["env", "--jsno"], "--json"), (["enf"], "env")]
+)
+def test_a_misspelt_command_or_option_gets_a_suggestion(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"did you mean {meant!r}?" in line
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    script = tmp_path / "nblaunch"
+    script.write_text(subprocess.check_output([*PROGRAM, "completion", "bash"], text=True))
+    complete = (
+        'source "$0"; COMP_CWORD=$(( $# - 1 )); COMP_WORDS=("$@"); _shtab_nblaunch; '
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    for words, offered in (
+        (["nblaunch", "la"], "launch"),
+        (["nblaunch", "launch", "--num_p"], "--num_processes"),
+    ):
+        shown = subprocess.check_output(["bash", "-c", complete, script, *words], text=True, timeout=60)
+        assert offered in shown.split()

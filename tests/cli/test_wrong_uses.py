@@ -68,7 +68,7 @@ def assert_refused(ended: Ended, *words: str) -> None:
         ("--config_file rank.yaml train.py", ["machine_rank=3", "file rank.yaml"]),
         ("--strategy spmd --cpu train.py", ["spmd", "command line"]),
         ("--gpu_ids 0 --cpu train.py", ["gpu_ids", "backend is cpu"]),
-        ("--cpu --log_dir train.py/logs train.py", ["train.py/logs", "can't be made"]),
+        ("--cpu --log_dir train.py/logs train.py", ["train.py/logs", "can't create"]),
         ("--cpu --use_deepspeed --deepspeed_config_file no.json train.py", ["no.json", "no such file"]),
     ],
 )

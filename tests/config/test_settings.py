@@ -72,7 +72,7 @@ def test_values_are_read_from_text_and_from_yaml(name: str, given: Any, value: A
         ("stop_grace_s", "nan", "number"),
         ("rdzv_conf", "timeout", "pairs"),
         ("num_machines", "4:1", "min:max"),
-        ("log_dir", "", "text"),
+        ("log_dir", "", "string"),
         ("zero_stage", 4, "at most 3"),
         ("dynamo_backend", "nosuch", "must be one of no, eager, aot_eager, inductor"),
     ],
@@ -133,11 +133,14 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"machine_rank": 2, "num_machines": 2, "main_process_ip": "a"}, "below"),
-        ({"machine_rank": 4, "num_machines": "1:4", "rdzv_backend": "c10d", "rdzv_endpoint": "a:1"}, "below"),
-        ({"machine_rank": 1}, "below"),
+        ({"machine_rank": 2, "num_machines": 2, "main_process_ip": "a"}, "less than"),
+        (
+            {"machine_rank": 4, "num_machines": "1:4", "rdzv_backend": "c10d", "rdzv_endpoint": "a:1"},
+            "less than",
+        ),
+        ({"machine_rank": 1}, "less than"),
         ({"num_machines": 2}, "main_process_ip"),
-        ({"num_machines": 2, "main_process_ip": "a", "num_processes": 3}, "equally"),
+        ({"num_machines": 2, "main_process_ip": "a", "num_processes": 3}, "multiple"),
         ({"zero_stage": 2}, "use_deepspeed"),
         ({"zero_stage": 0}, "use_deepspeed"),
         ({"fsdp_offload_params": True, "strategy": "deepspeed"}, "use_fsdp"),
@@ -169,7 +172,7 @@ def test_a_device_on_the_command_line_overrides_that_of_a_file_with_its_settings
 
 
 def test_messages_have_the_names_of_settings() -> None:
-    with pytest.raises(ConfigError, match=r"^num_machines='1:2' leaves .*rdzv_backend='c10d'"):
+    with pytest.raises(ConfigError, match=r"^num_machines='1:2' .*rdzv_backend='c10d'"):
         spec_of(resolve([Layer("x", {"num_machines": "1:2", "main_process_ip": "127.0.0.1"})]), print)
 
 

@@ -365,7 +365,7 @@ def test_endless_output_is_shortened(chunk: int) -> None:
     lines.remove("[0] line 0")
     assert lines[:500] == [f"[1] line {number}" for number in range(500)]
     assert lines[500:502] == [
-        "[1] ... prints a lot; its last lines follow at the end",
+        "[1] ... prints a lot; its last lines follow when the job ends",
         "[1] ... 9,480 lines not shown; complete log: /logs/train-1/rank_1.log",
     ]
     assert lines[502:] == [f"[1] line {number}" for number in range(9_980, 10_000)]
@@ -459,7 +459,7 @@ def test_endless_displays_are_left_out() -> None:
     printer.close()
     assert Counter(event.rank for event in shown) == {0: 120, 1: 60}, "one rank leaves the others their share"
     ends = [line for line in stream.getvalue().splitlines() if "displays a lot" in line]
-    assert ends == [f"[{rank}] ... displays a lot; no more of it is shown" for rank in (0, 1)]
+    assert ends == [f"[{rank}] ... displays a lot; further displays are not shown" for rank in (0, 1)]
 
 
 def test_a_terminal_shows_the_text_of_a_display() -> None:
@@ -574,7 +574,7 @@ def test_a_broken_dashboard_is_switched_off_and_logged_once(caplog: pytest.LogCa
         guarded.close()
     assert broken.num_calls == 1
     assert [record.message for record in caplog.records] == [
-        "BrokenDashboard failed and is switched off; the job continues without it"
+        "BrokenDashboard failed and was turned off; the job continues without it"
     ]
     assert "the front end went away" in caplog.text
 

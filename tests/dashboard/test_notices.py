@@ -126,7 +126,7 @@ def test_the_slow_one_of_ranks_in_step_is_the_one_that_computes_longest() -> Non
     (notice,) = notices(view)
     assert notice.ranks == (2,)
     assert notice.text == (
-        "rank 2: 1.8 times slower than the others (90 against 50 ms a step without its waits), "
+        "rank 2: 1.8 times slower than the others (90 against 50 ms per step without waits), "
         "which slows down all ranks"
     )
 

@@ -177,7 +177,7 @@ def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
             continue
         follower.send_signal(signal.SIGINT)
         _, errors = follower.communicate(timeout=60)
-    assert f"{job_id} goes on" in errors
+    assert f"{job_id} is still running" in errors
     assert "running" in desk.command("jobs").stdout
     assert desk.command("stop", job_id[:-3]).returncode == 0
     followed = desk.command("attach", job_id)
@@ -217,7 +217,7 @@ def test_attach_ends_at_an_interrupt_that_the_system_gives_to_another_thread(des
         timeout=60,
     )
     assert program.returncode == 130, program.stderr
-    assert "goes on" in program.stderr
+    assert "is still running" in program.stderr
     kernel.run("job.stop()\njob.result(60)")
 
 
@@ -353,7 +353,7 @@ def test_what_a_full_disk_has_no_room_for_is_kept_until_it_has_or_the_user_gives
     listed = "[(one.status, one.problem) for one in nblaunch.jobs()]"
     kernel.wait_until(lambda: kernel.run(listed).value[0][0] == "waiting", 60, "the job waiting for room")
     _, problem = kernel.run(listed).value[0]
-    assert "waits for 2.10 MB of room in" in problem
+    assert "waits for 2.10 MB of space in" in problem
     assert "the disk of" in problem
     kernel.wait_until(lambda: "waits for 2.10 MB" in _last_update(kernel), 60, "the note in the cell")
     assert problem in desk.command("jobs").stdout
@@ -368,7 +368,7 @@ def test_what_a_full_disk_has_no_room_for_is_kept_until_it_has_or_the_user_gives
         error = kernel.run("job.result(60)", raises="ResultError", timeout_s=120).error
         assert error is not None
         assert "the result could not be written: the disk of" in error.value
-        assert "given up on request" in error.value
+        assert "discarded on request" in error.value
         kernel.run("job.weights()", raises="ResultError")
         assert kernel.run(listed).value == [("done", "")]
         filler.unlink()

@@ -132,7 +132,7 @@ def test_the_end_of_memory_takes_the_place_of_guesses(log: JobLog) -> None:
         SlotReading(1, built_bytes=1_500_000_000),
     ]
     message = str(failure_of(report, {1: 41}, log, 0).error)
-    assert "Memory ran out: the system killed 1 process of this job for it." in message
+    assert "Memory ran out: the system killed 1 process of this job." in message
     assert "rank 0 2.00 GB, rank 1 3.00 GB" in message
     assert "2 processes each built a model of 1.50 GB" in message
     assert "most often the system" not in message
@@ -155,17 +155,17 @@ def test_a_refused_allocation_is_explained_in_the_notes(log: JobLog) -> None:
     report.memory = MemoryRecord()
     report.host_memory = {1: HostMemory(1, 1.0, 1_000_000, peak_bytes=3_000_000_000)}
     notes = failure_of(report, {1: 41}, log, 0).error.__notes__  # type: ignore[attr-defined]
-    assert notes[0] == "Memory ran out: an allocation was refused."
+    assert notes[0] == "Memory ran out: an allocation failed."
     assert "Peak memory of each process: rank 1 3.00 GB." in notes
 
 
 def test_what_the_device_says_takes_the_place_of_the_hosts_memory(log: JobLog) -> None:
     report = raised(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    lines = ("GPU memory ran out on cuda:1: 12 GiB allocated.", "Try: a smaller batch.")
+    lines = ("GPU memory ran out on cuda:1: 12 GiB allocated.", "Try a smaller batch.")
     report.failed[1] = dataclasses.replace(report.failed[1], evidence=lines)
     report.memory = MemoryRecord()
     notes = failure_of(report, {1: 41}, log, 0).error.__notes__  # type: ignore[attr-defined]
-    assert notes[:2] == ["rank 1: GPU memory ran out on cuda:1: 12 GiB allocated.", "Try: a smaller batch."]
+    assert notes[:2] == ["rank 1: GPU memory ran out on cuda:1: 12 GiB allocated.", "Try a smaller batch."]
     assert not any("Host memory" in note for note in notes)
 
 

@@ -132,7 +132,7 @@ def test_the_cell_that_a_worker_was_forked_in_is_not_where_it_is() -> None:
     cell = ("/tmp/ipykernel_1/2.py", 4, "<module>")
     fork = ("/site/nblaunch/start_methods/fork.py", 70, "fork_workers")
     starting = position_of(dump((output.__file__, 9, "capture"), BOOTSTRAP, fork, cell))
-    assert starting == Position("outside of the function")
+    assert starting == Position("outside the function")
     running = position_of(dump(("/home/me/train.py", 14, "train"), BOOTSTRAP, fork, cell))
     assert running is not None
     assert "/home/me/train.py" in running.where
@@ -155,7 +155,7 @@ def test_what_is_sent_after_the_function_is_distinguished_from_the_function() ->
     position = position_of(text)
     assert position is not None
     assert position.where == (
-        "the function has returned, and what it returned is being pickled: /home/me/train.py, line 6 in __reduce__"
+        "the function has returned, and its return value is being pickled: /home/me/train.py, line 6 in __reduce__"
     )
     text = dump(
         ("/home/me/train.py", 6, "state_dict"),
@@ -227,7 +227,7 @@ BUSY = Position("train.py, line 9: while not ready")
             [1],
             [
                 "rank 0: waiting in backward, train.py, line 14",
-                "rank 1 returned already, so the others wait forever. Check that all ranks see "
+                "rank 1 already returned, so the others wait forever. Check that all ranks see "
                 "the same number of batches.",
             ],
         ),

@@ -33,7 +33,7 @@ def test_nothing_speaks_for_memory() -> None:
 
 def test_the_system_counted_a_kill() -> None:
     found = verdict(kills=2)
-    assert found[0] == "Memory ran out: the system killed 2 processes of this job for it."
+    assert found[0] == "Memory ran out: the system killed 2 processes of this job."
     assert found[1] == "Host memory: limit 16.0 GB, available at the start 10.0 GB, at the lowest 5.00 GB."
     assert found[2] == "Peak memory of each process: rank 0 3.00 GB, rank 1 2.00 GB."
     assert "Use fewer processes" in found[3]
@@ -51,7 +51,7 @@ def test_the_system_counted_a_kill() -> None:
 )
 def test_an_allocator_reported_it(message: str) -> None:
     found = verdict(is_killed=False, message=message)
-    assert found[0] == "Memory ran out: an allocation was refused."
+    assert found[0] == "Memory ran out: an allocation failed."
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_kill_elsewhere_in_the_container_explains_no_other_failure() -> None:
 
 def test_a_kill_while_memory_was_scarce_is_a_likely_one() -> None:
     found = verdict(lowest=GB // 10)
-    assert found[0].startswith("Memory most likely ran out")
+    assert found[0].startswith("Memory probably ran out")
     assert verdict(lowest=GB // 10, is_killed=False) == []
 
 
@@ -95,7 +95,7 @@ def test_models_built_in_workers_lead_to_the_remedy() -> None:
     found = verdict(kills=1, built=1_200_000_000)
     assert found[-1] == (
         "2 processes each built a model of 1.20 GB on a host with 16.0 GB: build it once in a cell and pass it, "
-        "notebook_launcher(train, (model,)), so that it is held in memory once."
+        "notebook_launcher(train, (model,)), so that it is in memory only once."
     )
     small = verdict(kills=1, built=1000)
     assert "built a model" not in small[-1]

@@ -216,7 +216,7 @@ notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", inte
 """,
         raises="JobHung",
     )
-    position = "rank 0: the function has returned, and what it returned is being pickled: Cell In["
+    position = "rank 0: the function has returned, and its return value is being pickled: Cell In["
     assert position in cell.raised.value
     assert "in __reduce__: threading.Event().wait()" in cell.raised.value
     assert_as_before(shared)
@@ -348,7 +348,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     assert expected[0] in text.splitlines()[0], text
     assert "have not entered" not in text, "ranks that have worked a moment ago do not hang"
     shared.run("job.cancel(); job.result()", raises="JobCancelled")
-    assert value_of(shared, "job.stacks()") == "no worker of the job runs"
+    assert value_of(shared, "job.stacks()") == "no worker of the job is running"
     assert_as_before(shared)
 
 
@@ -380,7 +380,7 @@ def ask_until_the_end(way):
 for way in ("return", "raise", "restart", "kill", "interrupt", "cancel", "terminate"):
     answers = ask_until_the_end(way)
     assert not any("ask_until_the_end" in answer for answer in answers), (way, answers)
-    assert answers[-1] == "no worker of the job runs", (way, answers)
+    assert answers[-1] == "no worker of the job is running", (way, answers)
 """,
         timeout_s=50,
     )

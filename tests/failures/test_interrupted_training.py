@@ -150,12 +150,12 @@ ENDS = {
     "the handler raises": (
         "raise ValueError('no')",
         "",
-        "what the workers changed in args[0] (Net) is lost: rank 0 raised ValueError when it was interrupted",
+        "the changes that workers made to args[0] (Net) are lost: rank 0 raised ValueError when it was interrupted",
     ),
     "a rank does not end": (
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM]); time.sleep(3600)",
         ", interrupt_grace_s=0.1",
-        "what the workers changed in args[0] (Net) is lost: rank 0 was killed by SIGKILL before it had left the "
+        "the changes that workers made to args[0] (Net) are lost: rank 0 was killed by SIGKILL before it left the "
         "function",
     ),
     "no weights are wanted": ("raise", ", sync_weights=False", ""),
@@ -209,9 +209,7 @@ model = Net()
     cell = shared.run(
         "notebook_launcher(train_stuck, (model,), num_processes=2)", raises="KeyboardInterrupt", timeout_s=40
     )
-    assert "rank 0 was interrupted in the middle of optimizer step 1, which did not end in time" in shown(
-        cell
-    )
+    assert "rank 0 was interrupted in optimizer step 1, which did not end in time" in shown(cell)
     assert value_of(shared, "weights()") == [0.0]
     assert_as_before(shared)
 

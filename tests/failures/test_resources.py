@@ -62,7 +62,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
 """
     )
     assert cell.result == "[2.0, 2.0]"
-    assert "bytes of output are lost: there was no room for" in cell.shown, cell.describe()
+    assert "bytes of output are lost" in cell.shown, cell.describe()
     assert_as_before(shared)
 
 
@@ -126,7 +126,7 @@ def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
     launch = f"notebook_launcher(add_up, num_processes=2, start_method={method!r}, log_dir={log_dir!r})"
     for num_free in range(7):
         cell = shared.run(launch, raises="LaunchError")
-        assert f"no inodes (entries of files) are left on {disk_without_inodes}" in cell.raised.value
+        assert f"no inodes are left on {disk_without_inodes}" in cell.raised.value
         assert "NBLAUNCH_LOG_DIR" in cell.raised.value
         for name in os.listdir(disk_without_inodes):
             if name.isdigit():
@@ -192,7 +192,7 @@ finally:
 """,
         raises="LaunchError",
     )
-    refusal, others = "Resource temporarily unavailable", "the 2 workers that had started were ended"
+    refusal, others = "Resource temporarily unavailable", "the 2 running workers were ended"
     for text in ("worker 2 of 4", refusal, others, "ulimit -u"):
         assert text in cell.raised.value
     assert len(cell.raised.lines) <= 25

@@ -65,7 +65,7 @@ HAZARDS = {
     "torch.ones(3).sum()": None,
     "torch.ones(3, device='cuda')": "has used CUDA",
     "torch.ones((), requires_grad=True).backward()": "has run backward()",
-    _ASKING: "has asked the CUDA driver",
+    _ASKING: "has called the CUDA driver",
 }
 
 

@@ -128,5 +128,5 @@ def _choose() -> None:
 
 @pytest.mark.skipif(BACKEND.device_count() > 1, reason="two GPUs are there for two ranks")
 def test_ranks_that_share_a_gpu_are_refused() -> None:
-    with pytest.raises(ranks.RankFailed, match="these 2 talk by gloo: they share GPUs"):
+    with pytest.raises(ranks.RankFailed, match="gloo, because they share GPUs"):
         ranks.run(_choose, 2, backend="cuda")

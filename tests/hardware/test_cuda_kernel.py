@@ -186,7 +186,7 @@ def test_cuda_in_use_in_the_kernel_needs_no_restart(start: StartKernel) -> None:
     text = " ".join(cell.displays[0].data["text/plain"].split())
     assert "this process has used CUDA through torch" in text
     assert "Cell In[2], line 2: `model.to('cuda')`" in text
-    assert "nothing has to be restarted" in text
+    assert "no restart" in text
     method, device, losses = kernel.run(
         "last_job().plan.start_method, str(model[0].weight.device), found[0]['losses']"
     ).value
@@ -216,7 +216,7 @@ def test_two_ranks_on_one_gpu_learn_what_one_process_learns(start: StartKernel) 
     assert [(one["device"], one["group"]) for one in found] == [("cuda:0", "gloo")] * 2
     assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=1e-3)
     refused = kernel.run("notebook_launcher(train, (build(),), 2)", raises="ValueError")
-    assert "backend='cuda' lets several share one" in refused.raised.value
+    assert "backend='cuda' lets several" in refused.raised.value
 
 
 @pytest.mark.skipif(COUNT < 2, reason="NCCL joins two GPUs or more")
@@ -409,7 +409,7 @@ def fill(num_rows):
     )
     cell = kernel.run("notebook_launcher(fill, (16,), 1)", raises="OutOfMemoryError", timeout_s=100)
     assert "rank 0: GPU memory ran out." in cell.raised.text
-    assert "Try: a smaller batch" in cell.raised.text
+    assert "Try a smaller batch" in cell.raised.text
     assert "Host memory" not in cell.raised.text
 
 

@@ -43,7 +43,7 @@ def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
     assert gpus.open_meter().read() == []
     reason = gpus.uncounted()
     assert (
-        (f"there is {tmp_path}/nvidia0" in str(reason) and "Library Not Found" in str(reason))
+        (f"{tmp_path}/nvidia0" in str(reason) and "Library Not Found" in str(reason))
         if has_device
         else not reason
     )

@@ -60,12 +60,12 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(fresh: Kernel) -
     assert "warning" not in text
     assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in text
     assert "it was first used in Cell In[4], line 2: `torch.cuda.init()`" in text
-    assert "nothing has to be restarted" in text
+    assert "no restart" in text
 
 
 def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
     refused = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
-    assert "valid are 1 to 1, or None for all; backend='cpu' lets several share one" in refused.raised.value
+    assert "valid are 1 to 1, or None for all; backend='cpu' lets several" in refused.raised.value
     cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
     assert len(cell.value) == 2
     assert "workers share a made-up device" in cell.stdout
@@ -83,14 +83,14 @@ def fill():
     cell = made_up.run("notebook_launcher(fill, num_processes=2, backend='cpu')", raises="OutOfMemoryError")
     shown = cell.raised.text
     assert "rank 1: GPU memory ran out." in shown
-    assert "Try: a smaller batch" in shown
+    assert "Try a smaller batch" in shown
     assert "Host memory" not in shown
 
 
 def test_a_device_that_can_not_be_asked_does_not_hide_the_error(made_up: Kernel) -> None:
     made_up.run("def fail():\n    raise ValueError('asks for it')")
     cell = made_up.run("notebook_launcher(fail)", raises="ValueError")
-    assert "(asking the device about this failed: LookupError: no such device)" in cell.raised.text
+    assert "(the device could not be queried: LookupError: no such device)" in cell.raised.text
 
 
 # A module that uses the device when it is imported, as bitsandbytes does: by name, it travels as a name.

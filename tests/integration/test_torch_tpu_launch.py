@@ -87,7 +87,7 @@ def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(kernel: Kernel
         raises="LaunchError",
         timeout_s=120,
     )
-    assert "a module that it needs uses the device" in cell.raised.text
+    assert "a module uses the device" in cell.raised.text
 
 
 def test_a_worker_that_libtpu_ends_shows_why_without_native_frames(kernel: Kernel) -> None:

@@ -25,5 +25,5 @@ def test_the_answer_says_that_no_rank_runs_the_function() -> None:
         watch.ask(query, {})
         while not answer.done():
             watch.poll(())
-        assert answer.result(0) == "no rank runs the function at the moment"
+        assert answer.result(0) == "no rank is running the function"
     requests.close()

@@ -181,7 +181,7 @@ def test_files_that_the_disk_has_no_place_for_are_refused_with_its_reason(
     no_inodes = os.statvfs_result((*free[:6], 0, 0, *free[8:]))
     monkeypatch.setattr(Path, "touch", touch_some)
     monkeypatch.setattr(disk.os, "statvfs", lambda _: no_inodes)
-    with pytest.raises(LaunchError, match=r"no inodes .* are left on /.*log_dir="):
+    with pytest.raises(LaunchError, match=r"no inodes are left on /.*log_dir="):
         log.make_attempt_folder(0, range(2))
     assert not log.attempt_path(0).exists()
     log.make_attempt_folder(0, range(1))

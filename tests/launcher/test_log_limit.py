@@ -160,11 +160,11 @@ def train():
 notebook_launcher(train, num_processes=1)
 path = last_job().log_dir / "attempt_0" / "rank_0.log"
 lines = last_job().logs().splitlines()
-lines[-2:], sum("MB of output were dropped" in line for line in lines), path.stat().st_blocks * 512
+lines[-2:], sum("MB of output dropped" in line for line in lines), path.stat().st_blocks * 512
 """
     )
     last, num_notices, size = cell.value
     assert last == ["a child prints", "to both"]
     assert num_notices == 1
     assert size < 1_100_000
-    assert "has outgrown its limit" in cell.stdout
+    assert "NBLAUNCH_LOG_LIMIT_MB" in cell.stdout

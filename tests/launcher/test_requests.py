@@ -115,7 +115,7 @@ def test_the_pipe_goes_with_the_end_and_not_in_a_forked_child() -> None:
 
 def test_every_question_has_an_answer_at_every_time() -> None:
     requests = JobRequests()
-    assert requests.ask_stacks().result(0) == "no worker of the job runs"
+    assert requests.ask_stacks().result(0) == "no worker of the job is running"
     with requests.answering():
         answered, in_progress, cancelled = (requests.ask_stacks() for _ in range(3))
         assert requests.take_queries() == [answered, in_progress, cancelled]
@@ -125,10 +125,10 @@ def test_every_question_has_an_answer_at_every_time() -> None:
         requests.answer(cancelled, "no caller waits")
         assert not in_progress.done()
     assert answered.result(0) == "here"
-    assert in_progress.result(0) == waiting.result(0) == "no worker of the job runs"
-    assert requests.ask_stacks().result(0) == "no worker of the job runs"
+    assert in_progress.result(0) == waiting.result(0) == "no worker of the job is running"
+    assert requests.ask_stacks().result(0) == "no worker of the job is running"
     requests.close()
-    assert requests.ask_stacks().result(0) == "no worker of the job runs"
+    assert requests.ask_stacks().result(0) == "no worker of the job is running"
 
 
 @pytest.mark.usefixtures("often_switching")

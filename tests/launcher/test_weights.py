@@ -39,8 +39,8 @@ def net() -> nn.Module:
     ("change", "reason"),
     [
         ({"1.weight": torch.ones(5, 2)}, "1.weight is (5, 2) in the worker and (3, 2) in the kernel"),
-        ({"2.weight": torch.ones(1)}, "2.weight is in the worker only"),
-        ({"1.bias": None}, "1.bias is in the kernel only"),
+        ({"2.weight": torch.ones(1)}, "2.weight exists only in the worker"),
+        ({"1.bias": None}, "1.bias exists only in the kernel"),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor | None], reason: str) -> None:
@@ -208,7 +208,7 @@ def test_modules_that_reshape_what_they_load_are_left_to_it() -> None:
     del state["0.bias"]
     paths, _lines, (line,) = load_back({0: model}, {0: state}, {})
     assert not paths
-    assert "0.bias is in the kernel only" in line
+    assert "0.bias exists only in the kernel" in line
 
 
 class AllOrNothing(nn.Module):

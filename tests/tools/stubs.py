@@ -34,7 +34,7 @@ _RESULTS = (
 
 _IMPORTS_OF_OVERLOADS = """\
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 from nblaunch.spec import (
     BackendName,

@@ -224,7 +224,7 @@ def test_a_container_that_is_not_to_be_copied_is_an_error_and_stays_as_it_is() -
     tensor = torch.ones(2, dtype=torch.float16)
     given = _Shared([tensor])
     with pytest.raises(
-        TypeError, match=r"can't make a _Shared with other tensors in it \(copy.copy returns one that"
+        TypeError, match=r"can't create a _Shared with other tensors in it \(copy.copy returns a copy that"
     ):
         nested.convert_to_fp32(given)
     assert given[0] is tensor
@@ -239,7 +239,7 @@ def test_a_container_that_is_not_to_be_copied_is_an_error_and_stays_as_it_is() -
         def __len__(self) -> int:
             return 1
 
-    with pytest.raises(TypeError, match="can't make a Odd with other tensors in it"):
+    with pytest.raises(TypeError, match="can't create a Odd with other tensors in it"):
         nested.convert_to_fp32(Odd())
     assert nested.convert_to_fp32(unchanged := _Fixed(["a"])) is unchanged
 

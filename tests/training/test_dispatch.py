@@ -244,11 +244,11 @@ def _failing_loader(kind: str) -> DataLoader:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("uneven in the middle", "one in the middle of the epoch has 3 rows"),
+        ("uneven in the middle", "a batch in the middle of the epoch has 3 rows"),
         ("different shapes", "these can't be joined"),
         ("words", "a batch has a str"),
         ("numbers and words, split", "a batch has a str"),
-        ("nothing", "sends tensors, and found none in a batch of type list"),
+        ("nothing", "sends tensors, but found none in a batch of type list"),
         ("the collate_fn fails", "found <class 'NoneType'>"),
     ],
 )
@@ -256,7 +256,7 @@ def test_what_fails_while_rank_0_reads_fails_everywhere(kind: str, message: str)
     zero, one = ranks.run(_fail, 2, kind)
     assert message in zero[1]
     assert one[0] == "RuntimeError"
-    assert one[1].startswith(f"rank 0, which reads the data for all, failed: {zero[0]}: ")
+    assert one[1].startswith(f"rank 0, which reads the data for all ranks, failed: {zero[0]}: ")
     assert message in one[1]
 
 

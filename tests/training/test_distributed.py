@@ -329,7 +329,7 @@ def test_metrics_of_a_stream_read_elsewhere_say_that_they_can_not_be_exact() -> 
     for seen, warned in ranks.run(_read_stream, 2, 7, 1):
         assert seen == [0, 1, 2, 3, 4, 5, 6, 0]
         assert len(warned) == 1
-        assert "still among the gathered ones" in warned[0]
+        assert "still include them" in warned[0]
 
 
 class _Batches(IterableDataset):
@@ -353,7 +353,7 @@ def test_metrics_of_a_stream_of_batches_have_every_row_of_the_last_one(num_worke
     for seen, warned in ranks.run(_read_batches, 2, num_workers):
         assert seen == [*range(40), *range(8)]
         assert len(warned) == 1
-        assert "still among the gathered ones" in warned[0]
+        assert "still include them" in warned[0]
 
 
 class _Dividing(IterableDataset):
@@ -687,7 +687,7 @@ def _differ(operation: str, by_rank: Sequence[Any]) -> str:
     return "nothing was raised"
 
 
-WORDS = "was called with tensors that don't go together on all ranks:"
+WORDS = "got tensors that don't match on all ranks:"
 WHOLE, HALF = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.float16)
 
 
@@ -696,7 +696,7 @@ def test_shapes_that_differ_are_an_error_on_every_rank(operation: str) -> None:
     for message in ranks.run(_differ, 2, operation, [WHOLE, torch.zeros(3, dtype=torch.int64)]):
         assert message == (
             f"{operation} {WORDS}\n  rank 0: [2] torch.int64\n  rank 1: [3] torch.int64\n"
-            "Use pad_across_processes before, or even_batches=True for loaders."
+            "Call pad_across_processes first, or use even_batches=True for loaders."
         )
 
 
@@ -1001,7 +1001,7 @@ def _warnings_of_backward(is_prepared: bool) -> list[str]:
 
 def test_training_a_model_that_was_not_prepared_is_reported_once() -> None:
     (shown,), others = ranks.run(_warnings_of_backward, 2, False)
-    assert shown.startswith("test_distributed.py: no model was prepared, so each rank trains one of its own")
+    assert shown.startswith("test_distributed.py: no model was prepared, so each rank trains its own copy")
     assert others == []
 
 

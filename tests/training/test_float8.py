@@ -134,7 +134,7 @@ def test_the_recipe_takes_fields_the_launch_and_variables(monkeypatch: pytest.Mo
         ({"mixed_precision": "fp8", "recipe": {}}, "can't be used on cpu: fp8 needs an NVIDIA GPU"),
         (
             {"mixed_precision": "bf16", "recipe": {"config": _Config(emulate=True)}},
-            "is for mixed_precision='fp8'",
+            "mixed_precision='fp8'",
         ),
         ({"mixed_precision": "fp8", "deepspeed_plugin": DeepSpeedPlugin()}, "can't be used with DeepSpeed"),
     ],

@@ -148,7 +148,7 @@ def test_a_full_checkpoint_of_the_reference_s_fsdp_is_read(
 
 
 def test_shards_to_merge_are_missing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no shards"):
+    with pytest.raises(CheckpointError, match=r"contains no shards"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     (tmp_path / "pytorch_model_fsdp_0" / ".metadata").touch()

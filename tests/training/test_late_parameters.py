@@ -94,7 +94,7 @@ def _freeze(is_whole: bool, options: dict[str, Any]) -> str:
 def test_parameters_that_are_frozen_after_prepare_are_named() -> None:
     for message in ranks.run(_freeze, 2, False, {}):
         assert message.startswith(
-            "0.weight, 0.bias of the Sequential was frozen after prepare, and Distributed"
+            "0.weight, 0.bias of the Sequential was frozen after prepare, but Distributed"
         )
         assert "find_unused_parameters=True" in message
     assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}) == ["", ""]

@@ -605,7 +605,7 @@ class _Doubling(DataLoader):
 
 
 def test_an_iteration_of_its_own_is_reported_as_lost() -> None:
-    with pytest.warns(UserWarning, match="_Doubling has an __iter__ of its own") as caught:
+    with pytest.warns(UserWarning, match="_Doubling has its own __iter__") as caught:
         Accelerator().prepare(_Doubling(range(4)))
     assert caught[0].filename == __file__
 

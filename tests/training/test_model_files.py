@@ -165,13 +165,13 @@ def _cut(path: Path) -> None:
     [
         (
             lambda path: path.write_bytes(b"no weights"),
-            "is damaged, or holds objects of classes that are not trusted",
+            "is damaged, or contains objects of untrusted classes",
         ),
         (_cut, r"(can't be read; is it damaged|is damaged, or)"),
         (lambda path: torch.save([1, 2], path), r"can't be read; is it damaged\? \(TypeError: "),
         (
             lambda path: torch.save({"weight": string.Template("runs code")}, path),
-            r"is damaged, or holds objects of classes that are not trusted \(.*string\.Template",
+            r"is damaged, or contains objects of untrusted classes \(.*string\.Template",
         ),
     ],
     ids=["other bytes", "cut short", "list", "untrusted"],

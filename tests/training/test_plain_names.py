@@ -138,12 +138,10 @@ def test_a_file_without_any_name_of_the_model_is_an_error(tmp_path: Path, front:
     save_file({front + name: value for name, value in Network().state_dict().items()}, path)
     other = Network(1)
     before = other.first.weight.clone()
-    with pytest.raises(CheckpointError, match="no name is the same") as caught:
+    with pytest.raises(CheckpointError, match="no name matches") as caught:
         load_checkpoint_in_model(other, path)
     assert torch.equal(other.first.weight, before)
-    assert (
-        "'base_model.model.' is in front of the names in the file" in str(caught.value)
-    ) is front.endswith(".")
+    assert ("'base_model.model.' precedes the names in the file" in str(caught.value)) is front.endswith(".")
 
 
 def _train(model: Network) -> None:

@@ -104,7 +104,7 @@ def test_parts_that_may_be_uneven_are_named_once(tmp_path: Path) -> None:
         assert [len(texts) for texts in shown] == [int(is_named), 0]
         if is_named:
             assert shown[0][0].startswith(
-                "each rank reads a part of its own of the Files, and even_batches=True adds"
+                "each rank reads its own part of the Files, and even_batches=True does not fill"
             )
             assert "Train in `with accelerator.join_uneven_inputs" in shown[0][0]
 
@@ -117,16 +117,16 @@ def _prepare(part: int, num_parts: int, options: dict[str, Any]) -> Any:
 def test_parts_that_do_not_fit_the_job_are_an_error() -> None:
     for part, num_parts in ((0, 2), (1, 4)):
         with pytest.raises(
-            ValueError, match=f"is part {part} of {num_parts} already, and this is rank 1 of 2: prepare"
+            ValueError, match=f"is already part {part} of {num_parts}, and this is rank 1 of 2: prepare"
         ):
             _prepare(part, num_parts, {})
     with pytest.raises(
-        ValueError, match="dispatch_batches=True has rank 0 read for all, and its IterableDataset is"
+        ValueError, match="dispatch_batches=True makes rank 0 read for all ranks, but its IterableDataset is"
     ):
         _prepare(1, 2, {"dispatch_batches": True, "device": "cpu", "put_on_device": True})
-    with pytest.raises(ValueError, match="split_batches=True cuts batches of all ranks"):
+    with pytest.raises(ValueError, match="split_batches=True divides batches of all ranks"):
         _prepare(1, 2, {"split_batches": True})
-    with pytest.raises(ValueError, match="data_is_sharded=True each rank has a part of its own"):
+    with pytest.raises(ValueError, match="data_is_sharded=True gives each rank its own data"):
         DataLoaderConfiguration(data_is_sharded=True, dispatch_batches=True)
 
 

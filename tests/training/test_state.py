@@ -163,7 +163,7 @@ def test_plugins_and_handlers_are_shown() -> None:
         is None
     )
     assert not state.is_fsdp2
-    with pytest.raises(ValueError, match="DeepSpeed has no plugin here"):
+    with pytest.raises(ValueError, match="no DeepSpeed plugin"):
         get_active_deepspeed_plugin(state)
 
 
@@ -463,11 +463,11 @@ def test_debug_mode_names_what_each_rank_has(operation: str) -> None:
     found = {rank: f"{{x: [[2, {rank + 1}] torch.float32]}}" for rank in range(2)}
     if operation == "pad_across_processes":
         found = {rank: f"{rank + 1} dimensions torch.float32" for rank in range(2)}
-    hint = "\nUse pad_across_processes before, or even_batches=True for loaders."
+    hint = "\nCall pad_across_processes first, or use even_batches=True for loaders."
     for name, message in ranks.run(_mismatch, 2, operation):
         assert name == "DistributedOperationException"
         assert message == (
-            f"{operation} was called with tensors that don't go together on all ranks:\n"
+            f"{operation} got tensors that don't match on all ranks:\n"
             f"  rank 0: {found[0]}\n  rank 1: {found[1]}{'' if operation == 'pad_across_processes' else hint}"
         )
 

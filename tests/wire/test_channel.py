@@ -267,7 +267,7 @@ def test_what_can_not_be_read_is_named_and_does_not_cost_what_follows(
     lost, whole = receive(receiver, 2)
     assert isinstance(lost, Note)
     assert (lost.rank, lost.kind) == (-1, "warning")
-    assert lost.text.startswith("an event of rank 3 could not be read, and is lost: AttributeError: ")
+    assert lost.text.startswith("an event of rank 3 could not be read and is lost: AttributeError: ")
     assert isinstance(whole, Note)
     assert whole.text == "whole"
     receiver.close()

@@ -13,7 +13,7 @@ def test_a_short_text_stays() -> None:
 
 
 def test_the_middle_of_a_long_one_is_left_out() -> None:
-    assert shortened("a" * 1000 + "b" * 1000, 10) == "aaaaa... (1,990 characters left out) ...bbbbb"
+    assert shortened("a" * 1000 + "b" * 1000, 10) == "aaaaa... (1,990 characters omitted) ...bbbbb"
 
 
 @pytest.mark.parametrize("max_lines", [3, 4, 6, 9, 25])
@@ -21,4 +21,4 @@ def test_no_more_lines_than_wanted_with_the_first_and_the_last(max_lines: int) -
     text = "\n".join(map(str, range(100)))
     first, *_, last = lines = fewer_lines(text, max_lines).splitlines()
     assert (first, last, len(lines)) == ("0", "99", max_lines)
-    assert f"({100 - max_lines + 1} lines left out" in "\n".join(lines)
+    assert f"({100 - max_lines + 1} lines omitted" in "\n".join(lines)

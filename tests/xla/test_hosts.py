@@ -95,23 +95,23 @@ HOSTS = {
         "v7x",
         8,
         "2,2,1,2" if KNOWS_V7X else "",
-        "" if KNOWS_V7X else "does not know these chips",
+        "" if KNOWS_V7X else "does not support v7x",
         metadata=served("tpu7x-8", "2,2,1"),
     ),
     "half a v7x": Host(
         "v7x",
         4,
-        refused="no known mesh of 4" if KNOWS_V7X else "does not know",
+        refused="mesh of 4" if KNOWS_V7X else "does not know",
         metadata=served("tpu7x-4", "2,1,1"),
     ),
     "v7x without a server": Host(
-        "v7x", 8, refused="a mesh of three dimensions only" if KNOWS_V7X else "does not know"
+        "v7x", 8, refused="only meshes of three dimensions" if KNOWS_V7X else "does not know"
     ),
     "Kaggle v5e-8": Host("v5e", 8, "2,4,1", variables=KAGGLE),
     "Colab v6e-1": Host("v6e", 1, "1,1,1", variables=COLAB),
     "without a server": Host("v5e", 8, "2,4,1"),
     "without a server or a type": Host("v6e", 4, "2,2,1", variables={"TPU_SKIP_MDS_QUERY": "1"}),
-    "unknown": Host("", 4, refused="not known which TPU"),
+    "unknown": Host("", 4, refused="kind of TPU is unknown"),
 }
 RUN = [name for name, host in HOSTS.items() if host.bounds]
 
@@ -224,7 +224,7 @@ def test_one_process_drives_all_chips_of_a_host_with_spmd(host: Host) -> None:
 def test_chips_that_are_newer_than_torch_xla_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.1")
     refusal = BACKEND.launch_refusal() or ""
-    assert ("torch_xla 2.8.1 does not know these chips, v7x" in refusal) == (host.kind == "v7x")
+    assert ("torch_xla 2.8.1 does not support v7x, v7x" in refusal) == (host.kind == "v7x")
 
 
 def _size(bounds: str) -> int:

@@ -62,7 +62,7 @@ def test_the_worlds_that_workers_see_work(shared: Kernel, used: str) -> None:
     """On the CPU torch_xla has no collectives across processes: to it, each worker is a world of one."""
     shared.run(f"def work():{IMPORTS}    {WORLDS[used].strip()}\n")
     cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
-    assert "tensors of the XLA device" not in cell.stdout
+    assert "tensors on the XLA device" not in cell.stdout
 
 
 def test_worlds_of_one_process_have_stores_of_their_own(shared: Kernel) -> None:
@@ -88,7 +88,7 @@ def test_tensors_that_a_group_of_gloo_leaves_as_they_are_are_reported(shared: Ke
     shared.run(f"def work():{IMPORTS}    {collective}{end}; return total.tolist()\n")
     cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
     assert cell.value == [1, 1], "it is reduced now: the note may go"
-    assert cell.stdout.count("was given tensors of the XLA device, for a group of gloo") == 1
+    assert cell.stdout.count("got tensors on the XLA device for a gloo group") == 1
 
 
 def test_no_processes_are_started_in_a_worker(shared: Kernel) -> None:

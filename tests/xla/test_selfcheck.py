@@ -26,7 +26,7 @@ def test_the_report_has_torch_xla() -> None:
     assert report["launch"]["backend"] == "xla"
     assert report["versions"]["torch_xla"]
     assert report["environment variables"]["PJRT_DEVICE"] == "CPU"
-    assert any("fp16" in text for text in report["findings"])
+    assert any("fp16" in text for text in report["notes"])
 
 
 @pytest.mark.timeout(240)

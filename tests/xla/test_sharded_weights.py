@@ -176,4 +176,4 @@ def test_it_is_refused_with_a_process_per_device(kernel: Kernel) -> None:
         raises="ValueError",
         timeout_s=60,
     )
-    assert "strategy='spmd' shards models over the devices of one process" in cell.raised.value
+    assert "strategy='spmd'" in cell.raised.value

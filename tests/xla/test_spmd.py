@@ -76,7 +76,7 @@ def test_the_kernel_itself_drives_all_devices_where_the_function_runs_in_it(star
 
 def test_it_is_refused_where_it_can_not_be(training: Kernel) -> None:
     for arguments, text in (
-        ("backend='cpu', strategy='spmd'", "strategy='spmd' is for XLA devices"),
+        ("backend='cpu', strategy='spmd'", "strategy='spmd' needs XLA devices"),
         ("strategy='spmd', num_processes=2", "one process drives all devices"),
     ):
         cell = training.run(f"notebook_launcher(train, (build(),), {arguments})", raises="ValueError")
@@ -92,7 +92,7 @@ notebook_launcher(late, (build(),), num_processes=1)
         raises="RuntimeError",
         timeout_s=40,
     )
-    assert "before the device is first used" in cell.raised.value
+    assert "before the process first uses the device" in cell.raised.value
 
 
 def test_bf16_is_what_is_reported(training: Kernel) -> None:
@@ -118,4 +118,4 @@ def test_a_batch_that_the_devices_do_not_divide_is_mentioned_once(training: Kern
     launch = "notebook_launcher(train, (build(), None, 6), strategy='spmd', dashboard='text')[1]"
     cell = run(training, 4, launch)
     assert cell.value == [""]
-    assert cell.stdout.count("a batch of 6 rows can't be cut over 4 devices: each computes all of it") == 1
+    assert cell.stdout.count("a batch of 6 rows can't be divided among 4 devices") == 1

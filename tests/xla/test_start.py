@@ -108,7 +108,7 @@ def test_the_history_is_searched_for_what_initialises() -> None:
 
     for call in INITIALISES:
         found = first_match(["", "import torch_xla", f"x = 1\nd = {call}"])
-        assert found.startswith(" (most likely in cell 2, line 2: `d = "), call
+        assert found.startswith(" (probably in cell 2, line 2: `d = "), call
     assert first_match(["", "def train():\n    d = torch_xla.device()\n# torch_xla.device()"]) == ""
 
 
@@ -144,7 +144,7 @@ clean, first[1], hazard, second[1], is_initialised()
     clean, first, hazard, second, is_initialised = cell.value
     assert clean is None
     assert (first, second) == ("fork", "forkserver")
-    assert hazard.startswith("backward() ran in this process, and would fail in every forked worker")
+    assert hazard.startswith("backward() ran in this process")
     assert not is_initialised
 
 
@@ -163,7 +163,7 @@ last_job().plan.start_method, last_job().plan.reason
     )
     method, reason = cell.value
     assert method == "forkserver"
-    assert "this process has initialised the XLA runtime itself (most likely in cell" in reason
+    assert "this process has initialised the XLA runtime (probably in cell" in reason
     assert "line 2: `device = torch_xla.device()`" in reason
 
 

@@ -138,7 +138,7 @@ notebook_launcher(grow, (nn.Linear(8, 4),), 1, dashboard="text")
 """,
         timeout_s=40,
     )
-    assert "evaluating: 10 steps compiled new graphs although their batches are as before" in cell.stdout
+    assert "evaluating: 10 steps compiled new graphs although the batch shape did not change" in cell.stdout
 
 
 def test_an_operation_that_runs_on_the_cpu_is_named(stepping: Kernel) -> None:
@@ -156,7 +156,7 @@ notebook_launcher(fall_back, (nn.Linear(8, 4),), 1, dashboard="text")
         timeout_s=40,
     )
     assert "eig" in cell.stdout
-    assert "runs on the CPU, because the device does not have it" in cell.stdout
+    assert "runs on the CPU, because the device does not support it" in cell.stdout
 
 
 def test_compiling_is_shown(stepping: Kernel) -> None:

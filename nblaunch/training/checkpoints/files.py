@@ -156,10 +156,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         version = values["version"]
         if version > _VERSION:
             raise CheckpointError(
-                f"{folder} was written by a newer nblaunch (format {version}, known is {_VERSION})"
+                f"{folder} was written by a newer nblaunch (format {version}; this version reads {_VERSION})"
             )
         if values.pop("checksum") != _checksum_of(values):
-            raise ValueError("its checksum is another")
+            raise ValueError("its checksum differs")
         del values["version"]
         return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -222,8 +222,8 @@ def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}. {_other_than(folder)}") from error
     wrong += [
-        f"{name} has the checksum {value}, and {manifest.checksums[name]} was written: bytes have changed since, by a "
-        "fault of the disk, of memory or of a copy"
+        f"{name} has the checksum {value} instead of {manifest.checksums[name]}: bytes have changed since it was "
+        "written, because of a fault in the disk, the memory or a copy"
         for name, value in read.items()
         if value != manifest.checksums[name]
     ]
@@ -292,7 +292,7 @@ def read_object(
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
     except Exception as error:
-        advice = '. If you trust where it comes from: load_state(..., load_kwargs={"weights_only": False})'
+        advice = '. If you trust its source: load_state(..., load_kwargs={"weights_only": False})'
         raise unreadable(path, error, advice) from error
 
 
@@ -302,6 +302,6 @@ def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointErro
     reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
     if isinstance(error, pickle.UnpicklingError):
         return CheckpointError(
-            f"{path} is damaged, or holds objects of classes that are not trusted ({reason}){advice}"
+            f"{path} is damaged, or contains objects of untrusted classes ({reason}){advice}"
         )
     return CheckpointError(f"{path} can't be read; is it damaged? ({type(error).__name__}: {reason})")

@@ -25,7 +25,7 @@ from nblaunch.training.strategies.dtensor_strategy import inner_optimizer
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 
 _UNREADABLE = (
-    "can't be read: it is damaged, or of another version of torch. Copy the folder again from where it was saved, or "
+    "can't be read: it is damaged, or from another version of torch. Copy the folder again from its source, or "
     "merge another checkpoint"
 )
 
@@ -149,11 +149,11 @@ def merge_fsdp_weights(
 
     folder = Path(checkpoint_dir)
     if remove_checkpoint_dir and Path(output_path).resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{output_path} is inside of {folder}, which is to be removed: choose another place")
+        raise ValueError(f"{output_path} is inside {folder}, which will be removed: choose another folder")
     if not (folder / ".metadata").is_file():
         inside = [path.parent.name for path in sorted(folder.glob("*/.metadata"))]
         hint = f"; do you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""
-        raise CheckpointError(f"{folder} holds no shards of a model: it has no file .metadata{hint}")
+        raise CheckpointError(f"{folder} contains no shards of a model: it has no .metadata file{hint}")
     with shard_files.loading(folder / ".metadata", _UNREADABLE):
         entries = shard_files.read_metadata(folder).state_dict_metadata
     state: dict[str, Any] = {
@@ -171,8 +171,8 @@ def merge_fsdp_weights(
 def _check_dcp(use_dcp: bool) -> None:
     if not use_dcp:
         raise ValueError(
-            "use_dcp=False would write a file of each rank that only the same number of ranks can load. nblaunch "
-            "writes shards by torch.distributed.checkpoint alone: leave use_dcp out, or set "
+            "use_dcp=False would write one file per rank, which only the same number of ranks can load. nblaunch "
+            "writes shards only with torch.distributed.checkpoint: leave use_dcp out, or set "
             "state_dict_type='FULL_STATE_DICT'"
         )
 

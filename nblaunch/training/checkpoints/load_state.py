@@ -122,8 +122,8 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
         return None
     if manifest.sharded_by and manifest.sharded_by != live.strategy.name:
         raise CheckpointError(
-            f"checkpoint {folder} was saved in shards, by the ranks of strategy {manifest.sharded_by!r}, and this "
-            f"job's is {live.strategy.name!r}; build the Accelerator as then: "
+            f"checkpoint {folder} was saved in shards with strategy {manifest.sharded_by!r}, but this job uses "
+            f"{live.strategy.name!r}; create the Accelerator with "
             f"Accelerator({argument_of(manifest.sharded_by)}=...)"
         )
     for kind in ("optimizers", "schedulers"):
@@ -247,9 +247,9 @@ class _Checkpoint:
         if not self.is_of_this_size and not resuming.can_continue(loader, order):
             raise CheckpointError(
                 f"loader {index} was in the middle of an epoch when {manifest.world_size} processes saved it, and "
-                f"{live.world_size} can't go on there: the DataLoader's worker processes, or the dataset itself, share "
-                f"its stream. Start {manifest.world_size} processes, save at the end of an epoch, or read the stream "
-                "with num_workers=0"
+                f"{live.world_size} processes can't continue there, because the DataLoader's worker processes or "
+                f"the dataset share its stream. Start {manifest.world_size} processes, save at the end of an "
+                "epoch, or read the stream with num_workers=0"
             )
         own: dict[str, Any] | None = None
         found = self._of_this_rank(partial(files.loader_state, index))
@@ -268,7 +268,7 @@ class _Checkpoint:
         found = self._of_this_rank(files.random_states)
         if found is None:
             return partial(
-                warn, f"checkpoint {self.folder} has no random states; the generators stay as they are"
+                warn, f"checkpoint {self.folder} has no random states; the generators keep their states"
             )
         path, rank = found
         saved = files.read_object(path, **self._on_cpu)
@@ -281,7 +281,7 @@ class _Checkpoint:
                 rng.restore_states(saved, live.shared.process.backend)
             else:
                 warn(
-                    f"checkpoint {self.folder} has no random states of rank {live.rank}, only those of rank 0"
+                    f"checkpoint {self.folder} has no random states of rank {live.rank}, only the states of rank 0"
                 )
 
         return load
@@ -300,7 +300,7 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
     sizes = [[len(group.get("params", ())) for group in groups] for groups in (saved, own)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
-            f"{path} does not fit the optimizer: it is of groups of {sizes[0]} parameters, and the optimizer has "
+            f"{path} does not fit the optimizer: it has groups of {sizes[0]} parameters, but the optimizer has "
             f"groups of {sizes[1]}"
         )
 

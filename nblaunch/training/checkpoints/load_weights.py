@@ -187,7 +187,7 @@ def _is_cut(device_map: Mapping[str, Any] | str | None) -> bool:
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype={dtype!r} is no type of floating point numbers, as torch.bfloat16 is")
+        raise ValueError(f"dtype={dtype!r} is not a floating point type such as torch.bfloat16")
     return found
 
 
@@ -289,13 +289,15 @@ def _in_own_names(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
 def _describe_strangers(module: nn.Module, source: Path, saved: list[str], own: list[str]) -> str:
     """Return the error for a file that shares no name with the module."""
     text = (
-        f"{source} has no weights of the {type(module).__name__}: no name is the same. The file has "
+        f"{source} has no weights of the {type(module).__name__}: no name matches. The file has "
         f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model {formatting.first(own, _MAX_NAMES_SHOWN)}"
     )
     for longer, shorter, where in ((saved, own, "in the file"), (own, saved, "in the model")):
         end = next((name for name in shorter if longer[0].endswith(f".{name}")), None)
         if end is not None:
-            text += f". {longer[0].removesuffix(end)!r} is in front of the names {where}: load them into that part"
+            text += (
+                f". {longer[0].removesuffix(end)!r} precedes the names {where}: load the file into that part"
+            )
             break
     return text
 
@@ -323,8 +325,8 @@ def _drop_quantised(
         is_alike = held.shape == saved.shape and held.dtype == saved.dtype
         if not is_alike or not torch.equal(held.detach().to(saved.device), saved):
             raise CheckpointError(
-                f"{source} has other quantised weights than the model, in {name}. They are frozen and "
-                "are not loaded: load the base model that was trained, quantised as it was then"
+                f"{source} has different quantised weights in {name}. They are frozen and not loaded: load the "
+                "base model that was trained, with the same quantisation"
             )
     return set(entries)
 

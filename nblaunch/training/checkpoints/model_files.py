@@ -77,10 +77,10 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
     count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
-            f"save was given {formatting.count(count, 'tensor')} of which each rank holds but a shard, and would write "
-            "that of the main process. Save full weights with accelerator.save_model(model, folder), or with "
-            "accelerator.save(accelerator.get_state_dict(model), path), called on all ranks; accelerator.save_state "
-            "saves optimizers, too"
+            f"save was given {formatting.count(count, 'tensor')} of which each rank holds only a shard, so it "
+            "would write the shard of the main process. Save full weights with accelerator.save_model(model, "
+            "folder), or with accelerator.save(accelerator.get_state_dict(model), path), on all ranks; "
+            "accelerator.save_state also saves optimizers"
         )
     if not is_writer:
         return
@@ -116,13 +116,13 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
-                f"{where}: the model's state has {name!r}, a {type(tensor).__name__}, and safetensors files hold "
-                "tensors only; use safe_serialization=False"
+                f"{where}: the model's state has {name!r}, a {type(tensor).__name__}, but safetensors files hold "
+                "only tensors; use safe_serialization=False"
             )
         if hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor):
             raise CheckpointError(
                 f"{where}: {name!r} is a {type(tensor.data).__name__}, made of several tensors, which safetensors "
-                "files can't hold; use safe_serialization=False, or save the adapters alone with save_pretrained()"
+                "files can't hold; use safe_serialization=False, or save only the adapters with save_pretrained()"
             )
         view, storage = view_of(tensor)
         if view is not None and view in seen:
@@ -154,7 +154,7 @@ def save_sharded(
     limit = formatting.parse_size(max_shard_size)
     for name, tensor in weights.items():
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            raise RuntimeError(f"{name!r} is on the meta device: it has no values that could be saved")
+            raise RuntimeError(f"{name!r} is on the meta device: it has no values to save")
     shards = list(_shards(weights, limit))
     stem, suffix = (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME).rsplit(".", 1)
     names = [f"{stem}.{suffix}"]

@@ -134,8 +134,8 @@ def _is_own(one: Registered, look: str, main: Sequence[str]) -> bool:
 
 def _not_gathered(obj: Any) -> CheckpointError:
     return CheckpointError(
-        f"the state of the registered {type(obj).__name__} has tensors of which every rank holds a shard; call "
-        "save_state on all ranks, without main_process_only"
+        f"the state of the registered {type(obj).__name__} has sharded tensors; call save_state on all ranks, "
+        "without main_process_only"
     )
 
 
@@ -159,8 +159,8 @@ def _look(obj: Any, state: Any) -> str:
     value, num_shards = _summed_up(compared)
     if num_shards > len(shapes):
         raise CheckpointError(
-            f"the state of the registered {type(obj).__name__} has tensors of which every rank holds a shard inside of "
-            "other objects, where they can't be gathered. Have state_dict() return them in dicts, lists or tuples"
+            f"the state of the registered {type(obj).__name__} has sharded tensors inside other objects, where "
+            "they can't be gathered. Return them in dicts, lists or tuples from state_dict()"
         )
     return f"{value:08x} {' '.join('x'.join(map(str, shape)) or 'scalar' for shape in shapes)}"
 
@@ -251,8 +251,9 @@ class SavedStates:
         state = files.read_object(self._folder / name, owner=one.obj, **{**mapped, **self._reading})
         if any(is_sharded(leaf) for leaf in nested.leaves(state)):
             raise CheckpointError(
-                f"{self._folder / name} holds rank 0's shards alone, as Hugging Face Accelerate writes them: those of "
-                "the other ranks are lost. Start this object anew, from the weights that the checkpoint has in full"
+                f"{self._folder / name} holds only the shards of rank 0, because Hugging Face Accelerate wrote it: "
+                "the shards of the other ranks are lost. Create the object again from the full weights in the "
+                "checkpoint"
             )
         own = self._own_file(one, index)
         if own is None:
@@ -274,10 +275,10 @@ class SavedStates:
         ]
         if others and manifest.world_size != self._world_size:
             raise CheckpointError(
-                f"registered object {index}, a {type(one.obj).__name__}, had another state on "
+                f"registered object {index}, a {type(one.obj).__name__}, had a different state on "
                 f"{formatting.ranks(others)} than on rank 0 when {manifest.world_size} processes saved it, and "
-                f"{self._world_size} can't share these out. Start {manifest.world_size} processes, or give all of them "
-                "rank 0's state: register_for_checkpointing(obj, per_rank=False)"
+                f"{self._world_size} processes can't share these states. Start {manifest.world_size} processes, or "
+                "give all ranks the state of rank 0: register_for_checkpointing(obj, per_rank=False)"
             )
         return files.custom(index, self._rank) if self._rank in others else None
 

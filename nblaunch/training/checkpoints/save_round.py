@@ -44,7 +44,7 @@ _BUSY_S = (0.001, 0.05)  # first and longest pause between looks at the store du
 _IDLE_S = 0.2  # pause between looks otherwise, if a thread can't wait inside the store
 _RING_S = timedelta(days=7)  # limit of one wait for a ring; poll(2) counts milliseconds in an int
 _STOP_S = 5.0  # limit for the last message of a process that ends
-_LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
+_LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} left while it was saving"
 
 T = TypeVar("T")
 Message = TypeVar("Message", "Round", "Whereabouts", "States", "Report", "SaveOutcome")
@@ -158,15 +158,15 @@ class _Mail:
             return schema.load(kind, text)
         except ValueError as error:
             raise CheckpointError(
-                f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank has written there. "
-                "Another program writes to the store; was it given this job's address?"
+                f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank has written. Does "
+                "another program use this job's address?"
             ) from error
 
 
 def _lost(error: RuntimeError) -> CheckpointError:
     return CheckpointError(
-        f"save_state can't reach the other ranks, because the job's store is gone ({error}). Has rank 0, or the "
-        "launcher, ended before? Every rank that is to save must call save_state as often as rank 0"
+        f"save_state can't reach the other ranks, because the job's store has ended ({error}), perhaps with rank 0 "
+        "or the launcher. Every rank must call save_state as often as rank 0"
     )
 
 
@@ -378,7 +378,7 @@ class Participant(_Side):
                     self.compares = found.compares
                     return found
         if not self._thread.is_alive():
-            left = CheckpointError(f"rank {self._rank} can't save: it has left the process group")
+            left = CheckpointError(f"rank {self._rank} can't save, because it has left the process group")
             raise self._problem or left
         return None
 

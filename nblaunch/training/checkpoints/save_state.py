@@ -125,7 +125,7 @@ class Saver:
         if not passed:
             return
         is_alone = len(passed) == self._live.world_size - 1
-        who = "on the main process alone" if is_alone else f"without {formatting.ranks(passed)}"
+        who = "only on the main process" if is_alone else f"without {formatting.ranks(passed)}"
         strategy = self._live.strategy
         if strategy.holds_shards:
             raise CheckpointError(
@@ -135,9 +135,9 @@ class Saver:
         if not self._is_warned:
             self._is_warned = True
             warn(
-                f"save_state was called {who}: the other ranks have gone on to another collective, or ended. Their "
-                "random states, and states of registered objects that differ from rank 0's, are not in the checkpoint. "
-                "Call it on all ranks to continue training exactly, or with main_process_only=True"
+                f"save_state was called {who}: the other ranks have entered another collective or ended. Their "
+                "random states, and states of registered objects that differ from rank 0's, are not in the "
+                "checkpoint. Call it on all ranks to be able to continue exactly, or pass main_process_only=True"
             )
 
     def _open(self, target: Path) -> Staging:
@@ -205,8 +205,8 @@ class Saver:
         participant: Participant | None = self._side_of_round()
         if participant is None:
             raise CheckpointError(
-                f"rank {self._live.rank} has left the process group, and can't save any more; call save_state before "
-                "end_training"
+                f"rank {self._live.rank} has left the process group and can't save any more; call save_state "
+                "before end_training"
             )
         round = participant.arrive()
         if not round.folder:
@@ -235,8 +235,8 @@ class Saver:
         folder = Path(round.folder)
         if not folder.is_dir():
             raise CheckpointError(
-                f"checkpoint {round.target} was not saved; nothing was changed. Rank {self._live.rank} does not find "
-                f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
+                f"checkpoint {round.target} was not saved; nothing was changed. Rank {self._live.rank} can't find "
+                f"{folder.absolute()}, which rank 0 created; all machines must share the folder"
             )
         return folder
 
@@ -301,7 +301,7 @@ def _give_up(
 ) -> None:
     """Publish why the checkpoint is not saved, and remove the files written so far."""
     outcome = SaveOutcome("CheckpointError", _not_saved(target, 0, error))
-    # What the caller gave is no folder, as on all ranks.
+    # The caller's path is not a folder, as on all ranks.
     if isinstance(error, ValueError) and staging is None:
         outcome = SaveOutcome("ValueError", str(error))
     try:

@@ -103,7 +103,7 @@ class CheckpointedObjects:
         ]
         if unfit:
             raise ValueError(
-                f"objects to register need state_dict and load_state_dict, which these lack: {'; '.join(unfit)}"
+                f"objects to register need state_dict and load_state_dict, which are missing in: {'; '.join(unfit)}"
             )
         self.registered.extend(Registered(obj, per_rank) for obj in objects)
 

@@ -9,7 +9,7 @@
     hints.py       what may be meant, for those who ask
     scaling.py     a gradient scaler that has collapsed
 
-A check sends an :class:`~nblaunch.events.Observation`. The launcher compares those of all ranks, and says what is wrong
-once, with the ranks, the line and what to do (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not communicate for a
-check, and nothing is added to the steps between its looks.
+A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations of all ranks, and says
+what is wrong once, with the ranks, the line and what to do (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not
+communicate for a check, and nothing is added to the steps between its looks.
 """

@@ -55,7 +55,7 @@ class Check(ABC):
         """Look after a loop over a prepared loader that has trained nothing."""
 
     def report(self, problem: str, remedy: str, *, value: Any = None, judged_by: str = "itself") -> None:
-        """Send what this rank has seen; the arguments are those of :class:`~nblaunch.events.Observation`."""
+        """Send what this rank has seen, with the arguments of :class:`~nblaunch.events.Observation`."""
         self._report(self, problem, remedy, value, judged_by)
 
 

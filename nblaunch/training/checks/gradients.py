@@ -49,7 +49,7 @@ class UnclearedGradients(Check):
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         for last in self._last.values():
             last.is_added_to = True
-            # Looked at here alone: an optimizer may leave its gradients until it is used again, as those of a GAN do.
+            # Checked only here: an optimizer may keep its gradients until it is used again, as in a GAN.
             last.is_cleared = last.is_cleared or not all(map(_has_gradient, last.sample))
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:

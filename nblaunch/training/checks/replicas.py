@@ -21,7 +21,7 @@ _NUM_ELEMENTS = 2  # of each
 class DifferentReplicas(Check):
     """Ranks step by different gradients, or from different weights, so that each trains a model of its own.
 
-    Models that a user averages in another way are left out: those with a communication hook, and those of
+    Models that a user averages in another way are left out: models with a communication hook, and models of
     :class:`~nblaunch.LocalSGD` (``left_out``).
     """
 
@@ -43,7 +43,8 @@ class DifferentReplicas(Check):
             # Weights first: where these differ, gradients do as well.
             self.report(
                 f"the weights of the {name} differ between ranks",
-                "Load or change weights before prepare(), which sends those of rank 0 to all ranks, or on every rank",
+                "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or "
+                "on every rank",
                 value=("weights", *_elements(trained)),
                 judged_by="equal",
             )

@@ -86,8 +86,8 @@ def check_independent(operation: str, data: Any) -> None:
         check_independent(operation, part)
     if isinstance(data, PackedSequence):
         raise TypeError(
-            f"{operation} can't join or cut a PackedSequence: its rows belong to time steps, not to samples. Pass what "
-            "torch.nn.utils.rnn.pad_packed_sequence returns for it"
+            f"{operation} can't join or cut a PackedSequence, because its rows are time steps, not samples. Pass "
+            "the result of torch.nn.utils.rnn.pad_packed_sequence"
         )
 
 
@@ -140,7 +140,7 @@ def _filled(data: Any, contents: dict[Any, Any]) -> Any:
     if not all(data[key] is value for key, value in before.items()):
         for key, value in before.items():
             data[key] = value
-        raise _not_rebuilt(data, "copy.copy returns one that shares its contents; give it a __copy__")
+        raise _not_rebuilt(data, "copy.copy returns a copy that shares its contents; define __copy__")
     if type(made) is not type(data) or len(made) != len(data):
         raise _not_rebuilt(data, f"copy.copy returns a {type(made).__name__} of length {len(made)}")
     return made
@@ -163,13 +163,14 @@ def _constructed(data: Any, contents: Any, is_right: Any) -> Any:
     except Exception as error:
         raise _not_rebuilt(data, f"{type(error).__name__}: {error}") from error
     if not is_right(made):
-        raise _not_rebuilt(data, "its constructor makes another one of these contents")
+        raise _not_rebuilt(data, "its constructor changes these contents")
     return made
 
 
 def _not_rebuilt(data: Any, reason: str) -> TypeError:
     return TypeError(
-        f"can't make a {type(data).__name__} with other tensors in it ({reason}). Pass a dict, list or tuple instead"
+        f"can't create a {type(data).__name__} with other tensors in it ({reason}). Pass a dict, list or tuple "
+        "instead"
     )
 
 

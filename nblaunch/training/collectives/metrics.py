@@ -147,7 +147,7 @@ def _check_structures(everyones: Sequence[Any]) -> None:
     if len(set(described)) > 1:
         listing = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(described))
         raise DistributedOperationException(
-            f"gather_for_metrics was called with structures that don't go together on all ranks:{listing}"
+            f"the structures that ranks passed to gather_for_metrics don't match:{listing}"
         )
 
 
@@ -245,10 +245,11 @@ class _Tail:
     def _unclear(self, what: str) -> ValueError:
         added = f"was completed to {self.completed}" if not self.is_lone else "is not full"
         return ValueError(
-            f"gather_for_metrics can't know which rows of {what} belong to which sample: the last batch of all ranks "
-            f"has {self.samples} samples and {added}. It drops the added samples of tensors with one row per sample, "
-            "and of lists with one item per sample (a list of tensors: with use_gather_object=True). Give it such, or "
-            "gather this with accelerator.gather, which cuts nothing, and drop the rows of the added samples yourself"
+            f"gather_for_metrics does not know which rows of {what} belong to which sample: the last batch of all "
+            f"ranks has {self.samples} samples and {added}. It drops the added samples of tensors with one row per "
+            "sample, and of lists with one item per sample (a list of tensors: with use_gather_object=True). Pass "
+            "one of these, or use accelerator.gather, which cuts nothing, and drop the rows of the added samples "
+            "yourself"
         )
 
 
@@ -266,8 +267,8 @@ def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
     # A shard may complete the last batch.
     if samples < 0 and loader.shard is not None and not _drops_last(loader):
         warn(
-            "how many samples completed the loader's last batch is not known, so they are still among the gathered "
-            "ones. With a batch_size, and num_workers=0, they can be distinguished."
+            "it is unknown how many samples completed the loader's last batch, so the gathered values still "
+            "include them. Use a batch_size and num_workers=0 to drop them."
         )
     is_whole = samples == loader.completed_rows
     if samples <= 0 or is_whole or (loader.adds_nothing and num_ranks > 1):

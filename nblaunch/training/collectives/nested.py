@@ -167,9 +167,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return rebuilt(first, [concatenate([one[key] for one in data], dim) for key in first])
     columns = [children(one) for one in data]
     if columns[0] is None:
-        raise TypeError(
-            f"only tensors in lists, tuples and mappings can be joined, not a {type(first).__name__}"
-        )
+        raise TypeError(f"can join only tensors in lists, tuples and mappings, not a {type(first).__name__}")
     return rebuilt(first, [concatenate(parts, dim) for parts in zip(*columns, strict=True)])
 
 

@@ -40,7 +40,7 @@ _REDUCTIONS = ("sum", "mean", "max", "min")
 _DIGEST_BYTES = 8  # of a structure that is compared
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differs between processes
 _OBJECTS = "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all"
-_HINT = "\nUse pad_across_processes before, or even_batches=True for loaders."
+_HINT = "\nCall pad_across_processes first, or use even_batches=True for loaders."
 _RELEASE_TIMEOUT_S = 1.0  # far more than it takes
 
 # torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
@@ -187,7 +187,7 @@ def _check_alike(operation: str, described: str) -> None:
     listing = "".join(f"\n  rank {rank}: {one}" for rank, one in enumerate(gather_object([described])))
     hint = "" if operation == "pad_across_processes" else _HINT
     raise DistributedOperationException(
-        f"{operation} was called with tensors that don't go together on all ranks:{listing}{hint}"
+        f"{operation} got tensors that don't match on all ranks:{listing}{hint}"
     )
 
 
@@ -304,7 +304,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 def _pad_tensor(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
     if tensor.is_nested:
         warn(
-            "pad_across_processes leaves a nested tensor as it is; pad it with torch.nested.to_padded_tensor before",
+            "pad_across_processes does not pad nested tensors; use torch.nested.to_padded_tensor first",
             CannotPadNestedTensorWarning,
         )
         return tensor

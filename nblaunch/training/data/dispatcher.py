@@ -174,9 +174,9 @@ class DataLoaderDispatcher(PreparedLoader):
             missing = -num_rows % self.num_processes
             if missing and upcoming is not None:
                 raise RuntimeError(
-                    f"dispatch_batches=True cuts a round of batches into {self.num_processes} equal parts, but one in "
-                    f"the middle of the epoch has {num_rows} rows. Let all batches have the same number of rows, "
-                    "or use dispatch_batches=False."
+                    f"dispatch_batches=True divides batches into {self.num_processes} equal parts, but a batch in "
+                    f"the middle of the epoch has {num_rows} rows. Use the same number of rows in all batches, or "
+                    "use dispatch_batches=False."
                 )
             if missing:
                 first = self._skipped_round()
@@ -207,15 +207,15 @@ class DataLoaderDispatcher(PreparedLoader):
             _check_leaves(batches[0])
         if nested.count_rows(batches[0]) == 0:
             raise RuntimeError(
-                f"dispatch_batches=True sends tensors, and found none in a batch of type {type(batches[0]).__name__}"
+                f"dispatch_batches=True sends tensors, but found none in a batch of type {type(batches[0]).__name__}"
             )
         try:
             return nested.concatenate(batches)
         except (RuntimeError, TypeError) as error:
             raise RuntimeError(
-                f"dispatch_batches=True joins the batches of {len(batches)} ranks, and these can't be joined: {error}. "
-                "Let the collate_fn make batches of one shape (padded to a fixed length), or use "
-                "split_batches=True, which cuts single batches, or dispatch_batches=False."
+                f"dispatch_batches=True joins the batches of {len(batches)} ranks, but these can't be joined: "
+                f"{error}. Make the collate_fn pad all batches to one shape, or use split_batches=True, which "
+                "divides single batches, or dispatch_batches=False."
             ) from error
 
     # --- the others ----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if described is None:
                 return
             if isinstance(described, str):
-                raise RuntimeError(f"rank 0, which reads the data for all, failed: {described}")
+                raise RuntimeError(f"rank 0, which reads the data for all ranks, failed: {described}")
             structure, num_rows, is_last = described
             whole = nested.recursively_apply(
                 TensorInformation.empty, structure, self.device, test_type=nested.is_tensor_information
@@ -242,9 +242,9 @@ def _check_leaves(batch: Any) -> None:
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"dispatch_batches=True cuts tensors alone, and a batch has a {type(leaf).__name__}. Let the "
-                "collate_fn leave it out, or use dispatch_batches=False, or split_batches=True with a "
-                "slice_fn_for_dispatch that cuts it."
+                f"dispatch_batches=True divides only tensors, but a batch has a {type(leaf).__name__}. Remove it "
+                "in the collate_fn, use dispatch_batches=False, or use split_batches=True with a "
+                "slice_fn_for_dispatch that divides it."
             )
 
 

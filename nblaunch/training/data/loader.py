@@ -532,9 +532,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Replace the sampler of indices below the batch samplers."""
         batch_sampler = innermost(index_sampler_of(self))
         if not hasattr(batch_sampler, "sampler"):
-            raise TypeError(
-                f"the loader's {type(batch_sampler).__name__} has no sampler that could be replaced"
-            )
+            raise TypeError(f"the loader's {type(batch_sampler).__name__} has no sampler to replace")
         batch_sampler.sampler = sampler
         if self.batch_sampler is not None:
             vars(self)["sampler"] = sampler

@@ -161,16 +161,16 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
         return False
     if (num_parts, part) != (target.world_size, target.rank):
         raise ValueError(
-            f"the {type(loader.dataset).__name__} is part {part} of {num_parts} already, and this is rank "
-            f"{target.rank} of {target.world_size}: prepare would divide it once more, and the ranks would read only "
-            "some of the data. Split it by accelerator.process_index and accelerator.num_processes, or not at all; "
-            "or set DataLoaderConfiguration(data_is_sharded=True) where each rank has a part of its own, False where "
-            "ranks share one"
+            f"the {type(loader.dataset).__name__} is already part {part} of {num_parts}, and this is rank "
+            f"{target.rank} of {target.world_size}: prepare would divide it again, and the ranks would read only "
+            "part of the data. Split it by accelerator.process_index and accelerator.num_processes, or not at all; "
+            "or set DataLoaderConfiguration(data_is_sharded=True) where each rank has a part of its own, False "
+            "where ranks share one"
         )
     if config.dispatch_batches:
         raise ValueError(
-            f"dispatch_batches=True has rank 0 read for all, and its {type(loader.dataset).__name__} is one of "
-            f"{num_parts} parts. Do not split it by node, or leave dispatch_batches out"
+            f"dispatch_batches=True makes rank 0 read for all ranks, but its {type(loader.dataset).__name__} is "
+            f"one of {num_parts} parts. Do not split it by node, or leave dispatch_batches out"
         )
     return True
 
@@ -181,7 +181,7 @@ def _take_own_part(
     """Return a loader of all that ``loader`` reads on this rank."""
     if config.split_batches:
         raise ValueError(
-            "split_batches=True cuts batches of all ranks, and here each rank has data of its own. Give the loader the "
+            "split_batches=True divides batches of all ranks, but each rank has its own data. Give the loader the "
             "batch_size of one rank, and leave split_batches out"
         )
     if config.even_batches and not isinstance(loader.sampler, DistributedSampler):
@@ -215,8 +215,8 @@ def _has_single_samples(loader: DataLoader) -> bool:
 def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_iterable: bool) -> bool:
     if config.dispatch_batches and target.device is None:
         raise ValueError(
-            "dispatch_batches=True sends batches to the device of each rank, and device_placement=False wants them "
-            "where they are. Set one of them otherwise."
+            "dispatch_batches=True sends batches to the device of each rank, but device_placement=False leaves "
+            "them where they are. Change one of them."
         )
     if config.dispatch_batches is None:
         return is_iterable and target.device is not None
@@ -228,14 +228,15 @@ def _check_plain(loader: DataLoader, is_sharded: bool) -> None:
     for sampler in nested_samplers(index_sampler_of(loader)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and not is_sharded:
             raise ValueError(
-                f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare "
-                "would share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True "
-                "if it shuffles), or let it be with DataLoaderConfiguration(data_is_sharded=True)."
+                f"the loader's DistributedSampler already gives each rank 1/{sampler.num_replicas} of the data, "
+                "and prepare would divide this share again. Create the loader without a DistributedSampler (with "
+                "shuffle=True if it shuffles), or keep the sampler with "
+                "DataLoaderConfiguration(data_is_sharded=True)."
             )
     if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
         warn(
-            f"{type(loader).__name__} has an __iter__ of its own, which the prepared loader does not use: it reads the "
-            "dataset and the sampler itself. Put what it does into the collate_fn."
+            f"{type(loader).__name__} has its own __iter__, which the prepared loader does not use, because it "
+            "reads the dataset and the sampler itself. Move the code into the collate_fn."
         )
 
 
@@ -248,8 +249,8 @@ def _dispatch(
         sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     elif _has_single_samples(loader):
         raise ValueError(
-            "dispatch_batches=True cuts batches into parts, and a DataLoader with batch_size=None has single samples. "
-            "Give it a batch_size, or use dispatch_batches=False."
+            "dispatch_batches=True divides batches, but a DataLoader with batch_size=None returns single samples. "
+            "Set a batch_size, or use dispatch_batches=False."
         )
     else:
         index_sampler = index_sampler_of(loader)
@@ -299,10 +300,10 @@ def _warn_of_uneven_parts(dataset: Any, way_out: str) -> None:
     if current_topology().rank > 0:
         return
     warn(
-        f"each rank reads a part of its own of the {type(dataset).__name__}, and even_batches=True adds nothing to "
-        "these: ranks that have more batches than others would wait for them in backward, until the timeout of "
-        f"collectives. {way_out}rain in `with accelerator.join_uneven_inputs([model]):`. If all ranks have equally "
-        "many batches, or stop at the same step, DataLoaderConfiguration(even_batches=False) states it."
+        f"each rank reads its own part of the {type(dataset).__name__}, and even_batches=True does not fill these "
+        "parts: ranks with more batches than others would wait in backward until the collective times out. "
+        f"{way_out}rain in `with accelerator.join_uneven_inputs([model]):`. If all ranks have the same number of "
+        "batches, or stop at the same step, pass DataLoaderConfiguration(even_batches=False)."
     )
 
 

@@ -73,8 +73,9 @@ class BatchSamplerShard(BatchSampler):
             return
         if self.batch_size is None:
             raise ValueError(
-                f"split_batches=True needs a batch sampler with a batch_size, and {type(self.batch_sampler).__name__} "
-                "has none. Give it a `batch_size` attribute, or use DataLoaderConfiguration(split_batches=False)."
+                "split_batches=True needs a batch sampler with a batch_size, but "
+                f"{type(self.batch_sampler).__name__} has none. Give it a `batch_size` attribute, or use "
+                "DataLoaderConfiguration(split_batches=False)."
             )
         check_divisible(self.batch_size, self.num_processes)
 

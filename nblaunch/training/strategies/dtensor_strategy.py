@@ -273,7 +273,7 @@ def in_own_order(state: dict[str, Any], own: Sequence[Sequence[set[str]]]) -> di
     if len(saved) != len(own) or [set(group["params"]) for group in groups] != [
         set(group["params"]) for group in saved
     ]:
-        raise ValueError("the optimizer's groups have other parameters")
+        raise ValueError("the optimizer's groups have different parameters")
     return {**state, "param_groups": groups}
 
 
@@ -323,8 +323,8 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
     ]
     if not owners:
         raise CheckpointError(
-            f"the {type(inner_optimizer(optimizer)).__name__} steps no parameter of a prepared model, so the names of "
-            "its states are not known; prepare it together with its model"
+            f"the {type(inner_optimizer(optimizer)).__name__} has no parameter of a prepared model, so the names "
+            "of its states are unknown; prepare it together with its model"
         )
     return owners[0] if len(owners) == 1 else nn.ModuleList(owners)
 

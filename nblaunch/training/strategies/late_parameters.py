@@ -109,10 +109,10 @@ class LateParameters:
             return  # the reducer does not wait if no parameter gets a gradient
         names = [name for name, one in model.module.named_parameters() if id(one) in frozen]
         raise RuntimeError(
-            f"{_listing(names)} of the {type(model.module).__name__} was frozen after prepare, and "
-            "DistributedDataParallel waits for gradients of all parameters that it was constructed with: it would not "
-            "average those of the others. Freeze before prepare, or pass Accelerator(kwargs_handlers="
-            "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
+            f"{_listing(names)} of the {type(model.module).__name__} was frozen after prepare, but "
+            "DistributedDataParallel waits for the gradients of all parameters that it was constructed with, so it "
+            "would not average the other gradients. Freeze before prepare, or pass "
+            "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
 
     def average_gradients(self, is_joining: bool) -> None:
@@ -157,8 +157,8 @@ def _average(group: Sequence[torch.nn.Parameter]) -> None:
 def _report(model: torch.nn.Module, names: Sequence[str]) -> None:
     if operations.rank() == 0:
         text = (
-            f"{_listing(names)} of the {type(model.module).__name__} is trained since prepare: its gradients are "
-            "averaged over ranks beside those of DistributedDataParallel"
+            f"{_listing(names)} of the {type(model.module).__name__} is trainable since prepare; nblaunch averages "
+            "its gradients in addition to DistributedDataParallel"
         )
         context.current().emit(Note.of_job(text))
 

@@ -188,8 +188,8 @@ class DdpStrategy(Strategy):
         if not answering:
             given = ", ".join(type(one).__name__ for one in models) or "nothing"
             warn(
-                "join_uneven_inputs has no effect: none of what it was given communicates, as a model that was "
-                f"prepared for training does. It was given {given}."
+                "join_uneven_inputs has no effect, because none of its arguments is a model that was prepared for "
+                f"training. It got {given}."
             )
             yield None
             return
@@ -289,8 +289,8 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
         model.register_comm_hook(state, wrapper(_HOOKS[name]) if wrapper is not None else _HOOKS[name])
     except TypeError as error:
         raise ValueError(
-            f"comm_hook={name!r} with comm_wrapper={str(options.comm_wrapper)!r} can't be used here: {error}. Without "
-            "NCCL on GPUs, fp16 takes the place of bf16"
+            f"comm_hook={name!r} with comm_wrapper={str(options.comm_wrapper)!r} can't be used here: {error}. "
+            "Without NCCL on GPUs, use fp16 instead of bf16"
         ) from error
 
 

@@ -139,7 +139,7 @@ class _MetadataUnpickler(_PythonUnpickler):
         if is_dtype or global_name in _METADATA.get(module_name, ()):
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(
-            f"it names {module_name}.{global_name}, which no metadata of shards needs"
+            f"it names {module_name}.{global_name}, which metadata of shards never needs"
         )
 
     def load_build(self) -> None:
@@ -163,8 +163,8 @@ def _data(value: io.BytesIO, name: str, owner: object) -> Any:
             return torch.load(value, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{name} is of a class that is not trusted. If you trust where the checkpoint comes from, pass the class "
-            "to torch.serialization.add_safe_globals before"
+            f"{name} has an untrusted class. If you trust the source of the checkpoint, pass the class to "
+            "torch.serialization.add_safe_globals first"
         ) from error
 
 

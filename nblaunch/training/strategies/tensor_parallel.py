@@ -50,7 +50,8 @@ def warn_of_unsharded(model: nn.Module) -> None:
     """Warn, on rank 0, of a model that is not sharded though ``tp_size`` asks for it."""
     if operations.rank() == 0:
         warn(
-            f"tp_size is more than 1, but the {type(model).__name__} is whole: ranks of a tensor parallel group all "
-            "compute the same. Before prepare, call torch.distributed.tensor.parallel.parallelize_module(model, "
-            'accelerator.torch_device_mesh["tp"], plan), or load it by from_pretrained(..., tp_plan="auto")'
+            f"tp_size is more than 1, but the {type(model).__name__} is not sharded, so all ranks of a tensor "
+            "parallel group compute the same. Before prepare, call "
+            'torch.distributed.tensor.parallel.parallelize_module(model, accelerator.torch_device_mesh["tp"], '
+            'plan), or load it with from_pretrained(..., tp_plan="auto")'
         )

@@ -2,5 +2,5 @@
 
 hub.py        from ``log`` to the trackers and to the launcher
 trackers.py   trackers of experiments
-services.py   those of Comet, SwanLab and trackio
+services.py   trackers of Comet, SwanLab and trackio
 """

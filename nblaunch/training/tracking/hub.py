@@ -68,7 +68,7 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
     """Let ``log_with`` find a tracker class by its ``name``. Replacing one warns.
 
     Raises:
-        ValueError: it is no subclass of ``GeneralTracker``, or it has no ``name``.
+        ValueError: it is not a subclass of ``GeneralTracker``, or has no ``name``.
     """
     if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
         raise ValueError(f"{kind!r} is not a subclass of GeneralTracker")
@@ -77,7 +77,7 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
         raise ValueError(f"tracker class {kind.__name__} has no name")
     if LOGGER_TYPE_TO_CLASS.get(name, kind) is not kind:
         warn(
-            f"tracker {name!r} was {LOGGER_TYPE_TO_CLASS[name].__qualname__}, and is {kind.__qualname__} from now on"
+            f"tracker {name!r} was {LOGGER_TYPE_TO_CLASS[name].__qualname__}, and is now {kind.__qualname__}"
         )
     LOGGER_TYPE_TO_CLASS[name] = kind
 
@@ -144,7 +144,7 @@ class TrackerHub:
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
 
     def _step_to_show(self, step: Any) -> int | float | str | None:
-        """Return ``step`` as a number or a text; the first that is no number is a warning."""
+        """Return ``step`` as a number or a text; warn at the first step that is not a number."""
         step = _plain(as_number(step))
         if step is None or isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)):
             return step
@@ -218,13 +218,13 @@ def _resolve(one: Any) -> Any:
     if isinstance(one, str) and one.lower() in _OF_ACCELERATE:
         name = one.lower()
         raise ValueError(
-            f"log_with={name!r}: Accelerate has a tracker for {name}, and nblaunch has none. Derive one from "
-            f"nblaunch.tracking.GeneralTracker, whose start() calls {_OF_ACCELERATE[name]} (pip install {name}), and "
-            f"pass it, Accelerator(log_with=MyTracker()), or register its class under this name by "
-            f"nblaunch.tracking.register_tracker_class. Valid without that are {valid}"
+            f"log_with={name!r}: Accelerate has a tracker for {name}, but nblaunch does not. Write a subclass of "
+            f"nblaunch.tracking.GeneralTracker whose start() calls {_OF_ACCELERATE[name]} (pip install {name}), "
+            "and pass it, Accelerator(log_with=MyTracker()), or register the class under this name with "
+            f"nblaunch.tracking.register_tracker_class. Built-in trackers are {valid}"
         )
     raise ValueError(
-        f"log_with={one!r} is unknown; valid are {valid}, a GeneralTracker of your own, and lists of these"
+        f"log_with={one!r} is unknown; valid are {valid}, your own GeneralTracker, or a list of these"
     )
 
 

@@ -1,6 +1,6 @@
-"""Trackers of services beside those of ``trackers.py``: Comet, SwanLab and trackio.
+"""Trackers of further services: Comet, SwanLab and trackio.
 
-The names, arguments and methods are those of Hugging Face Accelerate's trackers.
+Names, arguments and methods follow Hugging Face Accelerate's trackers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trackers of experiments: the class that users subclass, JSON lines, MLflow, TensorBoard and Weights & Biases.
 
-The contract is that of Hugging Face Accelerate, so that trackers written for it work here. A tracker imports its
-library only when it is started.
+The contract follows Hugging Face Accelerate, so that trackers written for it work here. A tracker imports its library
+only when it is started.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GeneralTracker:
         """Keep the settings of the run; :func:`settings_of` makes a dict of other kinds of configuration."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep ``values`` as those of ``step``."""
+        """Log ``values`` at ``step``."""
 
     def finish(self) -> None:
         """End the run. Called by ``end_training``."""
@@ -90,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return the settings of a run as a dict whose names, and those of nested settings, are texts.
+    """Return the settings of a run as a dict whose names, also of nested settings, are strings.
 
     Args:
         config: a mapping, a dataclass, an ``argparse.Namespace``, or another object whose attributes are the settings.
@@ -122,7 +122,7 @@ def _has_names(value: Any) -> bool:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and plain values; those of nested mappings with a slash, as in ``loss/train``."""
+    """Yield names and plain values; names in nested mappings are joined with a slash, as in ``loss/train``."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}/")
@@ -213,7 +213,7 @@ class MLflowTracker(GeneralTracker):
         description: of the run.
 
     Raises:
-        ValueError: tags are no JSON, or MLFLOW_NESTED_RUN is no truth value.
+        ValueError: tags are not JSON, or MLFLOW_NESTED_RUN is not a truth value.
     """
 
     name = "mlflow"

@@ -54,7 +54,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 def is_torch_version(operation: str, version: str) -> bool:
     """Return whether the version of torch meets a requirement: ``is_torch_version(">=", "2.6")``.
 
-    It is that of the package, as ``2.6.0``; what torch says of itself, as ``2.6.0+cu124``, is newer than that.
+    It is the version of the package, such as ``2.6.0``. ``torch.__version__``, such as ``2.6.0+cu124``, would compare
+    as newer.
     """
     return compare_versions("torch", operation, version)
 
@@ -199,7 +200,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
     """
     word = value.lower()
     if word not in (*_YES, *_NO):
-        raise ValueError(f"{value!r} is no truth value; valid are {', '.join((*_YES, *_NO))}")
+        raise ValueError(f"{value!r} is not a truth value; valid are {', '.join((*_YES, *_NO))}")
     return word in _YES if to_bool else int(word in _YES)
 
 
@@ -209,7 +210,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the text of the variable ``key``; that of ``default`` where it is not set."""
+    """Return the text of the variable ``key``, or of ``default`` if it is not set."""
     return env.snapshot().get(key, str(default))
 
 

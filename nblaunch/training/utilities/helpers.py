@@ -30,13 +30,13 @@ def convert_bytes(size: float) -> str:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or that of an object's class."""
+    """Return the name of a class or function, or of an object's class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put the items of ``source`` into ``destination``, nested dicts into those of the same key, and return it."""
+    """Merge ``source`` into ``destination``, recursively for nested dicts, and return it."""
     pending: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = [(source, destination)]
     while pending:
         given, merged = pending.pop()
@@ -90,13 +90,13 @@ def dtype_byte_size(dtype: torch.dtype | str) -> float:
     """Return the bytes of one element of a dtype; ``"int2"``, ``"int4"`` and ``"fp8"`` are known by name.
 
     Raises:
-        ValueError: it is no such type.
+        ValueError: it is not such a type.
     """
     name = str(getattr(dtype, "value", dtype)).removeprefix("torch.")
     if name in _BYTES:
         return _BYTES[name]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype; valid are those of torch, 'int2', 'int4' and 'fp8'")
+        raise ValueError(f"{dtype!r} is not a dtype; valid are torch's dtypes, 'int2', 'int4' and 'fp8'")
     return dtype.itemsize
 
 
@@ -145,7 +145,7 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the modules that this process has imported."""
+    """Return the modules that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 

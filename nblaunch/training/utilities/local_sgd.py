@@ -21,8 +21,8 @@ class LocalSGD:
                 local.step()
 
     At the end of the block the weights are averaged once more, so that they are equal on all ranks. Fewer messages, for
-    slow networks; the result is not that of training with averaged gradients. Buffers and the optimizer's state stay
-    each rank's own.
+    slow networks; the result differs from training with averaged gradients. Buffers and the optimizer's state stay each
+    rank's own.
 
     Args:
         accelerator: the one that prepared ``model``.
@@ -42,14 +42,14 @@ class LocalSGD:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} is less than 1")
         if accelerator._preparer.strategy.holds_shards:
             raise ValueError(
-                f"LocalSGD averages whole models, and with {accelerator.distributed_type.value} every rank holds a "
-                "shard of one; leave LocalSGD or the plugin out"
+                f"LocalSGD averages whole models, and with {accelerator.distributed_type.value} every rank holds "
+                "only a shard; leave out LocalSGD or the plugin"
             )
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and accelerator._shared.process.backend.reduces_gradients_at_step:
             raise ValueError(
-                f"LocalSGD has no effect on {accelerator.device.type.upper()} devices, where every optimizer.step() "
-                "averages gradients over ranks; leave it out, or pass enabled=False"
+                f"LocalSGD has no effect on {accelerator.device.type.upper()} devices, where every "
+                "optimizer.step() averages gradients; leave it out, or pass enabled=False"
             )
         self.accelerator = accelerator
         self.model = model

@@ -26,7 +26,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         from tqdm.auto import tqdm as bar
     except ImportError:
         raise ImportError(
-            "nblaunch.utils.tqdm shows bars of tqdm, which is not installed: pip install tqdm"
+            "nblaunch.utils.tqdm needs tqdm, which is not installed: pip install tqdm"
         ) from None
     if main_process_only and not kwargs.get("disable"):
         kwargs["disable"] = not PartialState().is_local_main_process
@@ -48,19 +48,19 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         """Log ``msg % args``, in the processes that were asked for.
 
         Raises:
-            RuntimeError: there is no Accelerator or PartialState, and this is no worker.
+            RuntimeError: there is no Accelerator or PartialState, and the process is not a worker.
         """
         here = context.current()
         if here.training is None and not here.is_launched:
             raise RuntimeError(
-                "a logger from get_logger needs to know the rank of this process; build `Accelerator()` or "
+                "a logger from get_logger needs to know the rank of this process; create an `Accelerator()` or "
                 "`PartialState()` before the first message"
             )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not (in_order or self.isEnabledFor(level)):
             return
-        kwargs.setdefault("stacklevel", 2)  # that of the call
+        kwargs.setdefault("stacklevel", 2)  # the caller's
         msg, options = self.process(msg, kwargs)
         if in_order:
             # In a worker it joins the job: only here do all ranks make the call. Their levels may differ, so the level
@@ -74,7 +74,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return the message with the rank in front, and the arguments of the call with those of the adapter."""
+        """Return the message with the rank in front, and the arguments of the call merged with the adapter's."""
         kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
         return f"[RANK {current_topology().rank}] {msg}", kwargs
 

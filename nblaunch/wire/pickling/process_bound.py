@@ -105,7 +105,7 @@ def _make_process_executor(
 
 def _refuse(what: str) -> Callable[[Any], Reduction]:
     def refuse(obj: Any) -> Reduction:
-        raise NotPicklable(f"{what} between processes reaches workers by a fork alone")
+        raise NotPicklable(f"{what} between processes reaches workers only through a fork")
 
     return refuse
 

@@ -5,8 +5,8 @@ replies reaches one of them: a rank may get the reply to another's request. So t
 with the kernel's connections, and the others find them closed by the other side. Clients that keep connections for
 later requests (``requests``, ``httpx``, pools of databases) then open new ones; others raise.
 
-Connections within this machine stay shared: services that several processes write to in turns, as those of experiment
-trackers, run there.
+Connections within this machine stay shared: services that several processes write to in turn, such as services of
+experiment trackers, run there.
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ def _refuse_input() -> None:
 
     def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
-            f"input({str(prompt)!r}) was called in a worker process, which has no keyboard: "
-            "ask before the launch, and pass the answer on as an argument; to step through the function with a "
-            "debugger, launch it with engine='inline'"
+            f"input({str(prompt)!r}) was called in a worker process, which has no keyboard. Ask before the launch "
+            "and pass the answer as an argument. To step through the function with a debugger, launch with "
+            "engine='inline'"
         )
 
     builtins.input = refuse

@@ -111,7 +111,7 @@ def _report_join(name: str, line: int) -> None:
             rank=here.topology.rank,
             time_s=time.time(),
             kind="warning",
-            text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker: join() returns "
-            "at once, and what the thread does is not done here. Start it inside the function",
+            text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker: join() "
+            "returns at once, and the work of the thread is not done. Start the thread inside the function",
         )
     )

@@ -61,8 +61,8 @@ def _refuse(cls: Any) -> None:
     def read_here(self: Any) -> Any:
         if _is_kernels(self) and not self._shutdown:
             raise RuntimeError(
-                "this iterator of a DataLoader began in another process, and its worker processes answer that process "
-                "alone: call iter(loader) inside the function, which reads the loader from its beginning"
+                "this iterator of a DataLoader was created in another process, and its worker processes serve only "
+                "that process. Call iter(loader) inside the function to read the loader from its beginning"
             )
         return read(self)
 

@@ -208,7 +208,7 @@ class _HandlerRecipe:
         elif type(handler) is logging.StreamHandler and (name := _name_of_stream(handler.stream)):
             stream = name
         else:
-            raise TypeError(f"{type(handler).__name__} writes elsewhere")
+            raise TypeError(f"{type(handler).__name__} writes to another place")
         return cls(stream, filename, encoding, handler.level, handler.formatter, list(handler.filters))
 
     def make(self) -> logging.Handler:

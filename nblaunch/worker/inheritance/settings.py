@@ -87,8 +87,8 @@ class KernelSettings:
         if not self.left:
             return None
         return (
-            f"workers are without these settings of the kernel, which can't be sent to another process: "
-            f"{'; '.join(self.left)}. Make them inside the function"
+            "workers do not have these settings of the kernel, which can't be sent to another process: "
+            f"{'; '.join(self.left)}. Make these settings inside the function"
         )
 
     def _write(self, setting: LibrarySetting, module: Any) -> None:

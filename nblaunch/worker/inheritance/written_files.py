@@ -35,12 +35,12 @@ _KINDS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _SQLITE = b"SQLite format 3\0"  # source: https://www.sqlite.org/fileformat.html, 1.3
 
 _TORN = (
-    "{ranks} write to {name}, which a cell has opened: what one rank writes may stand in the middle of another's. "
-    "Open a file per rank inside the function, or write on one rank"
+    "{ranks} write to {name}, which a cell opened, so their output can mix. Open a file per rank inside the "
+    "function, or write on one rank"
 )
 _OVERWRITTEN = (
-    "{ranks} write to {name}, which a cell has opened for reading and writing: each rank writes at a position of its "
-    "own and may overwrite what another has written. Open a file per rank inside the function, or write on one rank"
+    "{ranks} write to {name}, which a cell opened for reading and writing. Each rank writes at its own position "
+    "and may overwrite the output of another rank. Open a file per rank inside the function, or write on one rank"
 )
 
 

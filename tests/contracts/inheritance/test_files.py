@@ -72,11 +72,11 @@ def test_a_warning_names_a_file_that_several_ranks_write_to(kernel: Kernel, tmp_
     )
     shown = kernel.run("nblaunch.notebook_launcher(function, num_processes=4)").shown
     warnings = sorted(line for line in shown.splitlines() if line.startswith("warning: "))
-    assert [line.partition("write to ")[2].partition(". Open")[0] for line in warnings] == [
-        f"{tmp_path / 'both'}, which a cell has opened for reading and writing: each rank writes at a position of its "
-        "own and may overwrite what another has written",
-        f"{tmp_path / 'written'}, which a cell has opened: what one rank writes may stand in the middle of another's",
+    assert [line.partition("write to ")[2].partition(",")[0] for line in warnings] == [
+        str(tmp_path / "both"),
+        str(tmp_path / "written"),
     ]
+    assert "at its own position" in warnings[0]
 
 
 @contract("folders")

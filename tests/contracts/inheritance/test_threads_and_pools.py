@@ -165,7 +165,7 @@ def test_a_lock_that_the_kernel_holds_is_named(kernel: Kernel, start_method: str
             in error.value
         )
         assert "line 5 in train: lock.acquire()" in error.value
-        assert "create inside the function what needs them" in error.value
+        assert "inside the function" in error.value
     else:
         assert "lock" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
 
@@ -190,7 +190,7 @@ def test_a_loader_is_read_afresh_and_an_iterator_with_processes_is_refused(
     if start_method == "fork":
         assert launch(kernel, "go_on_without_processes", start_method).result == "[7, 7]"
         error = launch(kernel, "go_on", start_method, raises="RuntimeError").raised
-        assert "call iter(loader) inside the function" in error.value
+        assert "iter(loader) inside the function" in error.value
     else:
         launch(kernel, "go_on", start_method, raises="PayloadError")
     assert (

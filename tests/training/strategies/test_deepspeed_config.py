@@ -187,8 +187,8 @@ def test_kinds_of_configurations(kind: str, tmp_path: Path, monkeypatch: pytest.
         ({"zero_stage": 4}, "zero_optimization.stage=4"),
         ({"offload_optimizer_device": "gpu"}, "zero_optimization.offload_optimizer.device='gpu'"),
         ({"offload_optimizer_device": "nvme", "zero_stage": 3}, "needs zero_optimization.offload_optimizer.nvme_path"),
-        ({"offload_param_device": "cpu", "zero_stage": 2}, "offload_param.device='cpu' is for stage 3"),
-        ({"offload_optimizer_device": "cpu", "zero_stage": 0}, "is for stages 1 to 3"),
+        ({"offload_param_device": "cpu", "zero_stage": 2}, "offload_param.device='cpu' needs stage 3"),
+        ({"offload_optimizer_device": "cpu", "zero_stage": 0}, "stages 1 to 3"),
         (
             {"hf_ds_config": {"zero_optimization": {"stage": 3}}, "zero_stage": 2},
             r"zero_optimization.stage=3, which contradicts DeepSpeedPlugin\(zero_stage=2\)",
@@ -341,8 +341,8 @@ def test_the_plugin_stays_as_it_is() -> None:
         ({"train_micro_batch_size_per_gpu": 8}, {"batch_sizes": [4]}, "train_micro_batch_size_per_gpu=8, but"),
         ({"train_batch_size": 9}, {"batch_sizes": [4]}, "train_batch_size=9, which contradicts .* = 4"),
         ({"optimizer": {"type": "Adam"}}, {"optimizer": ADAM}, "has 'optimizer'"),
-        ({}, {"optimizer": DummyOptim([])}, "that has no 'optimizer'"),
-        ({}, {"scheduler": DummyScheduler(ADAM)}, "that has no 'scheduler'"),
+        ({}, {"optimizer": DummyOptim([])}, "has no 'optimizer'"),
+        ({}, {"scheduler": DummyScheduler(ADAM)}, "has no 'scheduler'"),
         (
             {"scheduler": {"type": "WarmupLR"}},
             {"scheduler": torch.optim.lr_scheduler.StepLR(ADAM, 1)},
@@ -351,7 +351,7 @@ def test_the_plugin_stays_as_it_is() -> None:
         (
             {"optimizer": {"type": "Adam"}},
             {"optimizer": DummyOptim([]), "scheduler": torch.optim.lr_scheduler.StepLR(ADAM, 1)},
-            "can't go with a DummyOptim",
+            "DummyOptim",
         ),
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}}, {}, "allgather_bucket_size"),
     ],

@@ -129,7 +129,7 @@ def _averaged() -> tuple[list[float], ...]:
             backward(trained(inputs).square().sum())
             stepped.step()
             one.update_parameters(trained)
-    with pytest.raises(RuntimeError, match=r"can't be copied by copy\.deepcopy, as AveragedModel does"):
+    with pytest.raises(RuntimeError, match=r"can't be copied by copy\.deepcopy"):
         copy.deepcopy(model)
     return expected(inputs).flatten().tolist(), average(inputs).flatten().tolist()
 
@@ -146,7 +146,7 @@ def _refused_optimizers() -> list[str]:
     messages = []
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop, Adafactor):
         module = nn.Linear(4, 4)
-        with pytest.raises(ValueError, match="which torch can't do where ranks hold shards") as caught:
+        with pytest.raises(ValueError, match="which torch can't do") as caught:
             accelerator.prepare(module, kind(module.parameters()))
         messages.append(str(caught.value).partition(" ")[0])
     return messages

@@ -72,7 +72,7 @@ def _load_engine(engine: Any, folder: Path, tag: str, process: JoinedProcess) ->
     if not (folder / tag).is_dir():
         raise CheckpointError(
             f"checkpoint {folder} has no folder {tag}, which DeepSpeed's engine writes; it was saved without "
-            "DeepSpeed, or with a model less"
+            "DeepSpeed, or with fewer models"
         )
     _check_stage(engine, folder / tag)
     # Each rank has written one file of optimizer states. With stage 0 no rank has: every rank holds all states.
@@ -106,9 +106,9 @@ def _check_stage(engine: Any, folder: Path) -> None:
     stage = engine.zero_optimization_stage()
     if str(int(stage)) not in saved:
         raise CheckpointError(
-            f"checkpoint {folder} was saved with zero_optimization.stage={saved}, and this engine has stage "
-            f"{int(stage)}; use the stage it was saved with, or load weights alone, which its script zero_to_fp32.py "
-            "puts together"
+            f"checkpoint {folder} was saved with zero_optimization.stage={saved}, but this engine has stage "
+            f"{int(stage)}; use the same stage, or load only the weights, which the script zero_to_fp32.py in the "
+            "checkpoint merges"
         )
 
 
@@ -127,7 +127,7 @@ def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]
         (problem, *_) = operations.gather_object([problem])
         if problem is not None:
             raise CheckpointError(
-                f"checkpoint {folder} can't be brought to {process.topology.world_size} processes. {problem}"
+                f"checkpoint {folder} can't be loaded on {process.topology.world_size} processes. {problem}"
             )
         yield universal
         barrier(process.device)  # no rank reads it any more; a rank that failed does not wait

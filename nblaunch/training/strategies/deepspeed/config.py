@@ -115,8 +115,8 @@ def complete(given: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]
     left = sorted(autos(config))
     if left:
         raise ValueError(
-            f'the DeepSpeed configuration has "auto" for {", ".join(left)}, which nothing that was prepared '
-            "determines; write a value, or leave the key out for DeepSpeed's default"
+            f'the DeepSpeed configuration has "auto" for {", ".join(left)}, which no prepared object determines; '
+            "write a value, or leave the key out to use DeepSpeed's default"
         )
     return config
 
@@ -197,8 +197,8 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
     if isinstance(optimizer, DummyOptim):
         if described is None:
             raise ValueError(
-                "DummyOptim stands for the optimizer of the DeepSpeed configuration, but that has no 'optimizer'; add "
-                "it, or give prepare an optimizer of torch"
+                "DummyOptim is a placeholder for the optimizer in the DeepSpeed configuration, which has no "
+                "'optimizer'; add it, or pass a torch optimizer to prepare"
             )
         given = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
         _fill_params(config, "optimizer", given)
@@ -207,8 +207,8 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
     elif optimizer is not None:
         if described is not None:
             raise ValueError(
-                f"the DeepSpeed configuration has 'optimizer' ({described.get('type')}), and prepare was given a "
-                f"{type(optimizer).__name__}; take one of them out, or give prepare a DummyOptim"
+                f"the DeepSpeed configuration has 'optimizer' ({described.get('type')}), but prepare got a "
+                f"{type(optimizer).__name__}; remove one of them, or pass a DummyOptim to prepare"
             )
         # Any torch optimizer works, even with offloading; DeepSpeed's own would have to be compiled first.
         config.setdefault("zero_allow_untested_optimizer", True)
@@ -231,20 +231,20 @@ def _complete_scheduler(config: dict[str, Any], prepared: EngineInputs) -> None:
     if isinstance(scheduler, DummyScheduler):
         if described is None and scheduler.lr_scheduler_callable is None:
             raise ValueError(
-                "DummyScheduler stands for the scheduler of the DeepSpeed configuration, but that has no 'scheduler'; "
-                "add it, or give DummyScheduler an lr_scheduler_callable"
+                "DummyScheduler is a placeholder for the scheduler in the DeepSpeed configuration, which has no "
+                "'scheduler'; add it, or give DummyScheduler an lr_scheduler_callable"
             )
         _fill_params(config, "scheduler", dict(_schedule(scheduler, prepared)))
     elif scheduler is not None:
         if described is not None:
             raise ValueError(
-                f"the DeepSpeed configuration has 'scheduler' ({described.get('type')}), and prepare was given a "
-                f"{type(scheduler).__name__}; take one of them out, or give prepare a DummyScheduler"
+                f"the DeepSpeed configuration has 'scheduler' ({described.get('type')}), but prepare got a "
+                f"{type(scheduler).__name__}; remove one of them, or pass a DummyScheduler to prepare"
             )
         if isinstance(prepared.optimizer, DummyOptim):
             raise ValueError(
-                f"a {type(scheduler).__name__} can't go with a DummyOptim, whose optimizer does not exist yet; give "
-                "prepare DummyScheduler(optimizer, lr_scheduler_callable=...)"
+                f"a {type(scheduler).__name__} can't be combined with a DummyOptim, whose optimizer does not exist "
+                "yet; pass prepare DummyScheduler(optimizer, lr_scheduler_callable=...)"
             )
 
 

@@ -64,15 +64,15 @@ def check_clipping(
     configured = engine.gradient_clipping()
     if configured and configured != max_norm:
         raise ValueError(
-            f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={configured} of the DeepSpeed "
+            f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={configured} in the DeepSpeed "
             'configuration; set it in one place, or write "auto" there'
         )
     own = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
     given = {id(parameter) for parameter in parameters if parameter.requires_grad}
     if given != own:
         raise ValueError(
-            f"clip_grad_norm_ was given {len(given)} trainable parameters, but DeepSpeed clips all {len(own)} of its "
-            "model at once; pass model.parameters()"
+            f"clip_grad_norm_ was given {len(given)} trainable parameters, but DeepSpeed clips all {len(own)} "
+            "parameters of its model together; pass model.parameters()"
         )
 
 
@@ -136,7 +136,9 @@ class EngineOptimizer(AcceleratedOptimizer):
             ValueError: a closure was given.
         """
         if closure is not None:
-            raise ValueError("DeepSpeed's engine takes no closure: call optimizer.step() without one")
+            raise ValueError(
+                "DeepSpeed's engine does not support a closure: call optimizer.step() without one"
+            )
         if self._accumulation.sync_gradients:
             self._is_overflow = self._step_engine()
             self._backend.step_boundary()

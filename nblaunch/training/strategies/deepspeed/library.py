@@ -52,8 +52,8 @@ def check_installed() -> None:
     """Raise ImportError where DeepSpeed is not installed. Imports nothing."""
     if not is_installed("deepspeed"):
         raise ImportError(
-            "DeepSpeedPlugin trains with DeepSpeed, which is not installed: pip install deepspeed (where no compiler "
-            "is: DS_BUILD_OPS=0 pip install deepspeed)"
+            "DeepSpeedPlugin needs DeepSpeed, which is not installed: pip install deepspeed (without a compiler: "
+            "DS_BUILD_OPS=0 pip install deepspeed)"
         )
 
 
@@ -63,13 +63,13 @@ def load(process: JoinedProcess) -> Any:
         version = importlib.metadata.version("deepspeed")
         if TorchVersion(version) < OLDEST:  # it would train wrong silently
             raise ImportError(
-                f"DeepSpeed {version} is too old: stage 2 of 0.17 accumulates gradients wrong, and of 0.18 fails; "
+                f"DeepSpeed {version} is too old: stage 2 accumulates gradients wrongly in 0.17 and fails in 0.18; "
                 f"{OLDEST} or newer is needed: pip install -U deepspeed"
             )
     kind = process.backend.device_type
     if kind not in DEVICES:
         raise ValueError(
-            f"DeepSpeed is used on {' and '.join(DEVICES)} here, and this process computes on {process.backend.name}"
+            f"DeepSpeed is used on {' and '.join(DEVICES)}, but this process uses {process.backend.name}"
         )
     # DeepSpeed would take a GPU wherever it sees one. It also needs the rank in the environment.
     env.apply({"DS_ACCELERATOR": kind, "LOCAL_RANK": str(process.topology.local_rank)})

@@ -126,7 +126,7 @@ class DeepSpeedSettings:
             )
         if self.enable_msamp or self.msamp_opt_level:
             raise NotImplementedError(
-                "DeepSpeedPlugin(enable_msamp=..., msamp_opt_level=...) is for fp8, which is not offered"
+                "DeepSpeedPlugin(enable_msamp=..., msamp_opt_level=...) is for fp8, which is not supported"
             )
 
     def _check(self) -> None:
@@ -141,12 +141,12 @@ class DeepSpeedSettings:
                 )
         if self.offload_param_device != "none" and self.zero_stage != 3:
             raise ValueError(
-                f"{_ZERO}.offload_param.device={self.offload_param_device!r} is for stage 3, and "
+                f"{_ZERO}.offload_param.device={self.offload_param_device!r} needs stage 3, but "
                 f"{_ZERO}.stage={self.zero_stage}"
             )
         if self.offload_optimizer_device != "none" and not self.zero_stage:
             raise ValueError(
-                f"{_ZERO}.offload_optimizer.device={self.offload_optimizer_device!r} is for stages 1 to 3, and "
+                f"{_ZERO}.offload_optimizer.device={self.offload_optimizer_device!r} needs stages 1 to 3, but "
                 f"{_ZERO}.stage=0"
             )
 
@@ -177,8 +177,8 @@ class DeepSpeedSettings:
         """Return how gradients are accumulated: see ``StrategyPlugin``."""
         if asked.divide_by_actual:
             raise ValueError(
-                "divide_by_actual=True can't be used with DeepSpeed, whose engine keeps the gradients of a window. Let "
-                "num_steps divide the batches of an epoch, or leave it out"
+                "divide_by_actual=True can't be used with DeepSpeed, whose engine keeps the gradients of a window. "
+                "Choose a num_steps that divides the batches of an epoch, or leave it out"
             )
         asked = dataclasses.replace(asked, divide_by_actual=False)
         key = "gradient_accumulation_steps"
@@ -259,7 +259,8 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedSettings:
     plugin = state.deepspeed_plugin
     if plugin is None:
         raise ValueError(
-            "DeepSpeed has no plugin here; give the Accelerator one: Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
+            "there is no DeepSpeed plugin; pass one to the Accelerator: "
+            "Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
         )
     active: DeepSpeedSettings = plugin
     return active

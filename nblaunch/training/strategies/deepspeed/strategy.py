@@ -86,8 +86,8 @@ class DeepSpeedStrategy(Strategy):
         for kind, found in (("models", models), ("optimizers", optimizers), ("schedulers", schedulers)):
             if len(found) > 1:
                 raise ValueError(
-                    f"prepare was given {len(found)} {kind}, and an engine of DeepSpeed has one; call prepare once for "
-                    "each model, with an Accelerator and a plugin of their own: "
+                    f"prepare was given {len(found)} {kind}, but a DeepSpeed engine has one; call prepare once for "
+                    "each model, each with its own Accelerator and plugin: "
                     "Accelerator(deepspeed_plugins={'student': ..., 'teacher': ...})"
                 )
         loaders = [obj for obj in objects if isinstance(obj, DataLoader)]
@@ -110,8 +110,8 @@ class DeepSpeedStrategy(Strategy):
         if optimizer is not None and self.engine is not None:
             trained = type(without_parallel_wrappers(self.engine)).__name__
             raise ValueError(
-                f"this Accelerator trains a {trained} with DeepSpeed already; build a second Accelerator for the "
-                "second model, or call free_memory() first"
+                f"this Accelerator trains a {trained} with DeepSpeed; create a second Accelerator for the second "
+                "model, or call free_memory() first"
             )
         library = deepspeed_library.load(process)
         config = deepspeed_config.complete(settings.deepspeed_config, self._inputs(model, process))
@@ -168,8 +168,8 @@ class DeepSpeedStrategy(Strategy):
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
         if optimizer is not self._given.optimizer or self._optimizer is None:
             raise ValueError(
-                f"this {type(optimizer).__name__} was given to prepare without its model; an engine of DeepSpeed is "
-                "made of both: accelerator.prepare(model, optimizer, ...) in one call"
+                f"this {type(optimizer).__name__} was passed to prepare without its model; a DeepSpeed engine "
+                "needs both: accelerator.prepare(model, optimizer, ...) in one call"
             )
         return self._optimizer
 
@@ -178,7 +178,7 @@ class DeepSpeedStrategy(Strategy):
             return None
         if self._optimizer is None or self.engine.lr_scheduler is None:
             raise ValueError(
-                "this DummyScheduler was given to prepare without its model and optimizer; call "
+                "this DummyScheduler was passed to prepare without its model and optimizer; call "
                 "accelerator.prepare(model, optimizer, scheduler, ...) with all of them"
             )
         return EngineScheduler(self.engine.lr_scheduler, [self._optimizer], self._setup.accumulation)
@@ -217,8 +217,8 @@ class DeepSpeedStrategy(Strategy):
             )
         if self._is_step_due:
             raise ValueError(
-                "backward was called twice without optimizer.step() in between, which DeepSpeed's engine would get "
-                "wrong. Add the losses up and call backward once; to accumulate gradients, use "
+                "backward was called twice without optimizer.step() in between, which DeepSpeed's engine would "
+                "compute wrongly. Add the losses and call backward once; to accumulate gradients, use "
                 "accelerator.accumulate(model), or accelerator.no_sync(model) around all but the last"
             )
         deepspeed_library.quieten()
@@ -340,9 +340,9 @@ def _check_group(process: JoinedProcess) -> None:
     size = process.topology.world_size
     if process.device.type != "cpu" and size > 1 and is_distributed() and dist.get_backend() == "gloo":
         raise ValueError(
-            f"DeepSpeed needs ranks that talk by {process.backend.dist_backend}, and these {size} talk by gloo: they "
-            "share GPUs, are instances of one, or gloo was asked for. Launch at most as many processes as there are "
-            "GPUs, or try it out with backend='cpu'"
+            f"DeepSpeed needs ranks that communicate by {process.backend.dist_backend}, but these {size} ranks use "
+            "gloo, because they share GPUs or MIG instances, or because gloo was requested. Launch at most one "
+            "process per GPU, or try backend='cpu'"
         )
 
 

@@ -27,7 +27,7 @@ from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
 # Fields that the compiler can't support: field -> what to do instead.
 _REFUSED = {
-    "cpu_offload": "shards stay on the devices; leave it out",
+    "cpu_offload": "shards stay on the devices, so leave it out",
     "activation_checkpointing": "call torch_xla.utils.checkpoint.checkpoint in the model's forward instead",
     "mixed_precision_policy": "pass mixed_precision='bf16' to the Accelerator instead",
     "param_init_fn": "build the model with its weights, on the CPU",

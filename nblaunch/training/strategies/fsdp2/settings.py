@@ -132,7 +132,7 @@ class ShardingSettings:
             reshards = _SHARDING.get(str(self.sharding_strategy), True)
         if not isinstance(reshards, int) or reshards < 0:
             raise ValueError(
-                f"reshard_after_forward={reshards!r:.80} is none of: True, False, a number of ranks"
+                f"reshard_after_forward={reshards!r:.80} must be True, False or a number of ranks"
             )
         self.reshard_after_forward = reshards
         for name in _FLAGS:
@@ -149,15 +149,17 @@ class ShardingSettings:
         for name in _OF_VERSION_1:
             if getattr(self, name):
                 given = f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60})"
-                warn(f"{given} has no effect: FSDP version 2, torch's fully_shard, has no such setting")
+                warn(
+                    f"{given} has no effect: FSDP version 2, torch's fully_shard, does not have this setting"
+                )
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Make ``save_state`` write states of this type from now on; None: of the default type."""
         name = str(getattr(state_dict_type, "name", state_dict_type or "SHARDED_STATE_DICT")).upper()
         if name == "LOCAL_STATE_DICT":
             raise ValueError(
-                "state_dict_type='LOCAL_STATE_DICT' is of FSDP version 1; use 'SHARDED_STATE_DICT', which also writes "
-                "what each rank holds, and can be loaded on any number of ranks"
+                "state_dict_type='LOCAL_STATE_DICT' belongs to FSDP version 1; use 'SHARDED_STATE_DICT', which "
+                "also writes the shards of each rank and can be loaded on any number of ranks"
             )
         check_choice("state_dict_type", name.lower(), STATE_DICT_TYPES)
         self.state_dict_type = name
@@ -244,8 +246,8 @@ def _sharding_name(strategy: Any) -> str | None:
     name = _SHARDING_NUMBERS.get(name, name)
     if name == "NO_SHARD":
         raise ValueError(
-            "sharding_strategy='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out for that, and "
-            "models are trained with DistributedDataParallel"
+            "sharding_strategy='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out, and "
+            "DistributedDataParallel trains the models"
         )
     check_choice("sharding_strategy", name, tuple(_SHARDING))
     return name
@@ -277,7 +279,7 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, str) and value.strip().isdigit():
         value = int(value)
     if not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        raise ValueError(f"{name}={value!r:.80} is no number of elements")
+        raise ValueError(f"{name}={value!r:.80} is not a number of elements")
     return int(value)
 
 

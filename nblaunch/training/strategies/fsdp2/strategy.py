@@ -58,8 +58,9 @@ class Fsdp2Strategy(DTensorStrategy):
         super().__init__(process, "fsdp_plugin")
         if process.backend.reduces_gradients_at_step:
             raise ValueError(
-                f"fsdp_plugin can't be used on {process.backend.name} with a process per device: torch's fully_shard "
-                "is for CPUs and GPUs. strategy='spmd' shards models over the devices of one process; or leave it out"
+                f"fsdp_plugin can't be used on {process.backend.name} with one process per device, because torch's "
+                "fully_shard supports only CPUs and GPUs. Use strategy='spmd', which shards models over the "
+                "devices of one process, or leave fsdp_plugin out"
             )
         self._settings = settings
         self._dtype = dtype
@@ -266,8 +267,8 @@ def _check_optimizer(optimizer: Any) -> None:
     name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WITHOUT_SHARDS), None)
     if name is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} {_WITHOUT_SHARDS[name]}, which torch can't do where ranks hold shards of the "
-            "weights (fsdp_plugin). Use AdamW, SGD or another optimizer that works element by element, or leave "
+            f"{type(optimizer).__name__} {_WITHOUT_SHARDS[name]}, which torch can't do with sharded weights "
+            "(fsdp_plugin). Use AdamW, SGD or another optimizer that works element by element, or leave "
             "fsdp_plugin out"
         )
 
@@ -290,7 +291,7 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     names = [name for name, weight in model.named_parameters() if weight in ignored and weight.requires_grad]
     if names:
         warn(
-            f"ignored_modules leaves {formatting.first(names, 3)} to each rank alone: their gradients are not "
-            "averaged, so that ranks come to differ, and checkpoints have those of rank 0. Freeze them with "
+            f"ignored_modules leaves {formatting.first(names, 3)} to each rank: their gradients are not averaged, "
+            "so the ranks diverge, and checkpoints have the values of rank 0. Freeze them with "
             "requires_grad_(False), or average their gradients before each step"
         )

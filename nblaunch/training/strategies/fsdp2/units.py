@@ -142,7 +142,7 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | No
         modules = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
         if not modules:
             names = ", ".join(name for name, _ in list(model.named_modules())[1:9])
-            raise ValueError(f"ignored_modules={ignored!r} fits the name of no module; there are {names} ...")
+            raise ValueError(f"ignored_modules={ignored!r} matches no module name; there are {names} ...")
     else:
         modules = list(ignored)
     return {parameter for module in modules for parameter in module.parameters()}
@@ -379,9 +379,9 @@ def refuse_copies(module: nn.Module) -> None:
 def _refuse_copy(module: nn.Module, memo: Any) -> Any:
     name = type(module).__name__.removeprefix("FSDP")
     raise RuntimeError(
-        f"a {name} whose weights are sharded over ranks can't be copied by copy.deepcopy, as AveragedModel does. Copy "
-        "the model, or make the AveragedModel of it, before prepare, and pass the copy to prepare as well; or keep an "
-        "average of its shards: [p.detach().clone() for p in model.parameters()]"
+        f"a {name} whose weights are sharded over ranks can't be copied by copy.deepcopy, which AveragedModel "
+        "uses. Copy the model or create the AveragedModel before prepare, and pass it to prepare as well; or keep "
+        "an average of the shards: [p.detach().clone() for p in model.parameters()]"
     )
 
 

@@ -229,12 +229,12 @@ class FullWeights:
         model = f"the {self._class_names['']} is on the meta device"
         if is_given:
             return (
-                f"{model}, and param_init_fn, called with each of its modules, has not written all of these weights "
-                f"and buffers: {listed}. Have it do so, or build the model on the CPU"
+                f"{model}, and param_init_fn did not initialise all of these weights and buffers: {listed}. "
+                "Initialise them there, or build the model on the CPU"
             )
         return (
-            f"{model}, and not all of these weights and buffers are written by reset_parameters() of their modules or "
-            f"_init_weights() of the model: {listed}. Have one do so, pass "
+            f"{model}, and neither reset_parameters() of the modules nor _init_weights() of the model initialises "
+            f"all of these weights and buffers: {listed}. Initialise them there, pass "
             "FullyShardedDataParallelPlugin(param_init_fn=...), or build the model on the CPU"
         )
 
@@ -248,7 +248,7 @@ def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: boo
         if one != shapes[0]:
             differing = next((f"{a} and {b}" for a, b in zip(shapes[0], one, strict=False) if a != b), "")
             raise ValueError(
-                f"the {model_name} is another one on rank {rank} than on rank 0: {len(one)} tensors and "
+                f"the {model_name} differs between rank {rank} and rank 0: {len(one)} tensors and "
                 f"{len(shapes[0])}{', ' + differing if differing else ''}"
             )
     origins = {}
@@ -262,8 +262,8 @@ def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: boo
             raise ValueError(f"{name} of the {model_name} is on the meta device on rank 0, but not on others")
         elif _META in prints and not may_be_sent:
             raise ValueError(
-                f"{name} of the {model_name} is on the meta device on rank {prints.index(_META)}, and "
-                "cpu_ram_efficient_loading=False means that every rank has its weights"
+                f"{name} of the {model_name} is on the meta device on rank {prints.index(_META)}, but with "
+                "cpu_ram_efficient_loading=False every rank needs its weights"
             )
         else:
             origins[name] = "rank 0"

@@ -1,0 +1,30 @@
+"""The loggers of nblaunch, which decide which notes are shown.
+
+``logging.getLogger("nblaunch").setLevel("WARNING")`` turns notes off; warnings and hangs have the levels WARNING and
+ERROR. The logger ``nblaunch.notes`` receives a record for each note that is shown. It does not propagate, because
+handlers of the root logger usually write into the cell, which shows the note already.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from nblaunch.events import Note
+
+_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "hang": logging.ERROR}
+
+_root = logging.getLogger("nblaunch")
+if _root.level == logging.NOTSET:
+    _root.setLevel(logging.INFO)
+_notes = logging.getLogger("nblaunch.notes")
+_notes.propagate = False
+_notes.addHandler(logging.NullHandler())
+
+
+def is_shown(note: Note) -> bool:
+    """Return whether the user wants to see a note; log it in this case."""
+    level = _LEVELS[note.kind]
+    if not _notes.isEnabledFor(level):
+        return False
+    _notes.log(level, "%s", note.text, extra={"rank": note.rank})
+    return True
