@@ -106,7 +106,7 @@ def failure_of(
         return remote
     root = find_root_cause(report)
     mismatch = explain_failure(report, root)
-    if mismatch is not None:
+    if mismatch is not None and not (root is not None and root.left_early and _left(mismatch, report)):
         return _mismatched(report, mismatch, root, [*past, f"complete logs: {logs.attempt_path(attempt)}"])
     if root is None:  # the launcher stopped ranks that did not end in time
         rank = min(rank for rank in report.exits if rank not in report.returned)
@@ -132,6 +132,8 @@ def failure_of(
         return Failure(error, root.rank, headline)
     headline = what_happened(root, report)
     explanation = [] if evidence else [what_it_means(root)]
+    if mismatch is not None:
+        explanation = [f"{mismatch.headline}.", mismatch.advice]
     who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
     summary = [f"{who} {headline}.", *explanation, *evidence, *shm_evidence(report, root)]
     traces = _last_lines(printed, logs.log_path(root.rank, attempt)) + _crash_stack(logs, root.rank, attempt)
@@ -208,6 +210,11 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> F
     return Failure(
         WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=_exit_code(status)), rank, headline
     )
+
+
+def _left(mismatch: Explanation, report: AttemptReport) -> bool:
+    """Return whether ranks that have returned are the ones at fault."""
+    return bool(mismatch.ranks) and set(mismatch.ranks) <= report.returned.keys()
 
 
 def _mismatched(
