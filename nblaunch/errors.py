@@ -88,7 +88,7 @@ class JobHung(NblaunchError, RuntimeError):
 
     Args:
         message: what happened.
-        ranks: those that the others wait for; empty where that is not known.
+        ranks: those that the others wait for; empty if that is not known.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -101,7 +101,7 @@ class CollectiveMismatch(NblaunchError, RuntimeError):
 
     Args:
         message: what each of them called, on which line.
-        ranks: those at fault; empty where no side is more likely wrong than the other.
+        ranks: those at fault; empty if no side is more likely wrong than the other.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:

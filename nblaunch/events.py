@@ -95,7 +95,7 @@ class FrameInfo:
     Args:
         filename: of the code.
         lineno: current line.
-        name: of the function.
+        name: name of the function.
         line: source text of the line, also for notebook cells.
         is_user: whether the code is the user's, not a library's or Python's.
         first_lineno: first line of the function; 0 if unknown.
@@ -195,7 +195,7 @@ class Note(Event):
     """One line for the user, from a worker or (``rank`` -1) from the launcher.
 
     Args:
-        text: of the note.
+        text: text of the note.
         kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks without progress, with a
             line for each position of ranks.
     """
@@ -353,7 +353,7 @@ class AttemptStarted(Event):
     """An attempt of the job starts; ``rank`` is -1.
 
     Args:
-        function_name: of the user's function.
+        function_name: name of the user's function.
         num_processes: number of workers.
         backend: device family.
         start_method: of the workers.

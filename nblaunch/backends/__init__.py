@@ -49,7 +49,7 @@ def register(backend: Backend) -> None:
 
 
 def registered(name: str) -> Backend | None:
-    """Return the backend that was registered under ``name``; None where none was."""
+    """Return the backend that was registered under ``name``; None if none was."""
     return _registered.get(name)
 
 
@@ -77,7 +77,7 @@ def find(name: str, pickled: bytes = b"") -> Backend:
     """Return the backend called ``name``, in a worker or in what starts workers.
 
     Args:
-        name: of the backend.
+        name: name of the backend.
         pickled: the backend, where it was registered in another process; it is registered in this one too then.
     """
     if pickled and name not in _registered:

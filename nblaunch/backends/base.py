@@ -136,7 +136,7 @@ class Backend(ABC):
 
     @abstractmethod
     def fork_hazard(self) -> str | None:
-        """Return why workers forked from *this* process now can't use the device; None where they can.
+        """Return why workers forked from *this* process now can't use the device; None if they can.
 
         A sentence that completes "fork is not possible here: ...".
         """
@@ -153,11 +153,11 @@ class Backend(ABC):
         return None
 
     def launch_refusal(self) -> str | None:
-        """Return why no worker, however it starts, can use the devices now, and what to do; None where they can."""
+        """Return why no worker, however it starts, can use the devices now, and what to do; None if they can."""
         return None
 
     def count_refusal(self, num_processes: int) -> str | None:
-        """Return why this number of workers can't start, though there are enough devices; None where it can."""
+        """Return why this number of workers can't start, though there are enough devices; None if it can."""
         return None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:
@@ -201,7 +201,7 @@ class Backend(ABC):
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
-        """Return changes to :meth:`worker_env` for one worker that drives all devices; None where it can't."""
+        """Return changes to :meth:`worker_env` for one worker that drives all devices; None if it can't."""
         return None
 
     # --- worker's half -------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Backend(ABC):
 
     @abstractmethod
     def precision_refusal(self, precision: str) -> str | None:
-        """Return None where ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` can be used on this device, else why not."""
+        """Return None if ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` can be used on this device, else why not."""
 
     def computes_in_full(self, precision: str) -> bool:
         """Return whether full precision takes the place of one that this device refuses."""
@@ -244,7 +244,7 @@ class Backend(ABC):
 
     @property
     def num_spmd_devices(self) -> int:
-        """The number of devices that this process drives as one; 0 where each process has its own."""
+        """The number of devices that this process drives as one; 0 if each process has its own."""
         return 0
 
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
@@ -287,7 +287,7 @@ class Backend(ABC):
         return self.name
 
     def rng_state(self) -> Mapping[str, Any]:
-        """Return the device's random number state, beyond the CPU generator's; empty where there is none."""
+        """Return the device's random number state, beyond the CPU generator's; empty if there is none."""
         return {}
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:

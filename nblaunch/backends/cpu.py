@@ -90,7 +90,7 @@ def _own_quota() -> float | None:
 
 
 def cpu_quota(folders: Iterable[Path]) -> float | None:
-    """Return the CPU quota in cores of the tightest control group among ``folders``; None where there is none.
+    """Return the CPU quota in cores of the tightest control group among ``folders``; None if there is none.
 
     Source: Linux's documentation, admin-guide/cgroup-v2 ("cpu.max") and scheduler/sched-bwc ("cpu.cfs_quota_us").
     """

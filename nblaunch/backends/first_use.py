@@ -157,7 +157,7 @@ def _record() -> None:
 
 
 def gpu_in_use() -> str | None:
-    """Return "CUDA" or "ROCm" where this process uses it; None where it does not.
+    """Return "CUDA" or "ROCm" where this process uses it; None if it does not.
 
     Forked workers on the CPU fail, too: optimizers ask torch whether a GPU records a graph, and backward finds that the
     threads for the GPUs are missing.
@@ -177,7 +177,7 @@ def _module_of_torch(runtime: GpuRuntime) -> Any:
 
 
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
-    """Return why a forked copy of this process can't use a GPU, as the end of "this process ..."; None where it can."""
+    """Return why a forked copy of this process can't use a GPU, as the end of "this process ..."; None if it can."""
     torch_module, name, module = _module_of_torch(runtime), runtime.name, runtime.module
     in_vain = f"{name} can't be used in a forked process"
     if torch_module is not None and torch_module.is_initialized():
@@ -234,7 +234,7 @@ def _was_set_at_start(name: str) -> bool:
 
 
 def wanted_xla_device() -> str:
-    """Return PJRT_DEVICE as the user set it; empty where it is unset, or what the import of torch_xla made of it.
+    """Return PJRT_DEVICE as the user set it; empty if it is unset, or what the import of torch_xla made of it.
 
     The import sets it to CPU where it sees no TPU. The user did not ask for that, and in a container that hides the PCI
     bus it is wrong.
@@ -266,7 +266,7 @@ def first_match(cells: Sequence[str]) -> str:
 
 
 def xla_backward_hazard() -> str | None:
-    """Return why the first backward of a forked copy fails, because one ran here before; None where it does not.
+    """Return why the first backward of a forked copy fails, because one ran here before; None if it does not.
 
     torch_xla must have been imported.
     """
@@ -311,7 +311,7 @@ def keep_torch_tpu_away() -> None:
 
 
 def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> str | None:
-    """Return what fails in a forked child that runs ``attempt``, a small ``backward``; None where nothing does.
+    """Return what fails in a forked child that runs ``attempt``, a small ``backward``; None if nothing does.
 
     It counts as hanging after ``timeout_s``.
     """

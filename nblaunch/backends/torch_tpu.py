@@ -90,7 +90,7 @@ class TorchTpuBackend(Backend):
         return "there is no TPU chip on the PCI bus; is this a TPU host, and does the container show it /sys/bus/pci?"
 
     def _missing(self) -> str | None:
-        """Return which package is missing or does not fit; None where all do."""
+        """Return which package is missing or does not fit; None if all do."""
         if not is_installed("torch_tpu"):
             return f"torch_tpu is not installed; on a TPU host: {INSTALL}"
         if not is_installed("libtpu"):

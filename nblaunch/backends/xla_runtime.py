@@ -144,7 +144,7 @@ def counters() -> Counters:
 
 
 def memory() -> tuple[int, int, int] | None:
-    """Return bytes of the default device: taken, peak, total; None where the runtime does not report them.
+    """Return bytes of the default device: taken, peak, total; None if the runtime does not report them.
 
     Source: ``torch_xla.core.xla_model.get_memory_info``; the peak is missing from older runtimes' answer.
     """
@@ -182,7 +182,7 @@ def use_spmd() -> None:
 
 
 def num_spmd_devices() -> int:
-    """Return the number of devices that this process drives as one; 0 where it drives one by itself."""
+    """Return the number of devices that this process drives as one; 0 if it drives one by itself."""
     return int(_whole_mesh().size()) if part("runtime").is_spmd() else 0
 
 

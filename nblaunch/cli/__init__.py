@@ -54,7 +54,7 @@ def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) 
 
     Args:
         option: to which ``text`` was given.
-        text: of the form ``name=value``.
+        text: text of the form ``name=value``.
         words: in lower case, and what they stand for besides.
 
     Raises:

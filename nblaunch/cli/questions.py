@@ -31,7 +31,7 @@ Convert = Callable[[str], Any]
 class Asker:
     """Asks for one line per answer on standard output and input; an empty line means the default.
 
-    A question is repeated after an invalid answer. Where the lines of a pipe end before a valid one, that is an error.
+    A question is repeated after an invalid answer. If the input ends before a valid answer, an error is raised.
     """
 
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
@@ -115,8 +115,8 @@ class Question:
     """One question.
 
     Args:
-        setting: that the answer sets.
-        text: of the question.
+        setting: setting that the answer sets.
+        text: the question.
         is_asked: whether to ask it, by the answers so far.
         default: the default answer, or a function of the answers so far and the machine.
         choices: (value, label) pairs, or such a function; None = the answer is typed and converted by the setting.

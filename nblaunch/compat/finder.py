@@ -148,7 +148,7 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
 
 
 def system_refusal() -> str | None:
-    """Return why no job can run on this system, and what to do; None where jobs can."""
+    """Return why no job can run on this system, and what to do; None if jobs can."""
     if hasattr(os, "fork") and sys.platform != "emscripten":
         return None
     return (

@@ -103,7 +103,7 @@ def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dash
 
     Args:
         is_live: redraw the progress in place, on a terminal; only if nothing else writes to it.
-        shortens: leave out lines of ranks that print a lot; False where programs may read them.
+        shortens: leave out lines of ranks that print a lot; False if programs may read them.
     """
     live = open_live() if is_live else None
     return [
@@ -124,7 +124,7 @@ def lines_printer(**options: Any) -> Dashboard:
 
 
 def open_live(stream: TextIO | None = None) -> LiveTable | None:
-    """Return a table that is redrawn in place; None where the cursor can't be moved.
+    """Return a table that is redrawn in place; None if the cursor can't be moved.
 
     Args:
         stream: default: ``sys.stderr``.

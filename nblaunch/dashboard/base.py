@@ -52,7 +52,7 @@ class ShownJob(Controls, Protocol):
     """A job that dashboards are connected with."""
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
-        """Let ``show_again()`` show the job in the running cell; it returns False where it can't."""
+        """Let ``show_again()`` show the job in the running cell; it returns False if it can't."""
 
 
 class Dashboard(abc.ABC):
@@ -112,7 +112,7 @@ class GuardedDashboard(Dashboard):
         return bool(self._guard(self.inner.show_again))
 
     def _guard(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what the call returns; None where it fails, or one has failed before."""
+        """Return what the call returns; None if it fails, or one has failed before."""
         if self._is_broken:
             return None
         try:

@@ -8,7 +8,7 @@
     step└──┬────┬────┬──
           100  200  300
 
-The curves of ranks are thin and behind their mean. A chart depends on the values alone, so that equal runs have equal
+The curves of ranks are thin and behind their mean. A chart depends only on the values, so that equal runs have equal
 charts.
 """
 
@@ -80,11 +80,11 @@ def chart(
     """Return one chart with its legend and caption.
 
     Args:
-        name: of the quantity.
+        name: name of the quantity.
         main: at least two points.
         raw: thin lines behind, of which ``main`` is the mean.
         name_of_raw: in the legend.
-        first_step: where the caption counts from; None: the first point.
+        first_step: step from which the caption counts; None: the first point.
     """
     front = thinned(main)
     behind = [thinned(line, min(_MAX_RAW_POINTS // len(raw), _MAX_POINTS)) for line in raw]
@@ -121,7 +121,7 @@ def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def thinned(line: Sequence[Point], max_points: int = _MAX_POINTS) -> list[Point]:
-    """Return evenly spaced points of a line, the first and the last one included."""
+    """Return evenly spaced points of a line, including the first and the last."""
     if len(line) <= max_points:
         return list(line)
     step = (len(line) - 1) / (max_points - 1)

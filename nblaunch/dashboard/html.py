@@ -89,7 +89,7 @@ def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None 
 
     Args:
         view: the job.
-        tail: the last lines of output, shown with the notes; None where something else shows these.
+        tail: the last lines of output, shown with the notes; None if something else shows these.
         table: of this view, where it is at hand.
     """
     table = table or tabulate(view)

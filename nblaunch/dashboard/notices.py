@@ -279,7 +279,7 @@ _KEPT_S, _KEPT_STEPS = 4.0, 6  # a measured rate holds for so long, or for so ma
 
 
 def as_of_now(view: JobView) -> JobView:
-    """Return the view with the rates of this moment: 0 where a rank has stopped taking steps."""
+    """Return the view with the rates of this moment: 0 if a rank has stopped taking steps."""
     if not any(_has_stopped(view, rank) for rank in view.ranks):
         return view
     return replace(

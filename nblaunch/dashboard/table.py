@@ -323,7 +323,7 @@ class Table:
         columns: names of the columns between state and detail.
         rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
         collapsed: ranks in lockstep, in words; empty if all ranks have a row.
-        name: of the function that runs.
+        name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.
         progress: how far it is: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
         setting: number of processes, backend, start method.
@@ -402,7 +402,7 @@ def headline(view: JobView) -> str:
 
 
 def progress(view: JobView) -> str:
-    """Return how far the rank furthest behind is, and the loss and throughput of all; empty where nothing is known.
+    """Return how far the rank furthest behind is, and the loss and throughput of all; empty if nothing is known.
 
     Where the number of epochs is unknown, the percentage is of the epoch, and no time left is shown.
     """

@@ -173,7 +173,7 @@ class TextDashboard(ViewingDashboard):
 
     Args:
         stream: default: ``sys.stderr``, looked up at each write.
-        live: what is redrawn on the terminal, shared with other writers; None where lines are written.
+        live: what is redrawn on the terminal, shared with other writers; None if lines are written.
         clock: seconds on a clock that never jumps.
     """
 

@@ -58,7 +58,7 @@ def render_text(
 
     Args:
         view: the job.
-        tail: the last lines of output, shown with the notes; None where something else shows these.
+        tail: the last lines of output, shown with the notes; None if something else shows these.
         paint: colours states, failures and warnings.
         table: of this view, where it is at hand.
         width: columns of the terminal, where it has fewer columns of the table if it is narrow.

@@ -159,7 +159,7 @@ class RankView:
     """The state of one worker.
 
     Args:
-        rank: of the worker.
+        rank: rank of the worker.
         reading: the last reading of the board; of a finished rank that has trained, with the numbers of its training.
         state: of the worker.
         steps_per_s: averaged over about :data:`WINDOW_S`; None if unknown.
@@ -173,14 +173,14 @@ class RankView:
         line_gone_s: when another line was printed over the status line; 0.0 while it is there.
         last_line: last complete line of output, without escape sequences.
         num_lines: number of lines of output.
-        exit_status: of the process; None while it runs.
+        exit_status: status of the process; None while it runs.
         exited_s: when it ended; infinite while it runs.
         failure: the failure in one line; empty if there is none.
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
         changed_s: time of the last change of the reading, whatever of it, or of the last output; 0.0 before.
-        stall: what the launcher knows of a rank without progress; None where it moves.
+        stall: what the launcher knows of a rank without progress; None if it moves.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
         first_epoch: the first epoch that was seen of a training; 0 before.
@@ -348,7 +348,7 @@ class JobView:
         hang: the last report about ranks without progress, a line each; empty when they have gone on.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by the number of their training, from 0, and their own in it.
-        host_peak_bytes: largest host memory of all workers together; None where pages that they share count for each.
+        host_peak_bytes: largest host memory of all workers together; None if pages that they share count for each.
         ranks: one view per worker, by rank; empty before the start.
     """
 

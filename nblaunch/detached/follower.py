@@ -75,7 +75,7 @@ class JobFollower(Job):
     """A job that another process runs.
 
     Args:
-        folder: of the job.
+        folder: folder of the job.
         listeners: receive its events, all from the first.
 
     Raises:

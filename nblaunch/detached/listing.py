@@ -29,7 +29,7 @@ class Served:
     """The reply of a job process about itself.
 
     Args:
-        folder: of the job.
+        folder: folder of the job.
         problem: why removed files can't be restored; empty = all files exist.
         waits_for: what it waits for before it ends; empty = nothing.
         record: of the job.
@@ -47,7 +47,7 @@ class JobSummary:
 
     Args:
         id: short name, for :func:`nblaunch.attach`.
-        function_name: of the user's function.
+        function_name: name of the user's function.
         status: as of :class:`nblaunch.Job`; ``"on NAME"`` if it runs on another machine that shares the folder;
             ``"damaged"`` if its files can't be read; ``"other version"`` if another version of nblaunch launched it,
             whose files this version can't read.

@@ -20,7 +20,7 @@ class JobReader:
     """Reads the folder of a job from the beginning.
 
     Args:
-        folder: of the job.
+        folder: folder of the job.
         ranks: of the job.
         emit: receives events, including events made from other files.
         emit_readings: receives readings of the board.

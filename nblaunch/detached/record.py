@@ -29,7 +29,7 @@ class Record:
     Args:
         format: :data:`FORMAT`.
         id: short name of the job.
-        function_name: of the user's function.
+        function_name: name of the user's function.
         num_processes: number of ranks.
         backend: name of the device family.
         process: the process that runs the job.

@@ -284,7 +284,7 @@ class Recorder:
         """Write a part of the outcome as soon as there is room; return why it was not, empty if it is there.
 
         Args:
-            value: what is pickled, to know how much room it needs; None where that is next to nothing.
+            value: what is pickled, to know how much room it needs; None if that is next to nothing.
         """
         try:
             while True:
@@ -304,7 +304,7 @@ class Recorder:
             self.waits_for = ""
 
     def _waits(self, saving: _Saving, what: str, num_bytes: int, problem: OSError, why: str) -> bool:
-        """Wait until another try may have room; return False where the user has asked to give up."""
+        """Wait until another try may have room; return False if the user has asked to give up."""
         place = self._folder.path.parent
         needs = f"{formatting.size(num_bytes)} of space" if num_bytes > _COPY_BYTES else "room"
         self.waits_for = (

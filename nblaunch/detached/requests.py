@@ -57,7 +57,7 @@ class Endpoint:
     """The place where a job process serves requests.
 
     Args:
-        folder: of the job.
+        folder: folder of the job.
         address: name of the second socket; empty without one.
     """
 

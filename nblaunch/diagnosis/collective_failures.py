@@ -19,7 +19,7 @@ _PASSED = re.compile(r"^  rank (\d+): (.*)$", re.MULTILINE)
 
 
 def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanation | None:
-    """Return what ranks called differently, or who came alone; None where another failure explains the end.
+    """Return what ranks called differently, or who came alone; None if another failure explains the end.
 
     Args:
         report: of the attempt.

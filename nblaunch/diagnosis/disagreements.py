@@ -29,7 +29,7 @@ class Explanation:
 
     Args:
         headline: what happened, with the ranks at fault first.
-        ranks: those at fault; empty where no side is more likely wrong than the other.
+        ranks: those at fault; empty if no side is more likely wrong than the other.
         lines: more about it.
         advice: what to do.
         check: name under which ``NBLAUNCH_CHECKS`` leaves it out.
@@ -53,7 +53,7 @@ class Disagreement:
 
     Args:
         group: the group.
-        number: of the call in it.
+        number: number of the call in it.
         calls: rank -> its call with this number, of ranks that have come to it.
         of_rates: calls are steps of optimizers, with different learning rates.
     """
@@ -200,12 +200,12 @@ def _faulty(sides: Sides) -> tuple[int, ...]:
 
 
 def condition_of(call: Call) -> str:
-    """Return the condition on the rank under which a call stands; empty where none is seen."""
+    """Return the condition on the rank under which a call stands; empty if none is seen."""
     return condition_on_rank(call.site.filename, call.site.line)
 
 
 def num_batches(ranks: Iterable[int], calls: Mapping[int, RankCalls], steps: Mapping[int, int]) -> int | None:
-    """Return the number of batches that ranks have taken so far; None where it is not known, or not the same.
+    """Return the number of batches that ranks have taken so far; None if it is not known, or not the same.
 
     Args:
         ranks: which.

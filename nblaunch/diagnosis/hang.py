@@ -283,7 +283,7 @@ def describe_hang(
 
 
 def cause(positions: Mapping[int, Position], candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that the others wait for, empty where all wait, and what happened, as a sentence.
+    """Return the ranks that the others wait for, empty if all wait, and what happened, as a sentence.
 
     Args:
         positions: of running ranks.

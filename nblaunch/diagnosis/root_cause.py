@@ -43,7 +43,7 @@ class RootCause:
     """The failure that explains the others.
 
     Args:
-        rank: of the failure.
+        rank: rank of the failure.
         failed: the exception, if there was one.
         status: exit status of the process, if it ended without an exception.
         left_early: the rank had returned or called ``sys.exit(0)`` while others still needed it.

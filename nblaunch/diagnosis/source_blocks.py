@@ -32,7 +32,7 @@ class Loop:
 
 
 def loop_around(filename: str, line: int) -> Loop | None:
-    """Return the innermost loop around a line; None where there is none, or the source is not at hand."""
+    """Return the innermost loop around a line; None if there is none, or the source is not at hand."""
     loops = [
         node
         for node in _around(filename, line)
@@ -42,7 +42,7 @@ def loop_around(filename: str, line: int) -> Loop | None:
 
 
 def condition_on_rank(filename: str, line: int) -> str:
-    """Return what lets only some ranks come to a line, as ``if rank == 0``; empty where nothing is seen."""
+    """Return what lets only some ranks come to a line, as ``if rank == 0``; empty if nothing is seen."""
     for node in reversed(list(_around(filename, line))):
         if isinstance(node, (ast.If, ast.While)) and _is_in(node.body, line):
             word, test = ("if", node.test) if isinstance(node, ast.If) else ("while", node.test)

@@ -95,7 +95,7 @@ class Position:
         is_long_work: it compiles, or writes or reads a checkpoint.
         stack: of the thread that runs the function, innermost first.
         is_importing: it imports a library.
-        num_threads: how many threads of Python the process has; None where it did not answer by itself.
+        num_threads: how many threads of Python the process has; None if it did not answer by itself.
     """
 
     where: str

@@ -70,7 +70,7 @@ class Standing:
     Args:
         calls: rank -> its last calls.
         returned: ranks whose function has returned.
-        positions: rank -> position in its code; None where stacks were not asked for.
+        positions: rank -> position in its code; None if stacks were not asked for.
         steps: rank -> batches of its current loop over a prepared loader.
     """
 
@@ -140,7 +140,7 @@ def _is_over(standing: Standing, call: Call) -> bool:
 
 
 def _pending(calls: RankCalls) -> Call | None:
-    """Return what a rank waits in if it waits; None where its last call does not wait."""
+    """Return what a rank waits in if it waits; None if its last call does not wait."""
     last = calls.last
     if last is None or last.site.kind in (STEP, FORWARD):
         return None
@@ -168,7 +168,7 @@ def _ranks_of(sides: Sequence[_Side]) -> tuple[int, ...]:
 
 
 def _condition(standing: Standing, side: _Side) -> list[str]:
-    """Return the condition on the rank for each rank of a side, empty where none is seen."""
+    """Return the condition on the rank for each rank of a side, empty if none is seen."""
     return [
         _condition_of_rank(standing, rank, activity.call)
         for rank, activity in zip(side.ranks, side.activities, strict=True)

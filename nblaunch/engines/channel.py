@@ -52,7 +52,7 @@ class Channel:
         skips_to_mark: ignore what arrives before :data:`MARK`.
 
     Attributes:
-        key: of the job; messages can be sent and received once it is set.
+        key: key of the job; messages can be sent and received once it is set.
         is_closed: the other end was closed, and all that it had sent was returned.
         last_s: ``monotonic()`` when bytes arrived last.
     """

@@ -29,8 +29,8 @@ class NodesWanted:
         check: called several times a second while an engine waits; raises if the job was interrupted or cancelled.
         note: receives a line for the user.
         path: where this process looks for modules.
-        folder: working folder of this process; None where it was removed.
-        environment: of this process.
+        folder: working folder of this process; None if it was removed.
+        environment: environment of this process.
     """
 
     spec: LaunchSpec
@@ -47,7 +47,7 @@ class NodeHandle(ABC):
 
     Attributes:
         host: name of the machine, for messages.
-        address: at which the other machines reach it; empty where the program finds that out.
+        address: at which the other machines reach it; empty if the program finds that out.
         reading_fd: where its bytes arrive. The end of the file means that it has ended.
         writing_fd: for bytes to it.
     """

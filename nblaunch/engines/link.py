@@ -31,7 +31,7 @@ class NodeLink:
 
     Args:
         handle: of its program.
-        number: of the node among those that were started; it keeps it as its node rank.
+        number: number of the node among those that were started; it keeps it as its node rank.
 
     Attributes:
         hello: its versions, once it has sent them.
@@ -54,7 +54,7 @@ class NodeLink:
 
     @property
     def address_hint(self) -> str:
-        """The address that the engine knows; empty where the program finds it out."""
+        """The address that the engine knows; empty if the program finds it out."""
         return self._handle.address
 
     @property

@@ -61,7 +61,7 @@ class ModuleSource:
     Args:
         name: dotted.
         filename: of the file here, which tracebacks name.
-        text: of the file.
+        text: text of the file.
         is_package: it holds other modules.
     """
 
@@ -76,7 +76,7 @@ class Boot:
     """What a node program is started with. It is the first message to it, and has the key.
 
     Args:
-        key: of the job.
+        key: key of the job.
         spec: of the launch on this node alone, without the call.
         registered_backend: the backend, pickled, where it is not part of nblaunch.
         call: what surrounds the call, which follows in parts.
@@ -85,8 +85,8 @@ class Boot:
         required: top-level modules that the call needs besides.
         environment: variables to set.
         is_same_machine: paths of the launching process mean the same here.
-        address: of the node, as the others reach it; empty where it finds that out.
-        number: of the node among those that were started.
+        address: address of the node, as the others reach it; empty if it finds that out.
+        number: number of the node among those that were started.
     """
 
     key: bytes = field(repr=False)
@@ -124,8 +124,8 @@ class StartRanks:
     """Starts the ranks of a node.
 
     Args:
-        topology: of the first of them; ``master_port`` 0: the store is hosted on this node.
-        number: of the attempt.
+        topology: topology of the first of them; ``master_port`` 0: the store is hosted on this node.
+        number: number of the attempt.
         key: for objects between ranks.
         first_collected: rank that sends what all have alike.
     """
@@ -185,7 +185,7 @@ class Ready:
     """The node has loaded the call and made its plan.
 
     Args:
-        id: of the node program.
+        id: id of the node program.
         address: as the other nodes reach it.
         torch: version.
         num_processes: ranks that it takes.

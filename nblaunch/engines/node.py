@@ -60,7 +60,7 @@ def _take_standard_descriptors() -> Channel:
 
 
 def _receive_boot(channel: Channel) -> Boot | None:
-    """Wait for the first message; return None where the coordinator has closed the channel."""
+    """Wait for the first message; return None if the coordinator has closed the channel."""
     while not channel.is_closed:
         channel.wait_readable()
         for body in channel.receive_raw(1):

@@ -111,7 +111,7 @@ class NodeProgram:
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _load(self) -> tuple[LaunchSpec | None, LaunchPlan | None]:
-        """Return the launch with its call, and the plan of this node; None where the coordinator has gone.
+        """Return the launch with its call, and the plan of this node; None if the coordinator has gone.
 
         Raises:
             Exception: the call can't be loaded here, or the plan refuses it.

@@ -77,7 +77,7 @@ class NodeActor:
         return (data, "") if data else (b"", self._how_ended())
 
     def send(self, data: bytes) -> None:
-        """Write bytes to the program; nothing where it has ended, which :meth:`poll` reports."""
+        """Write bytes to the program; nothing if it has ended, which :meth:`poll` reports."""
         view = memoryview(data)
         with suppress(OSError, ValueError):
             while view:

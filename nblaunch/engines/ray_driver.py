@@ -180,7 +180,7 @@ class Driver:
         )
 
     def _reserve(self, bundle: Mapping[str, float], count: int) -> bool:
-        """Reserve nodes, each for one bundle; return False where the launching process has gone meanwhile.
+        """Reserve nodes, each for one bundle; return False if the launching process has gone meanwhile.
 
         Raises:
             LaunchError: they were not free in time.

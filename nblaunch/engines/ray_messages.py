@@ -14,7 +14,7 @@ class DriverTask:
     """What a driver process is started with.
 
     Args:
-        address: of the cluster; empty = one of this machine, or a new one.
+        address: address of the cluster; empty = one of this machine, or a new one.
         min_nodes: how many nodes are needed.
         max_nodes: how many are wanted.
         resources: of each; empty = by the ranks.

@@ -47,7 +47,7 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
     """Return the user's modules: loaded modules with their packages, and modules in the notebook's folder.
 
     Args:
-        folder: of the notebook; None where it was removed.
+        folder: folder of the notebook; None if it was removed.
 
     Raises:
         LaunchError: they are larger than what is reasonable to send.

@@ -86,9 +86,9 @@ class Uplink:
     Args:
         channel: to it.
         requests: to the ranks of this node.
-        id: of the node program.
+        id: id of the node program.
         host: of this machine.
-        address: of this node, as the others reach it.
+        address: address of this node, as the others reach it.
 
     Attributes:
         must_end: the coordinator wants the ranks of this node to end.

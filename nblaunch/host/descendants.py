@@ -33,7 +33,7 @@ _SHORT_S = 2.0
 
 
 def carry(tag: int) -> None:
-    """Give this process, and all that will descend from it, a tag; does nothing where the system does not allow it."""
+    """Give this process, and all that will descend from it, a tag; does nothing if the system does not allow it."""
     if _LIMIT is None:
         return
     soft, hard = resource.getrlimit(_LIMIT)
@@ -83,7 +83,7 @@ class Descendants:
         return pids if given is None else [pid for pid in pids if pid in given]
 
     def _given(self) -> range | None:
-        """Return the ids that processes and threads got since the start; None where that is not known for certain."""
+        """Return the ids that processes and threads got since the start; None if that is not known for certain."""
         newest = _newest_pid()
         if time.monotonic() - self._began_s >= _SHORT_S or newest < self._newest_before:
             return None
@@ -113,7 +113,7 @@ class Descendants:
 
 
 def _hold(pid: int) -> int | None:
-    """Open a descriptor of this very process; None where the system has no such thing, or it has ended."""
+    """Open a descriptor of this very process; None if the system has no such thing, or it has ended."""
     try:
         return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     except OSError:
@@ -121,5 +121,5 @@ def _hold(pid: int) -> int | None:
 
 
 def _newest_pid() -> int:
-    """Return the process id that was given last; 0 where it is not known. Source: proc_loadavg(5)."""
+    """Return the process id that was given last; 0 if it is not known. Source: proc_loadavg(5)."""
     return int((proc.read_bytes("/proc/loadavg").split() or [b"0"])[-1])

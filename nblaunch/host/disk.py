@@ -23,7 +23,7 @@ def free_range(fd: int, start: int, length: int) -> None:
 
 
 def refuses_growth(path: Path, num_bytes: int) -> str | None:
-    """Return why a file can't grow by ``num_bytes``, as :func:`reason` has it; None where it can, or is unknown.
+    """Return why a file can't grow by ``num_bytes``, as :func:`reason` has it; None if it can, or is unknown.
 
     The room is reserved for it if there is enough; its contents and size stay as they are.
     """
@@ -41,7 +41,7 @@ def refuses_growth(path: Path, num_bytes: int) -> str | None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return how much this user can still write to the file system of ``path``; None where that is not known."""
+    """Return how much this user can still write to the file system of ``path``; None if that is not known."""
     try:
         status = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
     except OSError:
@@ -57,7 +57,7 @@ def reason(path: Path, error: OSError) -> str:
 
 
 def _lack(path: Path) -> str | None:
-    """Return what the file system of ``path`` has run out of; None where it has some of everything."""
+    """Return what the file system of ``path`` has run out of; None if it has some of everything."""
     try:
         place = next(folder for folder in (path, *path.parents) if folder.exists())
         status = os.statvfs(place)

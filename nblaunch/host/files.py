@@ -39,7 +39,7 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
     """Open a folder that only this user can have written to; return the descriptor.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         dir_fd: descriptor of the folder that a relative path begins in.
 
     Raises:
@@ -84,7 +84,7 @@ def keep_from_cleaners(folder_fd: int) -> None:
 
 
 def read(folder_fd: int, name: str) -> bytes | None:
-    """Return what a file of a folder holds; None where it does not exist.
+    """Return what a file of a folder holds; None if it does not exist.
 
     Raises:
         OSError: it can't be read.
@@ -104,7 +104,7 @@ def replace(
 
     Args:
         folder_fd: descriptor of its folder, in which no other process writes a file of this name.
-        name: of the file.
+        name: name of the file.
         write: writes its contents to a file that is open to be read, too.
         is_lasting: have the system put it on the disk, so that it is there after a power failure as well.
 

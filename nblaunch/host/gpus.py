@@ -40,7 +40,7 @@ class DeviceMeter:
     def read(self) -> list[float | None]:
         """Return the utilisation of each device, in the order of local ranks. Never raises.
 
-        It is the share of the last moments in which the device computed, 0 to 1; None where it can't be read.
+        It is the share of the last moments in which the device computed, 0 to 1; None if it can't be read.
         """
         return []
 
@@ -90,7 +90,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def uncounted() -> str | None:
-    """Return why GPUs that are here can't be counted; None where they can, or there are none."""
+    """Return why GPUs that are here can't be counted; None if they can, or there are none."""
     device = next(iter(sorted(_DEVICES.glob("nvidia[0-9]*"))), None)
     if device is None:
         return None

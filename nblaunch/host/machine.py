@@ -41,8 +41,8 @@ class Machine:
 
     Args:
         id: id of its installation; its name where it has none.
-        boot_id: id of the present run of its kernel, which containers share; empty where it has none.
-        pid_namespace: namespace of the processes that can be seen; empty where that is not known.
+        boot_id: id of the present run of its kernel, which containers share; empty if it has none.
+        pid_namespace: namespace of the processes that can be seen; empty if that is not known.
         name: name for display.
     """
 
@@ -58,7 +58,7 @@ class ProcessMark:
 
     Args:
         pid: its process id.
-        started: clock ticks from the start of the machine to the start of the process; 0 where that is not known.
+        started: clock ticks from the start of the machine to the start of the process; 0 if that is not known.
         machine: machine on which it runs.
     """
 

@@ -42,7 +42,7 @@ def trim() -> None:
 def proportional_bytes(pid: int | str = "self") -> int | None:
     """Return the memory of a process in bytes, shared pages divided by the number of processes that share them.
 
-    The sum over a kernel and its workers is what they take together. None where the system does not report it.
+    The sum over a kernel and its workers is what they take together. None if the system does not report it.
     Source: proc_pid_smaps(5), "Pss" in ``smaps_rollup``.
     """
     try:
@@ -54,7 +54,7 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
 
 
 def is_shared(address: int, num_bytes: int) -> bool:
-    """Return whether memory of this process is in others, too, as after a fork; False where that is not known.
+    """Return whether memory of this process is in others, too, as after a fork; False if that is not known.
 
     Looks at three of its pages.
 
@@ -77,7 +77,7 @@ def is_shared(address: int, num_bytes: int) -> bool:
 def limit_and_available() -> tuple[int | None, int | None]:
     """Return the tightest limit in bytes (without one: the memory of the host), and what is available within it.
 
-    None where the system does not report it. Reads a handful of small files.
+    None if the system does not report it. Reads a handful of small files.
     """
     return within(_host_memory(), proc.cgroup_folders("memory"))
 

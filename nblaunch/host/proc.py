@@ -17,12 +17,12 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "block
 
 
 def read(path: Path | str) -> str:
-    """Return a file's text without its line end; empty where it can't be read."""
+    """Return a file's text without its line end; empty if it can't be read."""
     return read_bytes(path).decode(errors="replace").strip()
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """Return a file's contents; empty where it can't be read, as when its process has ended."""
+    """Return a file's contents; empty if it can't be read, as when its process has ended."""
     try:
         fd = os.open(path, os.O_RDONLY)  # not open(), which makes three system calls more
     except OSError:
@@ -75,7 +75,7 @@ def _all_pids() -> list[int]:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since the machine did; 0 where it does not run or is not known.
+    """Return when a process started, in clock ticks since the machine did; 0 if it does not run or is not known.
 
     Source: proc_pid_stat(5), starttime. A zombie has ended.
     """
@@ -97,7 +97,7 @@ def is_running(pid: int, started: int) -> bool:
 
 
 def boot_time_s() -> float:
-    """Return ``time.time()`` of the start of this machine; 0.0 where it is not known. Source: proc_stat(5), btime."""
+    """Return ``time.time()`` of the start of this machine; 0.0 if it is not known. Source: proc_stat(5), btime."""
     for line in read("/proc/stat").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -115,7 +115,7 @@ def own_bytes(pid: int) -> int | None:
 
 
 def unusual_state(pid: int) -> str | None:
-    """Return why a process can't answer a signal, as text; None where it can."""
+    """Return why a process can't answer a signal, as text; None if it can."""
     fields = _stat_fields(pid)
     return _STATES.get(fields[0]) if fields else None
 

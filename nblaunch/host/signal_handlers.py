@@ -30,7 +30,7 @@ _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
 _arrived: deque[int] = deque()
 _outermost: held_back | None = None
-"""The block that holds handlers back; None where they are called at once."""
+"""The block that holds handlers back; None if they are called at once."""
 
 
 class held_back:

@@ -166,7 +166,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
 
 
 def holder_refusal(is_ours: bool, where: str = "") -> str | None:
-    """Return why the chips can't be used now, because a process has taken them, and what to do; None where none has.
+    """Return why the chips can't be used now, because a process has taken them, and what to do; None if none has.
 
     Args:
         is_ours: whether this process is known to use them.
@@ -203,8 +203,8 @@ class TpuSlice:
     """The slice of this host.
 
     Args:
-        accelerator_type: as ``"v5litepod-8"``, whose number counts the whole slice; empty where it is not known.
-        hosts: hosts of the slice; empty where they are not known.
+        accelerator_type: as ``"v5litepod-8"``, whose number counts the whole slice; empty if it is not known.
+        hosts: hosts of the slice; empty if they are not known.
         has_server: whether torch_xla will ask a metadata server, and one exists.
         num_chips: number of chips of this host.
     """
@@ -215,7 +215,7 @@ class TpuSlice:
     num_chips: int
 
     def refusal(self) -> str | None:
-        """Return why the chips of this host can't be used on their own; None where they can."""
+        """Return why the chips of this host can't be used on their own; None if they can."""
         if len(self.hosts) > 1:
             return (
                 f"this machine is one of {len(self.hosts)} hosts of a TPU slice, whose chips must all compute "
@@ -263,7 +263,7 @@ def slice_of_host(num_chips: int) -> TpuSlice:
 
 @cache
 def ask_metadata_server(key: str) -> str | None:
-    """Return what the metadata server of a Cloud VM has for ``key``; None where there is none. Once per process."""
+    """Return what the metadata server of a Cloud VM has for ``key``; None if there is none. Once per process."""
     request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine's own link
     try:
@@ -275,7 +275,7 @@ def ask_metadata_server(key: str) -> str | None:
 
 
 def num_chips_of(accelerator_type: str) -> int:
-    """Return the chips, as PCI shows them, of all hosts of a slice of this type; 0 where it is not known."""
+    """Return the chips, as PCI shows them, of all hosts of a slice of this type; 0 if it is not known."""
     found = re.fullmatch(r"([a-z]+\d[a-z]*)-(\d+)", accelerator_type)
     if found is None:
         return 0
@@ -284,7 +284,7 @@ def num_chips_of(accelerator_type: str) -> int:
 
 
 def _type_of(kinds: Mapping[str, int]) -> str:
-    """Return the type of a single host with these chips; empty where none are seen, or of several kinds."""
+    """Return the type of a single host with these chips; empty if none are seen, or of several kinds."""
     if len(kinds) != 1:
         return ""
     ((kind, count),) = kinds.items()

@@ -40,7 +40,7 @@ idle."""
 
 
 def name_this_thread(name: str) -> None:
-    """Name the calling thread for the system, which keeps 15 characters; nothing where it does not show threads."""
+    """Name the calling thread for the system, which keeps 15 characters; nothing if it does not show threads."""
     with suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
@@ -55,7 +55,7 @@ class Waits:
 
     Args:
         main: the wait of the main thread. An equal one later means that the thread has not run in between.
-        others: the waits of the other threads, where each is of the same kind; None where a thread may go on by itself.
+        others: the waits of the other threads, where each is of the same kind; None if a thread may go on by itself.
     """
 
     main: Wait
@@ -68,7 +68,7 @@ class Waits:
 
 
 def endless_waits(pid: int) -> Waits | None:
-    """Return what a process waits for; None where its main thread runs, or something else may wake it."""
+    """Return what a process waits for; None if its main thread runs, or something else may wake it."""
     main = _endless_wait(pid, pid)  # most often the only file that is read
     if main is None or _may_be_woken_by_signal(pid):
         return None
@@ -115,7 +115,7 @@ def has_what_is_awaited(pid: int) -> bool:
 
 
 def _mapped_file(pid: int, address: int) -> str:
-    """Return the device, inode and path of the file of shared memory at ``address``; empty where it is not of one."""
+    """Return the device, inode and path of the file of shared memory at ``address``; empty if it is not of one."""
     for line in proc.read(f"/proc/{pid}/maps").splitlines():
         # addresses, permissions, offset, device, inode, path; source: proc_pid_maps(5)
         range_, _, _, *file = line.split(maxsplit=5)

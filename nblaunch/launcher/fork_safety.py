@@ -40,7 +40,7 @@ class _Library:
     """A library with threads of its own that does not work in a fork of a process that has used it.
 
     Args:
-        name: of its module.
+        name: name of its module.
         thread: matches the names of its threads, as Linux has them (15 characters).
         flag: module and variable that is true once it runs threads, where these have no names.
     """
@@ -50,7 +50,7 @@ class _Library:
     flag: tuple[str, str] | None = None
 
     def is_running(self) -> bool:
-        """Return whether it runs threads in this process; False where the system does not list threads."""
+        """Return whether it runs threads in this process; False if the system does not list threads."""
         if self.name not in sys.modules:
             return False
         if self.flag is not None:

@@ -248,7 +248,7 @@ def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
 
 
 def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
-    """Return when a folder was made, it, and what watches its job; None where it is not a job's, or was moved."""
+    """Return when a folder was made, it, and what watches its job; None if it is not a job's, or was moved."""
     path = folder / _STAMP_NAME
     try:
         status = path.lstat()

@@ -71,7 +71,7 @@ class DeviceSampler:
 
 @dataclass
 class _Known:
-    """Memory of a rank when its proportional memory was last read; that is None where the system does not report it."""
+    """Memory of a rank when its proportional memory was last read; that is None if the system does not report it."""
 
     proportional: int | None
     own: int

@@ -217,7 +217,7 @@ class JobRunner(Job):
             self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
 
     def _finish(self) -> None:
-        """Go on to the end from what :meth:`_start` has started; nothing where that has ended the job."""
+        """Go on to the end from what :meth:`_start` has started; nothing if that has ended the job."""
         if not self.is_running:
             return
         try:

@@ -164,7 +164,7 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
         name: by which the user knows it.
 
     Returns:
-        A sentence; empty where there is no such module.
+        A sentence; empty if there is no such module.
     """
     modules = _modules(function)
     if not modules:

@@ -43,7 +43,7 @@ class Node:
     """A node of a world.
 
     Args:
-        id: of the agent process; a node that comes back has a new one.
+        id: id of the agent process; a node that comes back has a new one.
         address: as the other nodes reach it.
         first_rank: rank of its first worker.
     """
@@ -114,7 +114,7 @@ class AgentConfig:
     """Configuration of an agent.
 
     Args:
-        address: of this node, as the others reach it.
+        address: address of this node, as the others reach it.
         log_path: file for its output.
     """
 
@@ -190,7 +190,7 @@ class WorldFormed(Event):
     """The rendezvous is complete.
 
     Args:
-        topology: of the first worker of this node, with the port of the store that the agent of node 0 hosts.
+        topology: topology of the first worker of this node, with the port of the store that the agent of node 0 hosts.
         nodes: all nodes, by node rank.
         restart_count: number of starts of the workers before; equal on all nodes.
     """
@@ -212,7 +212,7 @@ class Heartbeat:
     """State that a node publishes for all others, several times a second.
 
     Args:
-        id: of the agent process.
+        id: id of the agent process.
         count: number of heartbeats so far; rises as long as the node is alive.
         node_rank: requested at first, then as in the world.
         state: one of the states above.

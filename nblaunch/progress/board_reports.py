@@ -35,12 +35,12 @@ class Loop:
 
     Args:
         total: batches; -1 where unknown.
-        epoch: number of the epoch, from 1; 0 where the loop trains nothing.
+        epoch: number of the epoch, from 1; 0 if the loop trains nothing.
         state: what the process does in it.
         step: batches that are done.
-        number: of the loop in this process, from 1.
+        number: number of the loop in this process, from 1.
         is_over_epochs: its items are epochs.
-        num_epochs: how many epochs there will be in total; 0 where unknown.
+        num_epochs: how many epochs there will be in total; 0 if unknown.
         before: what was shown when it began, if it trains.
         began_s: when it began.
     """
@@ -189,7 +189,7 @@ class LoopStack:
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
 
     def _planned_epochs(self, epoch: int) -> tuple[int, int]:
-        """Return the number of the epoch, and how many there will be in total; 0 where that is unknown.
+        """Return the number of the epoch, and how many there will be in total; 0 if that is unknown.
 
         The framework that trains says so, or a loop by ``accelerator.progress``; otherwise the ``for`` loops of the
         user's code do.

@@ -116,7 +116,7 @@ class _Reading:
     Args:
         iterator: of the loader.
         length: batches; -1 where unknown.
-        places: of the user's loops around it, innermost first; None where they are unknown.
+        places: of the user's loops around it, innermost first; None if they are unknown.
         num_read: batches that were read.
         num_ahead: of these, batches that are not done when the next one is read.
         read_at: number of the read of its last batch, among the reads of all loops; 0 after a ``backward`` for it.
@@ -142,7 +142,7 @@ class PlainLoops:
 
     Args:
         reports: of this process.
-        number: of the session's command that they are of.
+        number: number of the session's command that they are of.
         sums_losses: the losses of an optimizer step are parts of one, and are added up; else each is a loss.
     """
 
@@ -160,7 +160,7 @@ class PlainLoops:
 
     @property
     def last_iterator(self) -> Any:
-        """The iterator of the loader whose batch was read last; None where none is read."""
+        """The iterator of the loader whose batch was read last; None if none is read."""
         reading = max(self._readings, key=lambda one: one.read_at, default=None)
         return reading.iterator() if reading is not None and reading.read_at else None
 
@@ -304,7 +304,7 @@ class PlainLoops:
         loops.advance(reading.loop)
 
     def _epoch_of(self, reading: _Reading) -> tuple[int, int]:
-        """Return the number of the epoch, and how many there will be; 0 where that is unknown."""
+        """Return the number of the epoch, and how many there will be; 0 if that is unknown."""
         self._num_epochs += 1
         plan = self.reports.loops.plan
         if plan is not None:

@@ -44,7 +44,7 @@ class EpochPlan(NamedTuple):
 
     Args:
         epoch: the number of the current epoch, from 1.
-        num_epochs: how many there will be; 0 where that is not known.
+        num_epochs: how many there will be; 0 if that is not known.
         length: batches of an epoch; -1 where only the loader knows.
     """
 
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     """Where a loop is in its rounds.
 
     Args:
-        position: of the round, from 0.
+        position: position of the round, from 0.
         size: number of rounds.
         num_before: rounds that an earlier run has made: 3 in ``range(3, 10)``, by which a training is resumed.
     """
@@ -68,12 +68,12 @@ class Place(NamedTuple):
 
 
 def epochs_left(frame: FrameType | None) -> int:
-    """Return how many epochs will run, with the one that begins in ``frame`` or a caller; 0 where it is unknown."""
+    """Return how many epochs will run, with the one that begins in ``frame`` or a caller; 0 if it is unknown."""
     return left_of(places_around(frame))
 
 
 def left_of(places: Sequence[Place] | None) -> int:
-    """Return how many rounds of the innermost of some loops are left, with the current one; 0 where it is unknown."""
+    """Return how many rounds of the innermost of some loops are left, with the current one; 0 if it is unknown."""
     left, length = 1, 1
     for place in places or ():
         left += (place.size - 1 - place.position) * length
@@ -141,7 +141,7 @@ def _loops_in(frame: FrameType, *, ignores_later: bool) -> Sequence[ast.For]:
 def _loops_at(
     filename: str, name: str, first_line: int, line: int, ignores_later: bool
 ) -> Sequence[ast.For] | None:
-    """Return the loops around a line of a function, innermost first; None where they can't be read."""
+    """Return the loops around a line of a function, innermost first; None if they can't be read."""
     body = _function_at(filename, name, first_line)
     loops: list[ast.For] = []
     try:

@@ -224,7 +224,7 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def _executable_size() -> bytes | None:
-    """Return how much of this process's memory holds code of libraries; None where the system does not count it.
+    """Return how much of this process's memory holds code of libraries; None if the system does not count it.
 
     It grows when a library is loaded. The loader's own count is not asked for: it is given to a callback under the
     loader's lock, which a thread that imports a module waits for while it holds the interpreter's.

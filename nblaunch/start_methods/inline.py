@@ -32,7 +32,7 @@ def run_inline(
 
     Args:
         call: the function and its arguments.
-        topology: of the lone rank.
+        topology: topology of the lone rank.
         backend: the device family that it computes on.
         accelerator_defaults: as in :class:`nblaunch.context.ProcessContext`.
         emit: gets the events of the function, as metrics, in the thread that emits them.

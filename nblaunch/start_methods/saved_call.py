@@ -38,7 +38,7 @@ class SavedCall:
         random_states: of this process, so that a fresh worker draws the numbers that a forked one would.
         environment: all variables, and those by which workers connect to the kernel's cluster.
         path: where modules are looked for.
-        folder: the working folder; None where it had been removed.
+        folder: the working folder; None if it had been removed.
         argv: ``sys.argv``, which a function may parse.
         authkey: by which processes of ``multiprocessing`` know each other: a manager of the kernel answers workers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
@@ -135,7 +135,7 @@ def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedC
 
 
 def present_folder() -> str | None:
-    """Name the working folder; None where it was removed."""
+    """Name the working folder; None if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:

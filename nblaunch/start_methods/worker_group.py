@@ -105,7 +105,7 @@ class Children(WorkerGroup):
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that becomes readable when a process ends; None where the system has no such thing."""
+    """Open a descriptor that becomes readable when a process ends; None if the system has no such thing."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:

@@ -115,7 +115,7 @@ class AccumulationState:
     Loops around the Accelerator are among them. What an earlier cell, or command of a session, has left in the
     middle is not.
 
-    ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
+    ``sync_gradients`` is True if the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
     the last end of a loader. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has
     averaged gradients over ranks, which the next step leaves out. ``plugin`` has the settings; another one may be
     assigned.

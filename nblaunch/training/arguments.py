@@ -3,10 +3,10 @@
 Settings that the Accelerators of a process share (precision, strategy, parallelism) default to the earlier
 Accelerator's. All others default to the launcher's, the environment's, or the documented default. Functions return the
 resolved arguments and change nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and
-makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``.
-What comes from the launcher is ``LaunchSpec.accelerator_defaults``, which a process has in its context: ``spec.py``
-makes them of the launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` gives the precision
-alone; of a configuration file and the command line, ``nblaunch.config`` gives both.
+makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``. The
+launcher's defaults are ``LaunchSpec.accelerator_defaults``, which a process has in its context. ``spec.py`` builds them
+from the launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` sets only the precision; a
+configuration file or the command line can set both.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def refuse_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, tor
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """Return ``kwargs_handlers`` by their type. ValueError for one of no known type, and for two of the same."""
+    """Return ``kwargs_handlers`` by their type. ValueError for an unknown type, or two handlers of one type."""
     by_type: dict[type, Any] = {}
     for handler in handlers:
         kind = next((kind for kind in HANDLERS if isinstance(handler, kind)), None)
@@ -162,11 +162,11 @@ def asks_for_spmd(strategy: StrategyPlugin | str | None) -> bool:
 def given_plugin(
     deepspeed_plugin: Any, deepspeed_plugins: Any, fsdp_plugin: Any, strategy: StrategyPlugin | str | None
 ) -> StrategyPlugin | None:
-    """Return the strategy plugin that was passed in one of these arguments; None where none was.
+    """Return the strategy plugin in these arguments, or None.
 
     Raises:
         ValueError: more than one was given.
-        TypeError: one was given something else.
+        TypeError: an argument is not a plugin.
     """
     passed = {
         "deepspeed_plugin": deepspeed_plugin,
@@ -209,10 +209,10 @@ def parallel_plugin(
     """Return the plugin of the strategy for ``parallelism``, which is completed and gets its mesh.
 
     Args:
-        plugin: that there would be otherwise.
+        plugin: the plugin to use otherwise.
 
     Raises:
-        ValueError: the sizes, the plugin or the device are not fit for it.
+        ValueError: the sizes, the plugin or the device do not support it.
     """
     is_fsdp = isinstance(plugin, FullyShardedDataParallelPlugin)
     parallelism.fit(process.topology.world_size, is_fsdp)

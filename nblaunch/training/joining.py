@@ -108,7 +108,7 @@ def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
 
 
 def _rank_that_started_this(here: ProcessContext) -> JoinedProcess | None:
-    """Return the rank that started this process, in which its device may be of no use; None where there is none.
+    """Return the rank that started this process, in which its device may be of no use; None if there is none.
 
     A process with another environment than that rank has a place of its own.
     """

@@ -194,7 +194,7 @@ def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
 
 
 def device_map(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the device map that ``model``, or a module in it, was loaded with; empty where there is none.
+    """Return the device map that ``model``, or a module in it, was loaded with; empty if there is none.
 
     transformers and Accelerate leave it as ``hf_device_map``: name of a module -> device, or ``"disk"``. Of several,
     the one with the most entries.

@@ -216,7 +216,7 @@ class AcceleratedScheduler:
         self._is_accelerate_prepared = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step with the optimizers; nothing where they did not step."""
+        """Step with the optimizers; nothing if they did not step."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self._is_due():

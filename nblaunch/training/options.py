@@ -99,7 +99,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Args:
         bucket_cap_mb: size of a gradient bucket in MiB; one bucket is reduced while the next is computed.
-        find_unused_parameters: True where some parameters take no part in some forward passes.
+        find_unused_parameters: True if some parameters take no part in some forward passes.
         check_reduction: accepted and without effect, as in torch.
         static_graph: promise that every step uses the same parameters in the same order.
         comm_hook: how gradients travel: in full, in half precision, or as a low-rank approximation.

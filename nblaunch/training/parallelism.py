@@ -4,9 +4,8 @@
     dp_replicate, dp_shard                ranks read different data
     cp, tp                                ranks read the same data
 
-Fields, names of mesh dimensions and environment variables follow Hugging Face Accelerate. What is done with them is
-decided elsewhere: by the strategies, and by ``prepare`` for loaders; except for sequences that are sharded over ranks,
-which is torch's work (:func:`context_parallel`).
+Fields, names of mesh dimensions and environment variables follow Hugging Face Accelerate. The strategies, and
+``prepare`` for loaders, decide what to do with them. torch shards sequences over ranks (:func:`context_parallel`).
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class ParallelismConfig:
             ``dp_replicate_size``.
         tp_size: ranks that compute every layer together, over the same data. The model is sharded over them before
             ``prepare``: by torch's ``parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)``, or, with
-            no other size, by transformers' ``from_pretrained(..., tp_plan="auto")``, which makes a mesh of its own.
+            no other size, by transformers' ``from_pretrained(..., tp_plan="auto")``, which creates its own mesh.
         cp_size: ranks that shard a sequence, see ``Accelerator.maybe_context_parallel``; on NVIDIA GPUs.
         cp_backend: ``"torch"``.
         sp_size: of DeepSpeed; only 1 is supported.
@@ -288,7 +287,7 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> Any:
         """Return a new mesh over all ranks, with the joint dimensions ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
-        A collective. None where no dimension has more than one rank.
+        A collective. None if no dimension has more than one rank.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -335,11 +334,12 @@ class ParallelismConfig:
 
     @property
     def data_parallel_mesh(self) -> Any:
-        """The ranks with different data, as a mesh of one dimension; None where all read the same."""
+        """The ranks with different data, as a mesh of one dimension; None if all read the same."""
         return self._joint.get("dp")
 
     def coordinate(self, name: str) -> int:
-        """Return the position of this rank along a dimension of the mesh; 0 along one that it has not."""
+        """Return the position of this rank along a dimension of the mesh; 0 along a dimension that the mesh does not
+        have."""
         mesh = self.device_mesh
         is_there = mesh is not None and name in (mesh.mesh_dim_names or ())
         return int(mesh.get_local_rank(name)) if is_there else 0

@@ -49,7 +49,7 @@ class Precision:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler; None where losses are not scaled."""
+        """The gradient scaler; None if losses are not scaled."""
         return None
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
@@ -311,7 +311,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Undo :meth:`Precision.prepare_forward`; does nothing where it was not applied."""
+    """Undo :meth:`Precision.prepare_forward`; does nothing if it was not applied."""
     wrapped = model.__dict__.get("forward")
     if not isinstance(wrapped, AutocastForward):
         return

@@ -353,7 +353,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
-        """The plugin that DeepSpeed trains by; None where it does not."""
+        """The plugin that DeepSpeed trains by; None if it does not."""
         return self.state.deepspeed_plugin
 
     @property

@@ -46,7 +46,7 @@ class SharedState:
         precision: of the latest Accelerator; None before there is one.
         plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
         parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
-        label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
+        label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty if every rank has whole models.
         strategies: strategies of all Accelerators, by ``id``, because a user's strategy may not be hashable.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.

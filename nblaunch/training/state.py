@@ -64,7 +64,7 @@ def _is_to_join() -> bool:
 
 
 class _SharedAttributes:
-    """``View._shared_state``: what all instances of a view share; empty where the process has no such state (yet)."""
+    """``View._shared_state``: what all instances of a view share; empty if the process has no such state (yet)."""
 
     def __get__(self, view: Any, cls: type[View]) -> dict[str, Any]:
         shared: SharedState | None = context.current().training
@@ -221,19 +221,19 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def fsdp_plugin(self) -> ShardingSettings | None:
-        """The plugin by which models are sharded; None where they are not."""
+        """The plugin by which models are sharded; None if they are not."""
         plugin = self._live().plugin
         return plugin if isinstance(plugin, ShardingSettings) else None
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedSettings] | None:
-        """DeepSpeed's plugins by name; None where it does not train."""
+        """DeepSpeed's plugins by name; None if it does not train."""
         plugins = self._live().plugin
         return plugins.by_name if isinstance(plugins, DeepSpeedPlugins) else None
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
-        """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
+        """The plugin that ``prepare`` uses; None if DeepSpeed does not train."""
         plugins = self._live().plugin
         return plugins.active if isinstance(plugins, DeepSpeedPlugins) else None
 
@@ -244,7 +244,7 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def device_mesh(self) -> Any:
-        """The ranks as torch's ``DeviceMesh``; None where they are not divided."""
+        """The ranks as torch's ``DeviceMesh``; None if they are not divided."""
         config = self.parallelism_config
         return None if config is None else config.device_mesh
 
@@ -322,7 +322,7 @@ class GradientState(View):
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients are averaged over ranks before the step: set it to True where you did so yourself.
+        """Whether gradients are averaged over ranks before the step: set it to True if you did so yourself.
 
         For devices on which that happens in the step. The step then leaves it out, and sets this to False.
         """

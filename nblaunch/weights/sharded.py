@@ -126,7 +126,7 @@ def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) 
 
     Args:
         state: a state dict of the parameters themselves (``keep_vars=True``), on which DeepSpeed's shards hang.
-        topology: of this rank.
+        topology: topology of this rank.
         is_main: whether this rank sends what is not sharded.
     """
     first = topology.rank - topology.local_rank

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the versions of modules that torch keeps beside the entries of a state dict; None where there are none.
+    """Return the versions of modules that torch keeps beside the entries of a state dict; None if there are none.
 
     Modules look at them when they load it. A plain copy of the dict loses them.
     """

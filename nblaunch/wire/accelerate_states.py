@@ -29,7 +29,7 @@ class _Settings:
 
     Args:
         cpu: compute on the CPU.
-        accelerator: arguments of ``AcceleratorState``; None where there was no Accelerator.
+        accelerator: arguments of ``AcceleratorState``; None if there was no Accelerator.
         accumulation: keyword arguments of gradient accumulation.
     """
 
@@ -55,7 +55,7 @@ def reset_in_worker() -> None:
 
 
 def reduction(obj: Any) -> tuple[Any, ...] | None:
-    """Return how to pickle ``obj`` where it is one of the states; None where it is anything else."""
+    """Return how to pickle ``obj`` where it is one of the states; None if it is anything else."""
     module: Any = sys.modules.get(_MODULE)
     name = type(obj).__name__
     if module is None or name not in _NAMES or type(obj) is not getattr(module, name, None):
@@ -75,7 +75,7 @@ def _instance(name: str, settings: _Settings | None) -> Any:
 
 
 def _settings_of(module: Any) -> _Settings | None:
-    """Return the settings of the states of this process; None where it has none."""
+    """Return the settings of the states of this process; None if it has none."""
     partial, state = module.PartialState._shared_state, module.AcceleratorState._shared_state
     if not partial:
         return None

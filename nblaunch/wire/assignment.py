@@ -57,7 +57,8 @@ class Assignment:
             send them, ``worker/delivery.py`` decides when the function has returned.
         wanted_optimizers: argument paths of the optimizers and schedulers whose states are wanted, in the same way.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
-        key: of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in common.
+        key: key of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in
+            common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
         registered_backend: the backend, pickled, for a fresh interpreter that could not find it by its name.
         descendant_tag: tag by which its descendants are found (``host/descendants.py``).

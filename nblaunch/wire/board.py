@@ -100,15 +100,15 @@ class SlotReading:
         step_time_s: ``monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
         interrupts: SIGINTs that the worker's Python code has noticed.
         built_bytes: bytes of parameters that were built inside the worker instead of being passed to it.
-        device_bytes: memory of its device that the rank has taken; 0 where nothing is known.
+        device_bytes: memory of its device that the rank has taken; 0 if nothing is known.
         device_peak_bytes: the most so far.
-        device_limit_bytes: all that the device has; 0 where that is not known.
+        device_limit_bytes: all that the device has; 0 if that is not known.
         busy_time_s: seconds that the rank did not wait for others, from the end of one backward to the next.
         busy_steps: number of steps in which that was measured.
         num_updates: steps of any optimizer.
         num_progress_signs: other signs of progress: collectives, bars that advanced.
         num_checks: looks at ``accelerator.should_stop``.
-        num_epochs: how many epochs there will be; 0 where that is not known.
+        num_epochs: how many epochs there will be; 0 if that is not known.
         loop: number of the current loop, from 1; 0 before the first.
         trained: step, total and epoch at the end of the last loop over a training loader; zeros before.
         steps_done: steps of all loops since the start.
@@ -213,7 +213,7 @@ class Slot:
     def __init__(self, memory: memoryview, call_memory: memoryview | None = None) -> None:
         self.boundaries = StepBoundaries(self)
         self.call_memory = call_memory
-        """Memory for the rank's last collectives; None where they are not read."""
+        """Memory for the rank's last collectives; None if they are not read."""
         self._write_to(memory)
 
     def detach(self) -> None:
@@ -266,7 +266,7 @@ class Slot:
             epoch: as in :class:`SlotReading`.
             state: what the rank does in this loop.
             step: batches that are done.
-            number: of the loop.
+            number: number of the loop.
             num_epochs: as in :class:`SlotReading`.
         """
         ints = self._ints
@@ -330,7 +330,7 @@ class Slot:
         self._ints[_PROGRESS_SIGNS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
-        """Set bytes of the device: taken now, peak, total (0 where that is not known)."""
+        """Set bytes of the device: taken now, peak, total (0 if that is not known)."""
         ints = self._ints
         ints[_DEVICE_BYTES] = taken
         ints[_DEVICE_PEAK_BYTES] = peak

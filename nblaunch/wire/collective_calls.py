@@ -92,9 +92,9 @@ class Site:
         dtype: of the tensors; empty without any.
         num_tensors: how many tensors of the shape that the call has.
         num_dimensions: of that shape.
-        reduction: as ``SUM``; empty where there is none.
+        reduction: as ``SUM``; empty if there is none.
         root: rank of the job that sends, receives or is the peer; -1 where there is none.
-        name: of the library's function that the user's code called.
+        name: name of the library's function that the user's code called.
         filename: of the user's code; empty if it is not known.
         line: in it.
         detail: what else distinguishes it.
@@ -231,7 +231,7 @@ class CallWriter:
             chain: digest.
             size: elements.
             shape: filled up with zeros.
-            value: of a step or forward.
+            value: value of a step or forward.
         """
         serial = next(self._serials)
         position = self._positions.get(site)
@@ -254,7 +254,7 @@ class CallWriter:
         """Record the parts of the ``all_to_all`` that comes next, in a group of moderate size.
 
         Args:
-            number: of the call in its group.
+            number: number of the call in its group.
             sent: rows for each rank of the group.
             received: rows from each.
         """

@@ -67,7 +67,7 @@ def load(body: bytes) -> BaseException:
 
 
 def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ()) -> BaseException | None:
-    """Return an exception of the named class with that text; None where this process has no such class.
+    """Return an exception of the named class with that text; None if this process has no such class.
 
     For what arrives from other machines, where nothing is unpickled: no module is imported and no Python code of the
     class runs.

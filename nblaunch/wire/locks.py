@@ -21,7 +21,7 @@ class WorkerLocks:
 
     Args:
         fd: descriptor of the file that all workers lock; -1 = there are no other workers, and nothing waits.
-        rank: of this worker.
+        rank: rank of this worker.
     """
 
     def __init__(self, fd: int = -1, rank: int = 0) -> None:

@@ -61,7 +61,7 @@ class Originals:
 
     @classmethod
     def of_this_process(cls) -> Originals | None:
-        """Return the originals for processes forked from this one; None where the system hides the memory of processes.
+        """Return the originals for processes forked from this one; None if the system hides the memory of processes.
 
         The file is this process's memory for every process that inherits it: rights are asked when it is opened, and
         not when it is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.

@@ -210,7 +210,7 @@ class Inspect(DebugCommand):
 
     Args:
         expression: a Python expression.
-        number: of this command; the reply repeats it.
+        number: number of this command; the reply repeats it.
     """
 
     expression: str = ""
@@ -224,7 +224,7 @@ class ReadVariables(DebugCommand):
     Args:
         function: name and first line of the function whose innermost frame is meant; None, or one that is not running:
             the innermost frame of the user's code.
-        number: of this command; the reply repeats it.
+        number: number of this command; the reply repeats it.
     """
 
     function: tuple[str, int] | None = None

@@ -74,7 +74,7 @@ def run(
         load_call: gives the function and its arguments; called once output is captured, so that an import error in a
             pickled function is shown like any other.
         slot: its slot of the board, where the caller has the board mapped already.
-        originals: where the launcher's tensors of the call can be read; None where they can't.
+        originals: where the launcher's tensors of the call can be read; None if they can't.
         files: files that the parent had open when it forked this process; None in a fresh interpreter.
     """
     exit_code = 1

@@ -362,7 +362,7 @@ class _Hooks:
         module.register_optimizer_step_pre_hook(record)
 
     def _group_of_optimizer(self, optimizer: Any) -> OpenGroup | None:
-        """Return the group over which the parameters of an optimizer are kept alike; None where none is known."""
+        """Return the group over which the parameters of an optimizer are kept alike; None if none is known."""
         if optimizer not in self._owners:
             self._owners[optimizer] = self._owner_of(optimizer)
         group: OpenGroup | None = self._owners[optimizer]

@@ -93,7 +93,7 @@ class CollectiveRecorder:
             form: of the first tensor.
             num_tensors: of this form, as far as that is known.
             size: elements that must be as many on all ranks.
-            reduction: its name; empty where there is none.
+            reduction: its name; empty if there is none.
             root: its rank in the group; -1 where there is none.
             detail: what else must be the same.
         """

@@ -54,7 +54,7 @@ class Debugger:
     """Answers what the kernel asks about the frames of this worker.
 
     Args:
-        rank: of this worker.
+        rank: rank of this worker.
         connection: to the kernel.
     """
 

@@ -182,7 +182,7 @@ class _Renewed:
     """An attribute that is found out anew, with others, on an object that this worker did not make.
 
     Args:
-        name: of the attribute.
+        name: name of the attribute.
         worker: name of this process.
         renew: finds out all attributes of an object that are marked together.
         evidence: attributes of which an object that was made elsewhere has one; empty: an object without any is treated

@@ -328,7 +328,7 @@ def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> N
 
 
 def _counterparts(state: Any, other: Any) -> Iterator[Any]:
-    """Yield, for each leaf of ``state`` in order, the leaf in the same place of ``other``; None where it has none."""
+    """Yield, for each leaf of ``state`` in order, the leaf in the same place of ``other``; None if it has none."""
     if isinstance(state, (list, tuple)):
         others = (
             other if isinstance(other, (list, tuple)) and len(other) == len(state) else [None] * len(state)

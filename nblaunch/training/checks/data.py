@@ -20,7 +20,7 @@ def _unprepared_iterator(prepared: Prepared) -> Any:
 
 
 def _sampler_of(iterator: Any) -> Any:
-    """Return the sampler of single samples; None where batches are chosen in another way."""
+    """Return the sampler of single samples; None if batches are chosen in another way."""
     batches = getattr(iterator, "_index_sampler", None)
     return batches.sampler if type(batches) is BatchSampler else None
 

@@ -29,7 +29,7 @@ _LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, array.array, 
 
 
 def children(data: Any) -> Sequence[Any] | None:
-    """Return what is directly in a container, in order; None where ``data`` is a leaf."""
+    """Return what is directly in a container, in order; None if ``data`` is a leaf."""
     kind = type(data)
     if kind is list or kind is tuple:
         return data
@@ -92,7 +92,7 @@ def check_independent(operation: str, data: Any) -> None:
 
 
 def _field_names(data: Any) -> list[str] | None:
-    """Return the names of the fields of a dataclass or an attrs class; None where ``data`` is of another kind."""
+    """Return the names of the fields of a dataclass or an attrs class; None if ``data`` is of another kind."""
     if dataclasses.is_dataclass(data):
         return [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)]
     attributes = getattr(type(data), "__attrs_attrs__", None)

@@ -100,7 +100,7 @@ def send_to_device(
 
     Args:
         tensor: tensor or nested structure.
-        device: where to.
+        device: destination.
         non_blocking: copy asynchronously, where memory is pinned.
         skip_keys: keys of mappings whose values stay where they are.
     """
@@ -151,7 +151,7 @@ def count_rows(batch: Any) -> int:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join batches of one structure, tensors joined in dimension ``dim``. A lone batch stays as it is.
+    """Join batches of the same structure along dimension ``dim``. A single batch is returned unchanged.
 
     Raises:
         TypeError: a leaf that is not a tensor would have to be joined.

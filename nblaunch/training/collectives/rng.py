@@ -51,7 +51,7 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
     """Give every rank the state that the generator has on rank 0.
 
     Args:
-        rng_type: ``"generator"``: the given one, nothing where it is None; ``"torch"``: torch's global CPU generator;
+        rng_type: ``"generator"``: the given one, nothing if it is None; ``"torch"``: torch's global CPU generator;
             ``"cuda"``, ``"xpu"``: the current GPU's generator; ``"xla"``: the generator of the backend's device.
 
     Raises:

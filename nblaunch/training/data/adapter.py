@@ -41,7 +41,7 @@ class DataLoaderStateMixin:
     adds_nothing = False
     """Whether the last batch stays as short as it is."""
     is_uneven = False
-    """Whether some ranks get fewer batches than others; True where that is not known in advance."""
+    """Whether some ranks get fewer batches than others; True if that is not known in advance."""
 
     def reset(self) -> None:
         """Forget the state of the last epoch."""
@@ -216,7 +216,7 @@ class DataLoaderAdapter(Base):
         return {**state, ORDER: order} if any(order.values()) else state
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
-        """Return what torchdata's state lacks; all zero or empty where it lacks nothing."""
+        """Return what torchdata's state lacks; all zero or empty if it lacks nothing."""
         return {}
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:

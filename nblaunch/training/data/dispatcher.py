@@ -189,7 +189,7 @@ class DataLoaderDispatcher(PreparedLoader):
             current = upcoming
 
     def _skipped_round(self) -> Any:
-        """Return the first round of an epoch of which this loader reads the rest; None where it has read that round."""
+        """Return the first round of an epoch of which this loader reads the rest; None if it has read that round."""
         kept = getattr(index_sampler_of(self), "kept", None)
         if not kept:
             return None
@@ -200,7 +200,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._join(list(first))
 
     def _join(self, batches: list[Any]) -> Any:
-        """Return one round as one batch; None where there is none, or only a part of one that is dropped."""
+        """Return one round as one batch; None if there is none, or only a part of one that is dropped."""
         if not batches or (self._drops_last and len(batches) < self.batches_per_round):
             return None
         if self.slice_fn is None and self.num_processes > 1:

@@ -354,7 +354,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def is_uneven(self) -> bool:  # type: ignore[override]
-        """Whether some ranks get fewer batches than others; True where that is not known in advance."""
+        """Whether some ranks get fewer batches than others; True if that is not known in advance."""
         return self._is_of_dividing_stream or bool(getattr(self.shard, "is_uneven", False))
 
     @property
@@ -495,7 +495,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_batch_size(self) -> int:
-        """Rows of a global batch, all ranks together; 0 where the batch sampler doesn't know."""
+        """Rows of a global batch, all ranks together; 0 if the batch sampler doesn't know."""
         sizes = (getattr(part, "batch_size", None) for part in (self.shard, self, index_sampler_of(self)))
         size: int = next(filter(None, sizes), 0)
         return size if self.split_batches else size * self.num_processes
@@ -525,7 +525,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Batches of the underlying order that make one of this rank's."""
 
     def get_sampler(self) -> Any:
-        """Return the sampler of indices below the batch samplers; None where there is none."""
+        """Return the sampler of indices below the batch samplers; None if there is none."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -544,7 +544,7 @@ def _count_none(batch: Any) -> int:
 
 
 def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
-    """Return the sampler of indices below a loader's batch samplers; None where there is none."""
+    """Return the sampler of indices below a loader's batch samplers; None if there is none."""
     return sampler_of(index_sampler_of(dataloader))
 
 

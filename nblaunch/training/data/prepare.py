@@ -197,7 +197,7 @@ def _take_own_part(
 def _shard_index_sampler(
     loader: DataLoader, index_sampler: Any, target: LoaderTarget, config: DataLoaderConfiguration
 ) -> BatchSamplerShard | None:
-    """Return the rank's share of the index sampler; None where it reads all of it, as it is."""
+    """Return the rank's share of the index sampler; None if it reads all of it, as it is."""
     is_completed = target.is_static and config.even_batches and getattr(index_sampler, "batch_size", None)
     if target.world_size == 1 and not is_completed:
         return None
@@ -286,7 +286,7 @@ def _shard_iterable(
 
 
 def _num_shards(dataset: Any) -> int:
-    """Return into how many parts an iterable dataset can divide itself; 0 where it can't."""
+    """Return into how many parts an iterable dataset can divide itself; 0 if it can't."""
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 

@@ -104,7 +104,7 @@ def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
 
 
 def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
-    """Return where ``loader`` is; its position is None where no epoch is being read."""
+    """Return where ``loader`` is; its position is None if no epoch is being read."""
     # Either this loader is read, or a loader for the rest of its epoch in its place.
     entered = shared.loaders.entered()
     epochs = loader.epochs

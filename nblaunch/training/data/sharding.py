@@ -81,7 +81,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler below the batch sampler; None where it has none."""
+        """The sampler below the batch sampler; None if it has none."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
@@ -104,7 +104,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether some ranks get a batch less than others; True where that is not known in advance."""
+        """Whether some ranks get a batch less than others; True if that is not known in advance."""
         if self.even_batches or self.drop_last:
             return False
         if self.split_batches:
@@ -115,7 +115,7 @@ class BatchSamplerShard(BatchSampler):
             return self.num_processes > 1
 
     def _has_no_part(self, rank: int) -> bool:
-        """Return whether the last batch is so short that a rank's part is empty; False where that is not known."""
+        """Return whether the last batch is so short that a rank's part is empty; False if that is not known."""
         tail = max(0, length_of(self.sampler)) % self._global_size
         return 0 < tail <= rank * self._part_size
 
@@ -346,7 +346,7 @@ def _permutation(sampler: Any) -> torch.Tensor | None:
 
 
 def _cycle(items: list[Any]) -> Iterator[Any]:
-    """Yield ``items`` again and again; nothing where there are none."""
+    """Yield ``items`` again and again; nothing if there are none."""
     while items:
         yield from items
 

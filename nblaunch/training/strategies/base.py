@@ -264,7 +264,7 @@ class Strategy(ABC):
         """Return a context manager in which ranks without data left take part in the steps of the others.
 
         It gives an object whose ``is_last`` says, once the block has ended on all ranks, whether this rank took all
-        steps; None where no rank takes part without data.
+        steps; None if no rank takes part without data.
         """
         if self.unjoined:
             warn(

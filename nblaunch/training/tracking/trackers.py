@@ -209,7 +209,7 @@ class MLflowTracker(GeneralTracker):
         run_id: an existing run to continue, in its own experiment; None: a new one.
         tags: of the run; a dict, or one as JSON.
         nested_run: whether it is part of a run that is active.
-        run_name: of the run; None: MLflow makes one up.
+        run_name: name of the run; None: MLflow makes one up.
         description: of the run.
 
     Raises:

@@ -115,7 +115,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the rows of the first tensor in nested ``data``; None where there is none."""
+    """Return the rows of the first tensor in nested ``data``; None if there is none."""
     try:
         return find_batch_size(data)
     except (TypeError, ValueError):

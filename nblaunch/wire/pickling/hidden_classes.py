@@ -15,7 +15,7 @@ _HEAP_TYPE = 1 << 9  # made by a class statement; source: Py_TPFLAGS_HEAPTYPE, I
 
 
 def reduction(cls: Any) -> tuple[Any, ...] | None:
-    """Return how to pickle a class by its true module; None where it claims the true one, or has none."""
+    """Return how to pickle a class by its true module; None if it claims the true one, or has none."""
     if not isinstance(cls, type) or not cls.__flags__ & _HEAP_TYPE or "." in cls.__qualname__:
         return None
     name = cls.__qualname__

@@ -360,7 +360,7 @@ def pickles_in(fd: int) -> list[bytes]:
 
 
 def pickling_error(value: Any) -> Exception | None:
-    """Return None where :func:`dump` accepts ``value``, otherwise the error that it raises. Writes nothing."""
+    """Return None if :func:`dump` accepts ``value``, otherwise the error that it raises. Writes nothing."""
     try:
         _Pickler(io.BytesIO(), NullWriter(), {}, False, {}).dump(value)
     except Exception as error:

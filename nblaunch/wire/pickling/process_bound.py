@@ -26,7 +26,7 @@ class NotPicklable(TypeError):
 
 
 def reduction(obj: Any) -> Reduction | None:
-    """Return how to pickle ``obj`` for a fresh process; None where pickle knows.
+    """Return how to pickle ``obj`` for a fresh process; None if pickle knows.
 
     Raises:
         NotPicklable: it can reach other processes by a fork alone.

@@ -63,7 +63,7 @@ def _is_own(program: Any) -> bool:
 
 
 def _status(pid: int) -> int | None:
-    """Return the wait status of a process that has ended, 0 where only its parent knows; None while it runs."""
+    """Return the wait status of a process that has ended, 0 if only its parent knows; None while it runs."""
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

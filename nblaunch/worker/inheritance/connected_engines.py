@@ -21,7 +21,7 @@ def is_connected() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables by which fresh workers connect to the cluster of this process; empty where there is none."""
+    """Return the variables by which fresh workers connect to the cluster of this process; empty if there is none."""
     if not is_connected():
         return {}
     try:

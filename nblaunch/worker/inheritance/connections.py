@@ -26,7 +26,7 @@ def leave_to_first_rank(own: Collection[Identity]) -> None:
     """Close the kernel's connections to other machines in this process; their descriptors stay, at their ends.
 
     Args:
-        own: what belongs to nblaunch.
+        own: descriptors that belong to nblaunch.
     """
     fds = [fd for fd in positions.inherited(own) if _is_connected_elsewhere(fd)]
     if not fds:

@@ -140,7 +140,7 @@ def _send_nothing(*args: object, **kwargs: object) -> None:
 
 
 def _kernel() -> Any:
-    """Return the kernel that this worker was forked from; None where there was none."""
+    """Return the kernel that this worker was forked from; None if there was none."""
     kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
     # Not instance(), which would make one where there is none.
     return None if kernelbase is None else kernelbase.Kernel._instance

@@ -76,7 +76,7 @@ def _pattern(expression: Any) -> str:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return a category of warnings; None where its module is not imported, or has it no more."""
+    """Return a category of warnings; None if its module is not imported, or has it no more."""
     value: Any = sys.modules.get(module)
     for part in name.split("."):
         value = getattr(value, part, None)

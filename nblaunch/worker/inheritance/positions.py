@@ -160,7 +160,7 @@ def _numbers() -> Iterator[int]:
 
 
 def _look_at(fd: int) -> OpenFile | None:
-    """Return what ``fd`` has open, without descriptors; None where that is neither a file nor a folder.
+    """Return what ``fd`` has open, without descriptors; None if that is neither a file nor a folder.
 
     Raises:
         OSError: the descriptor does not exist.

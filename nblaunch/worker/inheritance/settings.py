@@ -83,7 +83,7 @@ class KernelSettings:
         message_settings.write_warning_filters(self.warning_filters)
 
     def note(self) -> str | None:
-        """Return a sentence about what could not be sent; None where all could."""
+        """Return a sentence about what could not be sent; None if all could."""
         if not self.left:
             return None
         return (
