@@ -24,10 +24,13 @@ _MARK = "_nblaunch_made_in"
 
 _kept: list[Any] = []
 """Parts of the kernel's pools, kept because freeing them may write to pipes that the kernel's processes read."""
+_changing = threading.RLock()
+"""Held while a pool is made anew: several threads of a worker may use it first at the same moment."""
 
 
 def renew_at_use() -> None:
     """Have every pool that this process inherits made anew when it is first used here, or in a process forked here."""
+    os.register_at_fork(after_in_child=_replace_lock)
     for name, watch in _WATCHES:
         module = sys.modules.get(name)
         if module is not None:
@@ -43,18 +46,22 @@ def _is_own(pool: Any) -> bool:
     return vars(pool).get(_MARK) == os.getpid()
 
 
+def _replace_lock() -> None:
+    """Replace the lock in a process forked here: a thread that did not cross the fork may hold it."""
+    global _changing
+    _changing = threading.RLock()
+
+
 def _watch_thread_executors(module: Any) -> None:
     def renew(pool: Any) -> None:
-        if not _is_own(pool):
-            setattr(pool, _MARK, os.getpid())
-            if pool._threads:
-                _kept.append(dict(vars(pool)))
-                pool._work_queue = empty_like(pool._work_queue)
-                pool._idle_semaphore = threading.Semaphore(0)
-                pool._threads = set()
-                pool._shutdown_lock = threading.Lock()
+        if pool._threads:
+            _kept.append(dict(vars(pool)))
+            pool._work_queue = empty_like(pool._work_queue)
+            pool._idle_semaphore = threading.Semaphore(0)
+            pool._threads = set()
+            pool._shutdown_lock = threading.Lock()
 
-    _before(module.ThreadPoolExecutor, "submit", renew)
+    _before(module.ThreadPoolExecutor, "submit", _once(renew))
 
 
 def _watch_process_executors(module: Any) -> None:
@@ -62,9 +69,6 @@ def _watch_process_executors(module: Any) -> None:
     make = cls.__init__
 
     def renew(pool: Any) -> None:
-        if _is_own(pool):
-            return
-        setattr(pool, _MARK, os.getpid())
         if pool._shutdown_thread:
             return
         _kept.append(dict(vars(pool)))
@@ -76,8 +80,8 @@ def _watch_process_executors(module: Any) -> None:
         make(pool, pool._max_workers, pool._mp_context, pool._initializer, pool._initargs, **options)
 
     _before(cls, "__init__", _mark)
-    _before(cls, "submit", renew)
-    _before(cls, "shutdown", renew)  # or it would wake the thread that manages the kernel's
+    _before(cls, "submit", _once(renew))
+    _before(cls, "shutdown", _once(renew))  # or it would wake the thread that manages the kernel's
     # At this process's exit, each would be woken as well.
     _kept.append(module._threads_wakeups)
     module._threads_wakeups = type(module._threads_wakeups)()
@@ -89,9 +93,6 @@ def _watch_loky(module: Any) -> None:
     make = cls.__init__
 
     def renew(pool: Any) -> None:
-        if _is_own(pool):
-            return
-        setattr(pool, _MARK, os.getpid())
         if pool._flags.shutdown:
             return
         _kept.append(dict(vars(pool)))
@@ -108,11 +109,11 @@ def _watch_loky(module: Any) -> None:
         pool._initializer, pool._initargs = initializer, initargs  # which loky has wrapped already
 
     _before(cls, "__init__", _mark)
-    _before(cls, "submit", renew)
-    _before(cls, "shutdown", renew)
+    _before(cls, "submit", _once(renew))
+    _before(cls, "shutdown", _once(renew))
     reusable = sys.modules.get(module.__name__.replace("process_executor", "reusable_executor"))
     if reusable is not None:
-        _before(reusable._ReusablePoolExecutor, "_resize", renew)
+        _before(reusable._ReusablePoolExecutor, "_resize", _once(renew))
 
 
 def _watch_pools(module: Any) -> None:
@@ -121,35 +122,45 @@ def _watch_pools(module: Any) -> None:
     make = cls.__init__
 
     def renew(pool: Any) -> None:
-        if not _is_own(pool):
-            setattr(pool, _MARK, os.getpid())
-            if pool._state == module.RUN:
-                _kept.append(dict(vars(pool)))
-                make(
-                    pool,
-                    pool._processes,
-                    pool._initializer,
-                    pool._initargs,
-                    pool._maxtasksperchild,
-                    pool._ctx,
-                )
+        if pool._state == module.RUN:
+            _kept.append(dict(vars(pool)))
+            make(
+                pool,
+                pool._processes,
+                pool._initializer,
+                pool._initargs,
+                pool._maxtasksperchild,
+                pool._ctx,
+            )
 
     def end(pool: Any) -> None:
         """End a pool that was never used here: it has neither threads nor processes of this process."""
-        if not _is_own(pool):
-            _kept.append(dict(vars(pool)))
-            pool._pool = []
-            pool._change_notifier = queue.SimpleQueue()
-            setattr(pool, _MARK, os.getpid())
+        _kept.append(dict(vars(pool)))
+        pool._pool = []
+        pool._change_notifier = queue.SimpleQueue()
 
     _before(cls, "__init__", _mark)
-    _before(cls, "_check_running", renew)
+    _before(cls, "_check_running", _once(renew))
     for name in ("close", "terminate", "join"):
-        _before(cls, name, end)
+        _before(cls, name, _once(end))
 
 
 def _mark(pool: Any) -> None:
     setattr(pool, _MARK, os.getpid())
+
+
+def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Have ``act(pool)`` called in this process by the first thread that uses the pool, while others wait."""
+
+    def act_once(pool: Any) -> None:
+        if _is_own(pool):
+            return
+        with _changing:
+            if not _is_own(pool):
+                act(pool)
+                _mark(pool)
+
+    return act_once
 
 
 def _before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
