@@ -205,7 +205,10 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "loggers",
-        fork=Way(Treatment.KEPT, "levels and handlers"),
+        fork=Way(
+            Treatment.KEPT,
+            "levels and handlers; a `MemoryHandler` starts empty, and what ranks log to it is written when they end",
+        ),
         fresh=Way(
             Treatment.KEPT,
             "levels, and handlers that write to a standard stream or append to a file; a line names other handlers",

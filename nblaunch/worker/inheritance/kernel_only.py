@@ -67,10 +67,33 @@ def _drop_exit_handlers() -> None:
     finalize._registered_with_atexit = False  # so that the next one registers them again
     logging: Any = sys.modules.get("logging")
     if logging is not None:
-        own: list[Any] = []  # in place of the kernel's: to clear that would write to each of its handlers
+        # In place of the kernel's: to clear that would write to each of its handlers.
+        own: list[Any] = _empty_buffering_handlers(logging._handlerList)
         logging._handlerList = own
         logging.shutdown.__defaults__ = (own,)  # also where the user's code calls it
         atexit.register(logging.shutdown)
+
+
+def _empty_buffering_handlers(references: Iterable[Any]) -> list[Any]:
+    """Drop what log handlers of the kernel hold in memory: the kernel itself writes it, once.
+
+    Args:
+        references: weak references to all log handlers of the kernel.
+
+    Returns:
+        Those to handlers that hold records: the worker must write at its exit what it has logged to them.
+    """
+    handlers = sys.modules.get("logging.handlers")
+    if handlers is None:
+        return []
+    buffering = []
+    for reference in references:
+        handler: Any = reference()
+        if isinstance(handler, handlers.BufferingHandler):
+            _abandoned.append(handler.buffer)
+            handler.buffer = []
+            buffering.append(reference)
+    return buffering
 
 
 def _leave_interactive_mode() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.contracts.inheritance.contract import contract
@@ -220,6 +222,39 @@ def test_records_reach_the_handlers_of_a_listener(kernel: Kernel, start_method: 
     )
     assert logs.stdout == "[10, 10]\n"
     kernel.run("listener.stop()")
+
+
+def test_threads_of_a_worker_that_first_use_a_pool_together_share_one(kernel: Kernel) -> None:
+    kernel.run(
+        "import os, multiprocessing, threading, nblaunch\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = multiprocessing.get_context('fork').Pool(2)\n"
+        "assert pool.map(abs, [-1] * 4) == [1] * 4\n"
+        "def train():\n"
+        "    together = threading.Barrier(4)\n"
+        "    def use(number):\n"
+        "        together.wait()\n"
+        "        return pool.map(abs, [-number] * 3)\n"
+        "    with ThreadPoolExecutor(4) as threads: return list(threads.map(use, range(4)))"
+    )
+    expected = [[number] * 3 for number in range(4)]
+    assert launch(kernel, "train", "fork").value == [expected, expected]
+    kernel.run("pool.terminate(); pool.join()")
+
+
+def test_records_that_a_handler_holds_are_written_once(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(
+        "import logging.handlers, os, nblaunch\n"
+        f"target = logging.FileHandler({str(tmp_path / 'log')!r})\n"
+        "holding = logging.handlers.MemoryHandler(1000, target=target)\n"
+        "log = logging.getLogger('held')\n"
+        "log.addHandler(holding)\n"
+        "log.warning('of the kernel')\n"
+        "def train(): log.warning('of rank %s', os.environ['RANK'])"
+    )
+    launch(kernel, "train", "fork")
+    kernel.run("holding.flush()")
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["of rank 0", "of rank 1", "of the kernel"]
 
 
 @contract("event loops")
