@@ -59,6 +59,9 @@ class ProcessContext:
         flush_losses: writes the last losses and the device memory to the board. They are delayed, because reading them
             waits for the device. Set with ``reports``, and called when the function has returned.
         forget_losses: clears the losses on the board for the next command of a session; set with ``reports``.
+
+    Attributes:
+        is_current: whether it is the context that :func:`current` returns.
     """
 
     topology: Topology
@@ -80,6 +83,7 @@ class ProcessContext:
     compares_shapes: bool | None = None
     flush_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
     forget_losses: Callable[[], None] = field(default=_do_nothing, compare=False, repr=False)
+    is_current: bool = field(default=False, init=False, compare=False, repr=False)
 
 
 _current: ProcessContext | None = None
@@ -87,12 +91,13 @@ _current: ProcessContext | None = None
 
 def current() -> ProcessContext:
     """Return the context of this process. If none is installed, create it from the environment."""
-    global _current
     if _current is None:
-        _current = ProcessContext(
+        made = ProcessContext(
             topology=Topology.from_env(env.snapshot()),
             backend=backends.choose("cpu" if env.read("ACCELERATE_USE_CPU") else "auto"),
         )
+        install(made)
+        return made
     return _current
 
 
@@ -102,13 +107,17 @@ def install(context: ProcessContext | None) -> None:
     The worker's bootstrap and the inline engine call it.
     """
     global _current
+    if _current is not None:
+        _current.is_current = False
+    if context is not None:
+        context.is_current = True
     _current = context
 
 
 def take() -> ProcessContext | None:
     """Remove and return the context of this process, or None."""
-    global _current
-    taken, _current = _current, None
+    taken = _current
+    install(None)
     return taken
 
 

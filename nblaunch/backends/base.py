@@ -327,7 +327,7 @@ class Backend(ABC):
         """Give cached device memory back."""
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients over ranks before an optimizer step, where no wrapper of the model does it."""
+        """Average gradients over ranks before an optimizer step. Called where :attr:`reduces_gradients_at_step`."""
 
     def begin_step(self, phase: str, batch: Any) -> None:
         """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
@@ -342,4 +342,4 @@ class Backend(ABC):
         """Handle that a loader's loop is left before its end, as by ``break``."""
 
     def step_boundary(self) -> None:
-        """Handle the end of a training step: lazy devices cut and run their graph here."""
+        """Handle the end of a training step: cut the graph and run it. Called where :attr:`is_lazy`."""

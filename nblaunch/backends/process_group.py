@@ -140,7 +140,7 @@ def keep_groups() -> None:
     take the group with it, and wait for these threads with the lock held (torch 2.13, gloo; pytorch/pytorch#56297).
     """
     groups = _groups()
-    if not groups <= _kept:
+    if groups and not groups <= _kept:
         _kept.clear()
         _kept.update(groups)
 

@@ -235,6 +235,7 @@ def progress_of(now_s: float, reading: SlotReading, num_metrics: int, num_messag
         reading.state,
         reading.num_progress_signs,
         reading.num_checks,
+        reading.busy_steps,
         reading.built_bytes,
         num_metrics,
         working_s,

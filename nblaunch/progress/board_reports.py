@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -219,14 +218,14 @@ class BusyTime:
     def begin_backward(self) -> None:
         """Add the busy time of the step: from here on the rank may wait for others."""
         self.is_in_backward = True
-        self._slot.note_progress()
         if self._since:
             self._slot.add_busy_time(monotonic() - self._since)
 
-    def end_backward(self) -> None:
-        """Start measuring: from here on the rank is by itself."""
+    def end_backward(self) -> float:
+        """Start measuring: from here on the rank is by itself. Return what time it is."""
         self.is_in_backward = False
-        self._since = monotonic()
+        self._since = now_s = monotonic()
+        return now_s
 
     def pause(self) -> None:
         """Stop measuring: a loop has ended, so the following time is not part of a step."""
@@ -242,16 +241,33 @@ class _Bin:
     """The losses of equally many optimizer steps.
 
     Args:
-        sum: of the losses, on the device.
+        sum: of the losses; of those on a device, it is a tensor there.
         count: how many they are.
         total: of the losses that were read.
         num_read: how many these are.
     """
 
-    sum: torch.Tensor
+    sum: torch.Tensor | float = 0.0
     count: int = 0
     total: float = 0.0
     num_read: int = 0
+
+    def add(self, loss: torch.Tensor) -> torch.Tensor | float:
+        """Add a loss, by one operation; return it as a number, or, if it is on a device, without its graph."""
+        value: Any
+        if loss.is_cpu:
+            value = loss.item()  # at once, as the caller may change it
+            self.sum += value
+        else:
+            value = loss.data  # ``detach`` would be one more operation
+            if not isinstance(self.sum, torch.Tensor):
+                self.sum = torch.tensor(self.sum, dtype=torch.float32).to(loss.device)
+            is_addable = (
+                loss.dim() == 0 and loss.device == self.sum.device
+            )  # losses may lie on several devices
+            self.sum += value if is_addable else value.reshape(()).to(self.sum.device)
+        self.count += 1
+        return value
 
     def absorb(self, other: _Bin) -> _Bin:
         """Add a bin, both read; one that is not finite is left out, so that it does not spread over the curve."""
@@ -266,8 +282,8 @@ class _Bin:
 class LossReport:
     """Shows the losses of this rank on the board, at most twice a second: the last one, and all of them in means.
 
-    Reading a value makes the process wait for the device, so losses are added up there, in bins that end at fixed
-    optimizer steps (``wire/board.py``). They are read now and then, and when a loop ends. A step is over when any
+    Reading a value of another device makes the process wait for it, so losses are added up there, in bins that end at
+    fixed optimizer steps (``wire/board.py``). They are read now and then, and when a loop ends. A step is over when any
     optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
 
     With the losses it shows the memory of the rank's device, at most once a second and at the end.
@@ -278,35 +294,36 @@ class LossReport:
         self.backend = backend
         self._next_s = self._next_memory_s = 0.0
         self._num_noted = 0
-        self._num_updates = 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget all losses so far: those to come are of another command of a session."""
-        self._latest: torch.Tensor | None = None
+        self._latest: torch.Tensor | float | None = None
         self._bins: list[_Bin] = []  # the last one may not be complete
         self._steps_per_bin = 1
         self._num_steps = 0  # begun
+        self._num_updates = -1  # when the last of them began
         self._epoch_total, self._epoch_count = 0.0, 0  # of the losses that were read since the last epoch
         self._is_epoch_known = True
 
-    def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
-        """Add ``loss``. Called at every micro-step; anything but a single number is left out.
+    def note(self, loss: torch.Tensor, now_s: float | None) -> None:
+        """Add ``loss``. Called at every micro-step; anything but a single real number is left out.
 
-        With ``is_there=False`` it has no value before the step ends: then :meth:`show_due` shows it.
+        Args:
+            loss: of this rank.
+            now_s: the time; None: it has no value before the step ends. Then :meth:`show_due` shows it.
         """
         self._num_noted += 1
-        if loss.numel() != 1:
+        if loss.numel() != 1 or not loss.is_floating_point():
             return
-        # The graph behind it goes as soon as the caller drops it. The sum is a copy: the value itself may be changed.
-        whole: Any = loss
-        self._latest = latest = (whole.to_local() if is_sharded(loss) else whole).detach()
-        begun = self._bin_of_step(latest)
-        # Every operation counts: a small model's step has sixty. Losses may lie on several devices.
-        is_addable = latest.dim() == 0 and latest.device == begun.sum.device
-        begun.sum.add_(latest if is_addable else latest.reshape(()).to(begun.sum.device))
-        begun.count += 1
-        if is_there:
+        if type(loss) is not torch.Tensor and is_sharded(loss):
+            loss = loss.to_local()  # type: ignore[attr-defined]
+        num_updates = self._slot.num_updates
+        if num_updates != self._num_updates:
+            self._num_updates = num_updates
+            self._begin_step()
+        self._latest = self._bins[-1].add(loss)
+        if now_s is not None and now_s >= self._next_s:
             self.show_due()
 
     def count_update(self) -> None:
@@ -320,9 +337,9 @@ class LossReport:
 
     def show_due(self) -> None:
         """Show the losses, unless that was done a moment ago."""
-        now = time.monotonic()
-        if now >= self._next_s:
-            self._next_s = now + _LOSS_INTERVAL_S
+        now_s = monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _LOSS_INTERVAL_S
             self.flush()
 
     def flush(self) -> None:
@@ -360,17 +377,13 @@ class LossReport:
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 
-    def _bin_of_step(self, loss: torch.Tensor) -> _Bin:
-        """Return the bin of this step, which begins where an optimizer has stepped since the last loss."""
-        num_updates = self._slot.num_updates
-        if not self._num_steps or num_updates != self._num_updates:
-            self._num_updates = num_updates
-            if self._num_steps == len(self._bins) * self._steps_per_bin:
-                if len(self._bins) == MAX_BINS:
-                    self._merge()
-                self._bins.append(_Bin(torch.zeros((), dtype=torch.float32).to(loss.device)))
-            self._num_steps += 1
-        return self._bins[-1]
+    def _begin_step(self) -> None:
+        """Begin an optimizer step, and a bin for it where the last one is complete."""
+        if self._num_steps == len(self._bins) * self._steps_per_bin:
+            if len(self._bins) == MAX_BINS:
+                self._merge()
+            self._bins.append(_Bin())
+        self._num_steps += 1
 
     def _merge(self) -> None:
         """Merge the bins in pairs."""
@@ -390,5 +403,6 @@ class LossReport:
                 one.total, one.num_read = total, one.count
 
 
-def _number(value: torch.Tensor) -> float:
-    return float(value.cpu())  # on a lazy device, a number read directly is another graph
+def _number(value: torch.Tensor | float) -> float:
+    # On a lazy device, a number read directly is another graph.
+    return float(value.cpu() if isinstance(value, torch.Tensor) else value)

@@ -15,16 +15,18 @@ out: it reports by itself.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from time import monotonic
 from types import FrameType
 from typing import Any
 
-from nblaunch import packages
+from nblaunch import context, packages
 from nblaunch.events import WorkerState
 from nblaunch.progress.planned_epochs import Place, left_of, places_around
 from nblaunch.user_code import is_user_file
@@ -52,6 +54,7 @@ def _watch_loaders(module: Any) -> None:
     iterator = module._BaseDataLoaderIter
     read = iterator.__next__
 
+    @functools.wraps(read)
     def read_and_note(self: Any) -> Any:
         try:
             batch = read(self)
@@ -67,6 +70,7 @@ def _watch_loaders(module: Any) -> None:
 def _watch_backward(module: Any) -> None:
     compute = module.backward
 
+    @functools.wraps(compute)
     def compute_and_note(tensors: Any, *args: Any, **kwargs: Any) -> None:
         plain = plain_loops()
         if not plain.begin_backward():
@@ -98,11 +102,11 @@ def _watch_optimizers(module: Any) -> None:
     import torch
 
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             plain_loops().note_step(sys._getframe(2))
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             plain_loops().show_losses()  # of a closure
 
     module.register_optimizer_step_pre_hook(begin)
@@ -157,6 +161,7 @@ class PlainLoops:
     _is_in_backward: bool = False
     _rounds: Any = None  # the loop over rounds, where no loader is read
     _next_look_s: float = 0.0
+    _thread: int | None = field(default_factory=lambda: threading.main_thread().ident)
 
     @property
     def last_iterator(self) -> Any:
@@ -234,8 +239,9 @@ class PlainLoops:
         """Return whether a batch is for a plain loop: not for a loader of ours, nor in another thread."""
         running = self.reports.loops.running
         is_plain = running is None or running.is_over_epochs or running is self._rounds
-        is_plain = is_plain or any(reading.loop is running for reading in self._readings)
-        return is_plain and threading.current_thread() is threading.main_thread()
+        if not is_plain and self._readings:
+            is_plain = any(reading.loop is running for reading in self._readings)
+        return is_plain and threading.get_ident() == self._thread
 
     def finish(self) -> None:
         """End all loops: the function has returned."""
@@ -249,9 +255,10 @@ class PlainLoops:
     def begin_backward(self) -> bool:
         """Begin a backward pass; return False if it is a part of another one, or an Accelerator's."""
         busy_time = self.reports.busy_time
-        if self._is_in_backward or threading.current_thread() is not threading.main_thread():
+        if self._is_in_backward or threading.get_ident() != self._thread:
             return False
-        self._begin_training()
+        if self._readings:
+            self._begin_training()
         if busy_time.is_in_backward:
             return False
         self._is_in_backward = True
@@ -276,6 +283,8 @@ class PlainLoops:
 
     def show_losses(self) -> None:
         """Show the losses of this optimizer step."""
+        if not self._held:
+            return
         held, self._held = self._held, []
         losses = [loss for loss, _ in held]
         if len(held) > 1 and self.sums_losses:
@@ -283,15 +292,15 @@ class PlainLoops:
         elif len(held) > 1:
             losses = [loss * divisor if divisor == len(held) else loss for loss, divisor in held]
         for loss in losses:
-            self.reports.losses.note(loss)
+            self.reports.losses.note(loss, monotonic())
 
     def _begin_training(self) -> None:
-        """Note that the loop whose batch was read last trains."""
-        reading = max(self._readings, key=lambda one: one.read_at, default=None)
-        read_at = reading.read_at if reading is not None else 0
+        """Note that the loop whose batch was read last trains. There is one that reads."""
+        reading = max(self._readings, key=attrgetter("read_at"))
+        read_at = reading.read_at
         for other in self._readings:
             other.read_at = 0
-        if reading is None or not read_at or reading.trains:
+        if not read_at or reading.trains:
             return
         loops = self.reports.loops
         if reading.loop is not None:
@@ -325,9 +334,10 @@ class PlainLoops:
         running = loops.running
         is_round = not self._readings and not self._num_late and (running is None or running is self._rounds)
         self._num_late = max(self._num_late - 1, 0)
-        if is_round and threading.current_thread() is threading.main_thread():
+        if is_round and threading.get_ident() == self._thread:
             self._count_round(self._rounds if running is not None else None, frame)
-        self.show_losses()
+        if self._held:
+            self.show_losses()
 
     def _count_round(self, loop: Any, frame: FrameType | None) -> None:
         now_s = monotonic()
@@ -377,13 +387,19 @@ class PlainLoops:
 
 
 def plain_loops() -> PlainLoops:
-    """Return the plain loops of this process; new ones for each command of a session."""
+    """Return the plain loops of this process; new ones for each command of a session. Called several times a step."""
+    reports = context.current().reports
+    if _made and _made[-1].reports is reports and _made[-1].number == reports.loops.num_commands:
+        return _made[-1]
+    return _make()
+
+
+def _make() -> PlainLoops:
     from nblaunch.progress.reports import get_reports  # imports torch
 
     reports = get_reports()
-    if not _made or _made[-1].reports is not reports or _made[-1].number != reports.loops.num_commands:
-        _made[:] = [PlainLoops(reports, reports.loops.num_commands)]
-        reports.at_end[:] = [_made[-1].finish]
+    _made[:] = [PlainLoops(reports, reports.loops.num_commands)]
+    reports.at_end[:] = [_made[-1].finish]
     return _made[-1]
 
 

@@ -369,7 +369,7 @@ class Accelerator(AcceleratorProperties):
         Raises:
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
         """
-        gradients.backward(self._preparer, loss, **kwargs)
+        gradients.backward(self._parts()["_preparer"], loss, kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> gradients.MicroStep:
         """Run the block as one micro-step. Ranks average gradients and optimizers step only when the window ends.
@@ -389,7 +389,7 @@ class Accelerator(AcceleratorProperties):
                     optimizer.step()  # does nothing in three of four micro-steps
                     optimizer.zero_grad()
         """
-        return gradients.MicroStep(self._preparer, models)
+        return gradients.MicroStep(self._parts()["_preparer"], models)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Run the block without reducing gradients in ``backward``. Does nothing in a single process."""

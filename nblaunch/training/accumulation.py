@@ -79,13 +79,15 @@ class Window:
     Args:
         modules: the users' own; none: of no model in particular.
 
-    ``step`` counts since the last end of a loader, ``size`` since the last synchronisation.
+    ``step`` counts since the last end of a loader, ``size`` since the last synchronisation. ``is_short``: it ends with
+    less micro-steps than others have, as at the end of a loader.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module] = ()) -> None:
         self.step = 0
         self.size = 0
         self.sync_gradients = True
+        self.is_short = False
         self._modules = [weakref.ref(module) for module in modules]
 
     @property
@@ -93,11 +95,10 @@ class Window:
         """Its models that there still are."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
-    def is_of(self, modules: list[torch.nn.Module]) -> bool:
+    def is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
         """Return whether it is of just these models."""
-        return [
-            reference() for reference in self._modules
-        ] == modules  # modules are equal where they are identical
+        own = [reference() for reference in self._modules]
+        return own == list(modules)  # modules are equal where they are identical
 
     def take_over(self, modules: Sequence[torch.nn.Module]) -> None:
         """Go on as the window of these models."""
@@ -171,7 +172,7 @@ class AccumulationState:
         """Return whether the window is of the process that reads these loaders."""
         return self._stack is loaders
 
-    def enter(self, modules: list[torch.nn.Module]) -> Window | None:
+    def enter(self, modules: Sequence[torch.nn.Module]) -> Window | None:
         """Begin one more micro-step of ``modules``: decide whether it ends in an optimizer step.
 
         Returns the window around it, for :meth:`leave`; None outside of any.
@@ -196,15 +197,16 @@ class AccumulationState:
         self._advance(self.current)
 
     def _advance(self, window: Window) -> None:
-        is_last = self.plugin.sync_with_dataloader and self.end_of_dataloader
+        plugin, loader = self.plugin, self._stack.innermost
         window.size = 1 if window.sync_gradients else window.size + 1
         window.step += 1
-        window.sync_gradients = window.step % self.num_steps == 0
-        if is_last:
+        window.sync_gradients = window.step % plugin.num_steps == 0
+        if loader is not None and loader.end_of_dataloader and plugin.sync_with_dataloader:
             window.step = 0  # the next epoch starts a fresh window
             window.sync_gradients = window.sync_gradients or not self._ends_alone
+        window.is_short = window.sync_gradients and window.size < plugin.num_steps
 
-    def _window_of(self, modules: list[torch.nn.Module]) -> Window:
+    def _window_of(self, modules: Sequence[torch.nn.Module]) -> Window:
         """Return the window of just these models; a new one where there is none."""
         self._windows = [window for window in self._windows if window.modules or window is self.current]
         for window in self._windows:
@@ -266,15 +268,8 @@ class AccumulationState:
         """Look anew for the models of optimizers, whose parameters have changed."""
         self._of_optimizers.clear()
 
-    @property
-    def ends_short(self) -> bool:
-        """Whether the current window ends with less micro-steps than others have, as at the end of a loader."""
-        return self.current.sync_gradients and self.current.size < self.num_steps
-
     def gradient_factor(self, optimizer: Any) -> float:
         """Return what brings an optimizer's gradients, each divided by ``num_steps``, to the mean of its window."""
-        if not self.plugin.divide_by_actual:
-            return 1.0
         window = self.window_for(optimizer)
         return self.num_steps / window.size if window.sync_gradients and window.size else 1.0
 

@@ -24,20 +24,26 @@ from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import get_shared_state
 
 
-def backward(preparer: Preparer, loss: torch.Tensor, **kwargs: Any) -> None:
-    """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
-    shared, divisor = preparer.shared, preparer.accumulation.num_steps
+def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) -> None:
+    """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step.
+
+    Args:
+        preparer: of the Accelerator.
+        loss: a tensor of one element.
+        options: keyword arguments of :meth:`torch.Tensor.backward`, or ``learning_rate``.
+    """
+    shared, divisor = preparer.shared, preparer.accumulation.plugin.num_steps
     if not shared.has_checked_models:
         shared.check_models()
     if shared.process.slot.num_updates >= shared.watch.due_at:
         shared.watch.before_backward(preparer, loss)
     shared.busy_time.begin_backward()
-    if "learning_rate" in kwargs and _lomo_optimizers(preparer):
-        lomo_backward(preparer, loss / divisor, kwargs["learning_rate"])
+    if "learning_rate" in options and _lomo_optimizers(preparer):
+        lomo_backward(preparer, loss / divisor, options["learning_rate"])
     else:
-        preparer.strategy.backward(loss, divisor, preparer.precision, **kwargs)
-    shared.busy_time.end_backward()
-    shared.losses.note(loss, not shared.process.backend.is_lazy)
+        preparer.strategy.backward(loss, divisor, preparer.precision, options)
+    ended_s = shared.busy_time.end_backward()
+    shared.losses.note(loss, None if shared.process.backend.is_lazy else ended_s)
 
 
 def lomo_backward(preparer: Preparer, loss: torch.Tensor, learning_rate: float) -> None:
@@ -78,11 +84,15 @@ class MicroStep(ContextDecorator):
     def __enter__(self) -> None:
         preparer = self._preparer
         accumulation = self._accumulation = preparer.shared.accumulation = preparer.accumulation
-        self._outer = accumulation.enter([bare_module(model) for model in self._models])
+        modules = self._models
+        if not accumulation.current.is_of(modules):
+            modules = [bare_module(model) for model in modules]
+        self._outer = accumulation.enter(modules)
+        window = accumulation.current
         try:
-            if not accumulation.has_named_short_window and accumulation.ends_short:
+            if window.is_short and not accumulation.has_named_short_window:
                 _name_short_window(accumulation, preparer.shared.process.topology.rank)
-            if not (accumulation.sync_gradients or accumulation.syncs_each_batch):
+            if not (window.sync_gradients or accumulation.syncs_each_batch):
                 self._unsynchronised = self._leave_out_reduction()
         except BaseException:
             accumulation.leave(self._outer)

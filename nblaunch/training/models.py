@@ -107,8 +107,9 @@ def wrappers_and_module(model: Any) -> Iterator[Any]:
 
 def bare_module(model: Any) -> Any:
     """Return the user's own module."""
-    *_, bare = wrappers_and_module(model)
-    return bare
+    while (inner := _inside(model)) is not model:
+        model = inner
+    return model
 
 
 def plain_module(model: Any) -> Any:

@@ -112,23 +112,28 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: drop them rather than fill them with zeros. None: True, where the optimizer leaves the choice.
         """
-        if not self.is_due:
+        if not self._accumulation.window_for(self).sync_gradients:
             return
         self._is_reduced = False
+        optimizer = self.optimizer
         if set_to_none is None and not self._lets_choose_zeros:
-            self.optimizer.zero_grad()
+            optimizer.zero_grad()
         else:
-            self.optimizer.zero_grad(set_to_none=set_to_none is not False)
-        self._precision.forget_gradients(self.optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none is not False)
+        self._precision.forget_gradients(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; do nothing in the middle of an accumulation window. LOMO optimizers have stepped in backward."""
-        if self.is_due:
+        accumulation, backend = self._accumulation, self._backend
+        if not accumulation.window_for(self).sync_gradients:
+            return
+        if backend.reduces_gradients_at_step or accumulation.plugin.divide_by_actual:
             self.reduce_gradients()
-            self._is_reduced = self._accumulation.are_gradients_reduced = False
-            if not self.steps_in_backward:
-                self._is_overflow = self._precision.step(self.optimizer, closure)
-            self._backend.step_boundary()
+        self._is_reduced = accumulation.are_gradients_reduced = False
+        if not self.steps_in_backward:
+            self._is_overflow = self._precision.step(self.optimizer, closure)
+        if backend.is_lazy:
+            backend.step_boundary()
 
     @property
     def is_due(self) -> bool:
@@ -142,15 +147,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if self._is_reduced:
             return
-        if not self._accumulation.are_gradients_reduced:
+        if self._backend.reduces_gradients_at_step and not self._accumulation.are_gradients_reduced:
             self._backend.reduce_gradients(self.optimizer)
+        if self._accumulation.plugin.divide_by_actual:
+            self._divide_by_actual()
+        self._is_reduced = True
+
+    def _divide_by_actual(self) -> None:
         factor = self._accumulation.gradient_factor(self)
         if factor != 1.0:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor)
-        self._is_reduced = True
 
     def has_any(self, wanted: Container[int]) -> bool:
         """Return whether it has any of the parameters whose ids are ``wanted``."""

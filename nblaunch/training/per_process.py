@@ -39,10 +39,8 @@ class _Part:
     def __get__(self, instance: PerProcessParts | None, owner: type) -> Any:
         if instance is None:
             return self
-        # Read at every step: the parts of the process that made the object are at hand.
-        parts = instance._own_parts if context.current() is instance._home else instance._parts()
         try:
-            return parts[self._name]
+            return instance._parts()[self._name]
         except KeyError:
             raise AttributeError(self._name) from None
 
@@ -87,10 +85,11 @@ class PerProcessParts(ABC):
         return operations
 
     def _parts(self) -> dict[str, Any]:
-        """Return the parts of this process; build them where there are none."""
-        here = context.current()
-        if here is self._home:
+        """Return the parts of this process; build them where there are none. Called several times a step."""
+        home = self._home
+        if home is not None and home.is_current:
             return self._own_parts
+        here = context.current()
         if not here.is_launched:
             return self._own_parts if self._home is not None else self._make_own(here)
         launch, parts = self._launched

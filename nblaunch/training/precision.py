@@ -75,9 +75,9 @@ class Precision:
             # Past Module.__setattr__, which is for parameters, buffers and submodules.
             model.__dict__.update(_original_forward=wrapped.original, forward=wrapped)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Call ``loss.backward(**kwargs)``, scaled where the precision needs it."""
-        loss.backward(**kwargs)
+    def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
+        """Call ``loss.backward(**options)``, scaled where the precision needs it."""
+        loss.backward(**options)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the gradients of ``optimizer`` to their true size, before they are clipped or looked at."""
@@ -176,7 +176,7 @@ class Fp16Precision(Precision):
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.add(optimizer)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """Compute scaled gradients. RuntimeError where gradients of true size would be mixed with them, or were."""
         for optimizer in list(self._unscaled):
             if not _has_gradients(optimizer):
@@ -185,7 +185,7 @@ class Fp16Precision(Precision):
             raise RuntimeError(_MIXED.format("has not stepped since"))
         self._end_round()
         before = {optimizer: _versions(optimizer) for optimizer in self._unscaled}
-        self._scaler.scale(loss).backward(**kwargs)
+        self._scaler.scale(loss).backward(**options)
         if any(_versions(optimizer) != versions for optimizer, versions in before.items()):
             raise RuntimeError(_MIXED.format("received more gradients from backward before it stepped"))
 

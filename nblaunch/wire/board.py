@@ -167,17 +167,14 @@ class StepBoundaries:
     stop_proposal = _Word(_BOUNDARY_PROPOSAL)
     stop_decision = _Word(_BOUNDARY_DECISION)
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
+    def __init__(self, ints: memoryview) -> None:
+        self._ints = ints
 
-    @property
-    def _ints(self) -> memoryview:
-        return self._slot._ints
-
-    def count_check(self) -> int:
-        """Count a check; return the number of checks."""
-        self.num_checks += 1
-        return self.num_checks
+    def begin_check(self) -> tuple[int, int]:
+        """Count a check; return its number, and the check at which the launcher proposes to stop, or 0."""
+        ints = self._ints
+        ints[_BOUNDARY_CHECKS] = number = ints[_BOUNDARY_CHECKS] + 1
+        return number, ints[_BOUNDARY_PROPOSAL]
 
     def begin_anew(self) -> None:
         """Count from 0 again, in the worker: ranks of a session need not have run the same code before."""
@@ -211,7 +208,6 @@ class Slot:
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 
     def __init__(self, memory: memoryview, call_memory: memoryview | None = None) -> None:
-        self.boundaries = StepBoundaries(self)
         self.call_memory = call_memory
         """Memory for the rank's last collectives; None if they are not read."""
         self._write_to(memory)
@@ -223,6 +219,7 @@ class Slot:
     def _write_to(self, memory: memoryview) -> None:
         self._ints = memory.cast("q")
         self._doubles = memory.cast("d")
+        self.boundaries = StepBoundaries(self._ints)
         self._ints[_TOTAL] = -1
         self._read_curve = (0, NO_LOSSES)
 
@@ -296,6 +293,10 @@ class Slot:
         ints[_SAMPLES] = samples
         self._doubles[_STEP_TIME] = monotonic()
 
+    def count_update(self) -> None:
+        """Count a step of an optimizer."""
+        self._ints[_UPDATES] += 1
+
     def count_step(self) -> None:
         """Count the step with which an outer loop was resumed."""
         self._ints[_STEPS_DONE] += 1
@@ -336,10 +337,11 @@ class Slot:
         ints[_DEVICE_PEAK_BYTES] = peak
         ints[_DEVICE_LIMIT_BYTES] = limit
 
-    def count_check(self) -> int:
-        """Count a check of ``accelerator.should_stop``; return the number of checks."""
-        self._ints[_CHECKS] += 1
-        return self._ints[_CHECKS]
+    def begin_check(self) -> tuple[int, int]:
+        """Count a check of ``accelerator.should_stop``; return what :meth:`StepBoundaries.begin_check` does."""
+        ints = self._ints
+        ints[_CHECKS] = number = ints[_CHECKS] + 1
+        return number, ints[_STOP_PROPOSAL]
 
     def read(self, rank: int) -> SlotReading:
         """Read all of it as one reading; numbers may be of different moments."""

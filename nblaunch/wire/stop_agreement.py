@@ -35,8 +35,7 @@ BOUNDARY_S = 1.0
 
 def should_stop(slot: Ballot) -> bool:
     """Return in a worker whether every rank stops at this check. Called at the same steps on every rank."""
-    count = slot.count_check()
-    proposal = slot.stop_proposal
+    count, proposal = slot.begin_check()
     if proposal == 0:
         return False
     if slot.stop_decision == proposal:

@@ -57,24 +57,31 @@ class OptimizerSteps:
         import torch
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling() and self._begins(optimizer, sys._getframe(2)):
-                if stop_agreement.should_stop(slot.boundaries):
-                    self._stop_here()
-                self._active = optimizer
+            if torch.compiler.is_dynamo_compiling() or (
+                self._active is not None and self._is_nested(optimizer)
+            ):
+                return
+            if stop_agreement.should_stop(slot.boundaries):
+                self._stop_here()
+            self._active = optimizer
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
-                slot.num_updates += 1
-                process_group.keep_groups()
-                self._end(optimizer)
+            if (
+                torch.compiler.is_dynamo_compiling()
+            ):  # a step that is compiled must not come upon foreign memory
+                return
+            slot.count_update()
+            process_group.keep_groups()
+            if self._active is optimizer:
+                self._end()
 
         module.register_optimizer_step_pre_hook(begin)
         module.register_optimizer_step_post_hook(end)
 
-    def _begins(self, optimizer: Any, caller: FrameType | None) -> bool:
-        """Return whether a step begins here, not a part of another optimizer's step, which calls from ``caller``."""
+    def _is_nested(self, optimizer: Any) -> bool:
+        """Return whether the step that begins is a part of another optimizer's. The hook before a step asks."""
         # Without a look at the frames an active one may be of a step that has raised.
-        return self._active is None or self._active is optimizer or not _is_in_step(caller)
+        return self._active is not optimizer and _is_in_step(sys._getframe(3))
 
     def _stop_here(self) -> None:
         """Raise the interrupt before a step, as all ranks do, and send it to processes that this one has started."""
@@ -83,9 +90,7 @@ class OptimizerSteps:
         os.killpg(os.getpgrp(), signal.SIGINT)
         self.raise_interrupt()
 
-    def _end(self, optimizer: Any) -> None:
-        if self._active is not optimizer:
-            return
+    def _end(self) -> None:
         self._active = None
         self.num_done += 1
         self.is_cut = False

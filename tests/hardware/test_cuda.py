@@ -173,6 +173,6 @@ def test_losses_of_one_process_may_lie_on_two_gpus() -> None:
     slot = private_slot()
     report = LossReport(slot, BACKEND)
     for number in (0, 1):
-        report.note(torch.tensor(float(number), device=f"cuda:{number}"))
+        report.note(torch.tensor(float(number), device=f"cuda:{number}"), None)
     report.flush()
     assert slot.read(0).losses.means == (0.5,)

@@ -79,7 +79,7 @@ def train():
         accelerator = nblaunch.Accelerator(cpu=True)
         assert context.current().slot is slot and context.is_worker()
         assert not stop_agreement.should_stop(slot)
-        slot.advance_to(9, 90); slot.set_loss(2.0); slot.built_bytes += 5; slot.count_check()
+        slot.advance_to(9, 90); slot.set_loss(2.0); slot.built_bytes += 5; slot.begin_check()
         try:
             signal.raise_signal(signal.SIGINT)
             raise AssertionError("no interrupt")

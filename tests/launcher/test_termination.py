@@ -44,7 +44,7 @@ def handler(program: str) -> subprocess.Popen[str]:
 
 def test_ranks_that_look_have_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
-    slot.count_check()
+    slot.begin_check()
     termination = Termination(requests, 100.0, 20.0, RUNNING, {0: slot})
     assert requests.wants_stop
     assert termination.poll(119.9, RUNNING) == ""
@@ -65,7 +65,7 @@ def test_ranks_that_never_look_are_interrupted_soon(requests: JobRequests) -> No
 def test_a_first_look_in_time_gives_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
     termination = Termination(requests, 100.0, 20.0, RUNNING, {0: slot})
-    slot.count_check()
+    slot.begin_check()
     assert termination.poll(100.0 + LISTEN_S, RUNNING) == ""
     assert termination.poll(120.0, RUNNING)
 

@@ -73,9 +73,8 @@ def shown_losses(losses: list[float], *, per_step: int = 1, flush_every: int = 1
     """What a rank shows after these losses, with an optimizer step after every ``per_step`` of them."""
     slot = private_slot()
     report = LossReport(slot, BACKEND)
-    report.show_due = lambda: None  # type: ignore[method-assign]
     for number, loss in enumerate(losses, 1):
-        report.note(torch.tensor(loss))
+        report.note(torch.tensor(loss), None)
         if number % flush_every == 0:
             report.flush()
         if number % per_step == 0:
@@ -110,25 +109,45 @@ def test_a_loss_that_is_not_finite_stays_in_its_bin() -> None:
     assert curve.means == (1.0,) * (MAX_BINS // 2 + 1)
 
 
+class OutOfMemory(torch.Tensor):
+    """A loss that can't be read or added up: its device has no memory left."""
+
+    def item(self) -> float:  # type: ignore[override]
+        raise RuntimeError("out of memory")
+
+
 def test_a_loss_that_could_not_be_added_keeps_no_others_from_being_shown() -> None:
     slot = private_slot()
     report = LossReport(slot, BACKEND)
-    report.show_due = lambda: None  # type: ignore[method-assign]
-    report.note(torch.tensor(1.0))
+    report.note(torch.tensor(1.0), None)
     slot.num_updates += 1
     with pytest.raises(RuntimeError):
-        report.note(torch.ones(1).to_sparse())  # fails, as where its device has no memory left
+        report.note(torch.ones(1).as_subclass(OutOfMemory), None)
     report.flush()
     assert slot.read(0).losses.points() == ((1.0, 1.0),)
+
+
+def test_losses_of_any_shape_and_type_are_added_and_what_is_no_number_is_left_out() -> None:
+    numbers = [
+        torch.tensor(1.0),
+        torch.ones(1, dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.bfloat16) * 4,
+    ]
+    others = [torch.ones(2), torch.ones((), dtype=torch.complex64), torch.zeros(0)]
+    slot = private_slot()
+    report = LossReport(slot, BACKEND)
+    for loss in numbers + others:
+        report.note(loss, None)
+    report.flush()
+    assert slot.read(0).losses.means == (2.0,)
 
 
 def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
     slot: Slot = private_slot()
     report = LossReport(slot, BACKEND)
-    report.show_due = lambda: None  # type: ignore[method-assign]
     for value in (4.0, 2.0):
         loss = torch.tensor(value)
-        report.note(loss)
+        report.note(loss, None)
         slot.num_updates += 1
         loss.zero_()
     report.flush()
@@ -140,7 +159,7 @@ def test_means_of_epochs_are_those_of_their_own_losses() -> None:
     report, losses = LossReport(slot, BACKEND), [float(step) for step in range(200)]
     ends, means = (1, 70, 71, 199, 200), []
     for step, loss in enumerate(losses, 1):
-        report.note(torch.tensor(loss))
+        report.note(torch.tensor(loss), None)
         slot.num_updates += 1
         if step in ends:
             report.flush()
@@ -156,7 +175,7 @@ def test_the_mean_of_an_epoch_after_one_that_was_not_finite_is_unknown_or_finite
     report, means = LossReport(slot, BACKEND), []
     for epoch in range(3):
         for step in range(100):
-            report.note(torch.tensor(float("nan") if (epoch, step) == (0, 99) else 1.0))
+            report.note(torch.tensor(float("nan") if (epoch, step) == (0, 99) else 1.0), None)
             slot.num_updates += 1
         report.flush()
         means.append(report.take_mean())

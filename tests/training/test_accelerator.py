@@ -372,7 +372,7 @@ def _fp16() -> tuple[Fp16Precision, nn.Parameter, torch.optim.Optimizer]:
 
 def test_fp16_scales_and_unscales_once() -> None:
     precision, weight, optimizer = _fp16()
-    precision.backward((weight * 3).sum())
+    precision.backward((weight * 3).sum(), {})
     assert weight.grad is not None
     assert weight.grad.tolist() == [24, 24]
     precision.unscale(optimizer)
@@ -401,14 +401,14 @@ def test_an_overflow_skips_optimizer_and_scheduler(wrap: Any) -> None:
     optimizer = AcceleratedOptimizer(inner, AccumulationState(), precision, context.current().backend)
     scheduler = AcceleratedScheduler(StepLR(inner, 1, gamma=0.5), [optimizer], AccumulationState())
     step_of_scheduler = inner.step
-    precision.backward((weight * math.inf).sum())
+    precision.backward((weight * math.inf).sum(), {})
     optimizer.step()
     scheduler.step()
     assert optimizer.step_was_skipped
     assert weight.tolist() == [1, 1]
     assert scheduler.get_last_lr() == [1.0]
     optimizer.zero_grad()
-    precision.backward(weight.sum())
+    precision.backward(weight.sum(), {})
     optimizer.step()
     scheduler.step()
     assert not optimizer.step_was_skipped
@@ -474,7 +474,7 @@ def test_the_loss_is_divided_by_the_window() -> None:
 def test_the_loss_is_shown_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator()
     now, shown = [100.0], []
-    monkeypatch.setattr("nblaunch.progress.board_reports.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("nblaunch.progress.board_reports.monotonic", lambda: now[0])
     slot = context.current().slot
     monkeypatch.setattr(slot, "set_loss", shown.append)
     weight = nn.Parameter(torch.ones(1))
@@ -562,9 +562,9 @@ def test_gradients_that_the_user_reduced_are_not_reduced_again(monkeypatch: pyte
     accelerator = Accelerator()
     optimizer = accelerator.prepare(_sgd())
     reduced: list[Any] = []
-    monkeypatch.setattr(
-        type(optimizer._backend), "reduce_gradients", lambda backend, one: reduced.append(one)
-    )
+    backend = type(context.current().backend)
+    monkeypatch.setattr(backend, "reduces_gradients_at_step", True)
+    monkeypatch.setattr(backend, "reduce_gradients", lambda backend, one: reduced.append(one))
     accelerator.gradient_state.is_xla_gradients_synced = True
     assert GradientState().is_xla_gradients_synced
     optimizer.step()

@@ -458,6 +458,8 @@ def test_clipping_takes_one_parameter_and_sees_unscaled_gradients() -> None:
 class _Reducing:
     """A device whose models leave the averaging of gradients to the step."""
 
+    reduces_gradients_at_step = True
+
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self.reduced: list[Any] = []
@@ -614,8 +616,9 @@ def _calls_per_step(step: Callable[[], object], num_steps: int = 50) -> float:
     return num_calls / num_steps
 
 
-def test_a_step_makes_few_calls_beyond_those_of_a_plain_one() -> None:
+def test_a_step_makes_few_calls_beyond_those_of_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs, without a clock; the number does not grow with that of parameters."""
+    monkeypatch.setenv("NBLAUNCH_CHECKS", "off")  # they look at the first steps
     extra = []
     for num_layers in (1, 4):
         plain, module = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers))) for _ in range(2))
@@ -643,5 +646,5 @@ def test_a_step_makes_few_calls_beyond_those_of_a_plain_one() -> None:
                 optimizer.zero_grad()
 
         extra.append(_calls_per_step(step) - _calls_per_step(step_plainly))
-    assert max(extra) <= 72, extra
+    assert max(extra) <= 48, extra
     assert abs(extra[0] - extra[1]) < 2

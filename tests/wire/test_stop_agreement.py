@@ -45,7 +45,7 @@ def test_a_rank_that_is_past_the_proposal_gets_a_later_one() -> None:
     agreement.poll([0, 1], 0.0)
     first = slots[0].stop_proposal
     for _ in range(first + 5):  # this rank did not see the proposal in time
-        slots[1].count_check()
+        slots[1].begin_check()
     assert not should_stop(slots[1])
     assert not should_stop(slots[0])
     agreement.poll([0, 1], 0.01)

@@ -239,16 +239,18 @@ class Strategy(ABC):
         """
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, divisor: int, precision: Precision, **kwargs: Any) -> None:
-        """Call ``loss.backward(**kwargs)``, with the loss divided, and scaled where ``precision`` needs it.
+    def backward(
+        self, loss: torch.Tensor, divisor: int, precision: Precision, options: dict[str, Any]
+    ) -> None:
+        """Call ``loss.backward(**options)``, with the loss divided, and scaled where ``precision`` needs it.
 
         Args:
             loss: a tensor of one element.
             divisor: micro-steps of the accumulation window.
             precision: scales losses and gradients.
-            **kwargs: of ``Accelerator.backward``.
+            options: the keyword arguments of ``Accelerator.backward``.
         """
-        precision.backward(loss / divisor if divisor > 1 else loss, **kwargs)
+        precision.backward(loss / divisor if divisor > 1 else loss, options)
 
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float

@@ -152,8 +152,10 @@ class DdpStrategy(Strategy):
         self._late[ddp] = LateParameters(ddp, model)
         return ddp
 
-    def backward(self, loss: torch.Tensor, divisor: int, precision: Precision, **kwargs: Any) -> None:
-        super().backward(loss, divisor, precision, **kwargs)
+    def backward(
+        self, loss: torch.Tensor, divisor: int, precision: Precision, options: dict[str, Any]
+    ) -> None:
+        super().backward(loss, divisor, precision, options)
         for ddp, late in self._late.items():
             if late.parameters and ddp.require_backward_grad_sync:
                 late.average_gradients(ddp._join_config.enable)

@@ -141,7 +141,6 @@ class EngineOptimizer(AcceleratedOptimizer):
             )
         if self._accumulation.sync_gradients:
             self._is_overflow = self._step_engine()
-            self._backend.step_boundary()
 
     def reduce_gradients(self) -> None:
         """Do nothing: the engine averages gradients in backward."""

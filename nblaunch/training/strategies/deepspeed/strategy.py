@@ -202,14 +202,8 @@ class DeepSpeedStrategy(Strategy):
             self._is_unsynced = before
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        divisor: int,
-        precision: Precision,
-        scale_wrt_gas: bool = True,
-        **kwargs: Any,
+        self, loss: torch.Tensor, divisor: int, precision: Precision, options: dict[str, Any]
     ) -> None:
-        # As for DeepSpeed's engine: without ``scale_wrt_gas``, the loop has divided the loss itself.
         if self.engine is None:
             raise ValueError(
                 "backward with DeepSpeed needs a model that was prepared together with its optimizer: "
@@ -224,8 +218,10 @@ class DeepSpeedStrategy(Strategy):
         deepspeed_library.quieten()
         self._is_step_due = self._is_boundary
         self.engine.set_gradient_accumulation_boundary(self._is_boundary)
-        # Divided here, because the last window of an epoch may be shorter than those that the engine knows.
-        self.engine.backward(loss / divisor if scale_wrt_gas else loss, scale_wrt_gas=False, **kwargs)
+        # As for DeepSpeed's engine: with ``scale_wrt_gas=False``, the loop has divided the loss itself. Divided here,
+        # because the last window of an epoch may be shorter than those that the engine knows.
+        part = loss / divisor if options.get("scale_wrt_gas", True) else loss
+        self.engine.backward(part, **{**options, "scale_wrt_gas": False})
 
     @property
     def _is_boundary(self) -> bool:

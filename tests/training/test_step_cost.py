@@ -1,0 +1,181 @@
+"""What a training step does on the host beyond a plain loop's: calls of Python functions, and operations of torch.
+
+They are counted, since a time would be another one on a busy machine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset, dataloader
+
+from nblaunch import Accelerator
+from nblaunch.launcher.plan import plan_launch
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.spec import LaunchSpec
+
+SHORT, LONG = 10, 30
+# Calls of Python functions that a step may add, in a process without a launcher.
+MAX_CALLS = {"fixed batch": 18, "accumulate": 31, "loader": 22, "loader, accumulate": 35}
+MAX_CALLS_OF_HOOKS = 45  # and that the hooks of a worker may add
+Lap = Callable[[], object]
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _parts(num_steps: int) -> tuple[Any, ...]:
+    model = torch.nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.ones(num_steps, 2)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+
+
+def _plain(num_steps: int, has_loader: bool) -> Lap:
+    model, sgd, loader = _parts(num_steps)
+    source: Any = loader if has_loader else [[torch.ones(1, 2)]] * num_steps
+
+    def lap() -> None:
+        for (inputs,) in source:
+            model(inputs).sum().backward()
+            sgd.step()
+            sgd.zero_grad()
+
+    return lap
+
+
+def _accelerated(num_steps: int, has_loader: bool, accumulates: bool) -> Lap:
+    accelerator = Accelerator()
+    model, sgd, loader = accelerator.prepare(*_parts(num_steps))
+    source: Any = loader if has_loader else [[torch.ones(1, 2)]] * num_steps
+
+    def step(inputs: torch.Tensor) -> None:
+        accelerator.backward(model(inputs).sum())
+        sgd.step()
+        sgd.zero_grad()
+
+    def lap() -> None:
+        for (inputs,) in source:
+            if accumulates:
+                with accelerator.accumulate(model):
+                    step(inputs)
+            else:
+                step(inputs)
+
+    return lap
+
+
+def _calls(lap: Lap) -> int:
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        lap()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _per_step(count: Callable[[Lap], int], loop: Callable[..., Lap], *kind: bool) -> float:
+    """Return what is counted in one more step of a loop."""
+    laps = [loop(num_steps, *kind) for num_steps in (SHORT, LONG)]
+    # Twice: the first epoch looks for the loops around it, and keeps what it has found.
+    short, long = [[count(lap) for lap in laps] for _ in range(2)][1]
+    return (long - short) / (LONG - SHORT)
+
+
+def _added_calls() -> dict[str, float]:
+    kinds = {"fixed batch": (False, False), "accumulate": (False, True), "loader": (True, False)}
+    kinds["loader, accumulate"] = (True, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nblaunch.progress.board_reports._LOSS_INTERVAL_S", 1e9)
+        patch.setattr("nblaunch.progress.plain_loops._PLACE_S", 1e9)
+        ours = {
+            name: _per_step(_calls, _accelerated, *kind) - 1 for name, kind in kinds.items()
+        }  # without step()
+        _unhook(patch)
+        return {name: ours[name] - _per_step(_calls, _plain, kind[0]) for name, kind in kinds.items()}
+
+
+def _unhook(patch: pytest.MonkeyPatch) -> None:
+    """Take the hooks of a worker off torch."""
+    iterator: Any = dataloader._BaseDataLoaderIter
+    patch.setattr(torch.autograd, "backward", inspect.unwrap(torch.autograd.backward))
+    patch.setattr(iterator, "__next__", inspect.unwrap(iterator.__next__))
+    patch.setattr(optimizer, "_global_optimizer_pre_hooks", OrderedDict())
+    patch.setattr(optimizer, "_global_optimizer_post_hooks", OrderedDict())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out hooks of other tests, and the checks, which look at the first steps and at a few now and then."""
+    _unhook(monkeypatch)
+    monkeypatch.setenv("NBLAUNCH_CHECKS", "off")
+
+
+def test_a_step_adds_few_calls_of_python_functions() -> None:
+    added = _added_calls()
+    assert {name: calls for name, calls in added.items() if calls > MAX_CALLS[name]} == {}
+
+
+def test_the_hooks_of_a_worker_add_few_more(nothing_left_behind: None) -> None:
+    # Not on a fixed batch: rounds of a loop without a loader are found by a look at the user's code now and then.
+    spec = LaunchSpec(_added_calls, (), 1, backend="cpu")
+    runner = JobRunner(spec, plan_launch(spec), [])
+    runner.run()
+    limits = {name: MAX_CALLS[name] + MAX_CALLS_OF_HOOKS for name in ("loader", "loader, accumulate")}
+    added = runner.result()
+    assert {name: added[name] for name, limit in limits.items() if added[name] > limit} == {}
+
+
+def test_a_step_adds_one_operation_that_reads_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.progress.board_reports._LOSS_INTERVAL_S", 1e9)
+
+    def names(loop: Callable[..., Lap], *kind: bool) -> list[str]:
+        lap = loop(SHORT, *kind)
+        lap()
+        with Operations() as operations:
+            lap()
+        return operations.names
+
+    for has_loader in (False, True):
+        for accumulates in (False, True):
+            added = names(_accelerated, has_loader, accumulates)
+            for name in names(_plain, has_loader):
+                added.remove(name)
+            assert added == ["aten._local_scalar_dense.default"] * SHORT
+
+
+def test_a_step_on_a_device_adds_one_operation_and_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.progress.board_reports._LOSS_INTERVAL_S", 1e9)
+    accelerator = Accelerator()
+    weight = torch.nn.Parameter(torch.ones(2, device="meta"))
+    accelerator.backward(weight.sum())
+    with Operations() as operations:
+        weight.sum().backward()
+    plain = operations.names
+    with Operations() as operations:
+        accelerator.backward(weight.sum())
+    for name in plain:
+        operations.names.remove(name)
+    assert operations.names == ["aten.detach.default", "aten.add_.Tensor"]  # the first one computes nothing
