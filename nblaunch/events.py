@@ -463,6 +463,7 @@ class JobEnded(Event):
         outcome: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
         failed_rank: the rank that failed first; None = no failure.
         message: one line about the failure.
+        advice: what explains the failure, and what to do.
         is_early: whether the job was stopped early on request.
         has_hung: it failed because a hang was stopped, or ranks that call different collectives: what ranks raise then
             explains nothing.
@@ -471,5 +472,6 @@ class JobEnded(Event):
     outcome: str = "done"
     failed_rank: int | None = None
     message: str = ""
+    advice: tuple[str, ...] = ()
     is_early: bool = False
     has_hung: bool = False

@@ -31,8 +31,10 @@ Point = tuple[float, float]
 LINE_COLOUR = "#3b82d6"
 """Colour of the curve in front."""
 
-_WIDTH, _HEIGHT = 256, 118  # three of them side by side in the cell of a laptop
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 250, 6, 100  # edges of the curves, in pixels
+_SIZE = (256, 118)  # pixels; three of them side by side in the cell of a laptop
+_LARGE = (526, 196)  # as wide as two of them
+_LEFT, _TOP = 46, 6  # edges of the curves, in pixels
+_RIGHT_GAP, _BOTTOM_GAP = 6, 18
 _GAP = 14
 _THIN_OPACITY = ".5"  # of thin lines and axes
 _MAX_LINES = 8  # raw lines of ranks
@@ -42,21 +44,24 @@ _LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a l
 
 
 def charts(view: JobView) -> list[str]:
-    """Return charts of the losses and of logged metrics, to stand side by side."""
+    """Return charts of the losses and of logged metrics, to stand side by side; that of the losses is large at the end.
+
+    A metric that has not changed, as a constant learning rate, has no chart.
+    """
     drawn = [rank for rank in view.ranks if len(rank.losses) > 1]
-    parts = [_losses(drawn, len(view.ranks))] if drawn else []
+    parts = [_losses(drawn, len(view.ranks), _LARGE if view.is_over else _SIZE)] if drawn else []
     logged = [
         (single_line(name), points)
         for name, curve in view.curves.items()
-        if len(points := curve.points()) > 1
+        if len(points := curve.points()) > 1 and not curve.is_flat
     ]
     return [*parts, *(chart(name, points) for name, points in logged[: _MAX_CHARTS - len(parts)])]
 
 
-def _losses(drawn: Sequence[RankView], num_ranks: int) -> str:
+def _losses(drawn: Sequence[RankView], num_ranks: int, size: tuple[int, int]) -> str:
     """Return the chart of the losses: the mean of all ranks in front of the first ranks."""
     if num_ranks == 1:
-        return chart("loss", drawn[0].losses, first_step=0)
+        return chart("loss", drawn[0].losses, first_step=0, size=size)
     shown = drawn[:_MAX_LINES]
     return chart(
         "loss",
@@ -66,6 +71,7 @@ def _losses(drawn: Sequence[RankView], num_ranks: int) -> str:
         if len(shown) == len(drawn)
         else formatting.ranks(rank.rank for rank in shown),
         first_step=0,
+        size=size,
     )
 
 
@@ -76,6 +82,7 @@ def chart(
     *,
     name_of_raw: str = "",
     first_step: float | None = None,
+    size: tuple[int, int] = _SIZE,
 ) -> str:
     """Return one chart with its legend and caption.
 
@@ -84,11 +91,13 @@ def chart(
         main: at least two points.
         raw: thin lines behind, of which ``main`` is the mean.
         name_of_raw: in the legend.
-        first_step: step from which the caption counts; None: the first point.
+        first_step: where the caption counts from; None: the first point.
+        size: of the picture, in pixels.
     """
+    width, height = size
     front = thinned(main)
     behind = [thinned(line, min(_MAX_RAW_POINTS // len(raw), _MAX_POINTS)) for line in raw]
-    axes = _Axes.around([front, *behind])
+    axes = _Axes.around([front, *behind], size)
     caption = _caption(main, main[0][0] if first_step is None else first_step)
     drawn = [
         axes.drawn(),
@@ -96,12 +105,12 @@ def chart(
         _group([_path(axes, front, 1)], f'stroke="{LINE_COLOUR}" stroke-width="1.7"'),
     ]
     legend = _legend(name_of_raw) if raw else ""
-    text = f"width:{_WIDTH}px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+    text = f"width:{width}px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
     return (
         f'<div style="display:inline-block;vertical-align:bottom;margin:6px {_GAP}px 6px 0;font-size:12px">'
         f'<div style="{text}"><b>{escape(name)}</b>{legend}</div>'
         f'<div style="{text};opacity:.75;font-size:11px">{escape(caption)}</div>'
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(f"{name}: {caption}")}" '
+        f'<svg width="{width}" height="{height}" role="img" aria-label="{escape(f"{name}: {caption}")}" '
         f'style="display:block">{"".join(drawn)}</svg></div>'
     )
 
@@ -128,11 +137,12 @@ def thinned(line: Sequence[Point], max_points: int = _MAX_POINTS) -> list[Point]
     return [line[round(index * step)] for index in range(max_points)]
 
 
-def ticks(low: float, high: float, max_ticks: int) -> list[float]:
-    """Return round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``."""
+def ticks(low: float, high: float, max_ticks: int, *, are_whole: bool = False) -> list[float]:
+    """Return round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``; whole ones on request."""
     if high <= low:
         return [low]
     exponent = floor(log10((high - low) / max_ticks))
+    exponent = max(exponent, 0) if are_whole else exponent
     for size in (1, 2, 5, 10, 20):
         step = float(f"{size}e{exponent}")
         first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
@@ -170,24 +180,38 @@ class _Axes:
     low_y: float
     high_y: float
     is_log: bool
+    counts: bool
+    width: int
+    height: int
 
     @classmethod
-    def around(cls, lines: Sequence[Sequence[Point]]) -> _Axes:
-        """Return axes for all points of some lines."""
+    def around(cls, lines: Sequence[Sequence[Point]], size: tuple[int, int]) -> _Axes:
+        """Return axes for all points of some lines, in a picture of this width and height."""
         xs = [x for line in lines for x, _ in line]
         ys = [y for line in lines for _, y in line]
         is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO
-        return cls(min(xs), max(xs), min(ys), max(ys), is_log)
+        counts = all(x == int(x) for x in xs)
+        return cls(min(xs), max(xs), min(ys), max(ys), is_log, counts, *size)
+
+    @property
+    def right(self) -> int:
+        """The right edge of the curves."""
+        return self.width - _RIGHT_GAP
+
+    @property
+    def bottom(self) -> int:
+        """The lower edge of the curves."""
+        return self.height - _BOTTOM_GAP
 
     def x(self, value: float) -> float:
         """Return the pixels from the left."""
-        return _placed(value, self.low_x, self.high_x, _LEFT + 1, _RIGHT)
+        return _placed(value, self.low_x, self.high_x, _LEFT + 1, self.right)
 
     def y(self, value: float) -> float:
         """Return the pixels from the top."""
         if self.is_log:
-            return _placed(log10(value), log10(self.low_y), log10(self.high_y), _BOTTOM - 2, _TOP)
-        return _placed(value, self.low_y, self.high_y, _BOTTOM - 2, _TOP)
+            return _placed(log10(value), log10(self.low_y), log10(self.high_y), self.bottom - 2, _TOP)
+        return _placed(value, self.low_y, self.high_y, self.bottom - 2, _TOP)
 
     def _texts(self, at_y: Sequence[float]) -> list[str]:
         return [_tick_texts([y])[0] for y in at_y] if self.is_log else _tick_texts(at_y)
@@ -195,36 +219,35 @@ class _Axes:
     def drawn(self) -> str:
         """Return both axes with ticks and numbers, and faint lines at the ticks of the values."""
         at_y = (_log_ticks if self.is_log else ticks)(self.low_y, self.high_y, 5)
-        at_x = ticks(self.low_x, self.high_x, 5)
-        across = "".join(f"M{_LEFT} {self.y(y):.0f}H{_RIGHT}" for y in at_y)
-        notches = "".join(f"M{self.x(x):.0f} {_BOTTOM}v3" for x in at_x)
+        at_x = ticks(self.low_x, self.high_x, self.width // 50, are_whole=self.counts)
+        across = "".join(f"M{_LEFT} {self.y(y):.0f}H{self.right}" for y in at_y)
+        notches = "".join(f"M{self.x(x):.0f} {self.bottom}v3" for x in at_x)
         numbers = [
             *(
                 f'<text x="{_LEFT - 4}" y="{self.y(y) + 3.5:.0f}">{text}</text>'
                 for y, text in zip(at_y, self._texts(at_y), strict=True)
             ),
-            f'<text x="{_LEFT - 12}" y="{_HEIGHT - 4}">step</text>',
-            *([f'<text x="{_RIGHT}" y="{_TOP + 6}">log scale</text>'] if self.is_log else []),
-            *(_under(self.x(x), text) for x, text in zip(at_x, _tick_texts(at_x), strict=True)),
+            f'<text x="{_LEFT - 12}" y="{self.height - 4}">step</text>',
+            *([f'<text x="{self.right}" y="{_TOP + 6}">log scale</text>'] if self.is_log else []),
+            *(self._under(self.x(x), text) for x, text in zip(at_x, _tick_texts(at_x), strict=True)),
         ]
         return (
             f'<path d="{across}" stroke="currentColor" opacity=".15"></path>'
-            f'<path d="M{_LEFT} {_TOP - 4}V{_BOTTOM}H{_RIGHT}{notches}" fill="none" stroke="currentColor" '
+            f'<path d="M{_LEFT} {_TOP - 4}V{self.bottom}H{self.right}{notches}" fill="none" stroke="currentColor" '
             f'opacity="{_THIN_OPACITY}"></path>'
             f'<g font-size="10" fill="currentColor" opacity=".75" text-anchor="end">{"".join(numbers)}</g>'
         )
+
+    def _under(self, x: float, text: str) -> str:
+        """Return a number below the horizontal axis; the last one stays in the picture."""
+        if x + 3 * len(text) > self.width:
+            return f'<text x="{self.width - 1}" y="{self.height - 4}">{text}</text>'
+        return f'<text x="{x:.0f}" y="{self.height - 4}" text-anchor="middle">{text}</text>'
 
 
 def _placed(value: float, low: float, high: float, at_low: float, at_high: float) -> float:
     part = (value - low) / (high - low) if high > low else 0.5
     return at_low + part * (at_high - at_low)
-
-
-def _under(x: float, text: str) -> str:
-    """Return a number below the horizontal axis; the last one stays in the picture."""
-    if x + 3 * len(text) > _WIDTH:
-        return f'<text x="{_WIDTH - 1}" y="{_HEIGHT - 4}">{text}</text>'
-    return f'<text x="{x:.0f}" y="{_HEIGHT - 4}" text-anchor="middle">{text}</text>'
 
 
 def _group(lines: Sequence[str], style: str) -> str:

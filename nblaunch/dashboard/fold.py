@@ -98,6 +98,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         device_peak_bytes=max(reading.device_bytes, reading.device_peak_bytes) or rank.device_peak_bytes,
         device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
         rate_points=points,
+        first_point=rank.first_point or (points[0] if points else None),
     )
 
 
@@ -266,6 +267,8 @@ def _with_outcome(view: JobView, rank: RankView) -> RankView:
     if view.outcome == "failed" and rank.rank == view.end.failed_rank:
         message = _first_line(view.end.message)
         failure = message if view.end.has_hung else rank.failure or message
+        if rank.exit_status is not None and rank.failure.startswith(str(rank.exit_status)):
+            failure = message or rank.failure  # how the process ended is in the message, and what it means
         return replace(rank, state=WorkerState.FAILED, failure=failure, is_consequence=False)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
     was_ended = was_stopped and not rank.is_consequence
@@ -406,6 +409,7 @@ def _failed(ranks: Sequence[RankView], rank: RankView, event: events.Failed) -> 
         rank.without_line(),
         state=WorkerState.FAILED,
         failure=describe_failure(event.info),
+        failed_at=failed_line(event.info),
         is_consequence=event.is_consequence,
     )
 
@@ -429,12 +433,14 @@ def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> 
 
 
 def describe_failure(info: events.ExceptionInfo) -> str:
-    """Return an exception as one line: type, message, and the innermost line of the user's code."""
-    line = f"{info.type_name.rpartition('.')[2]}: {_first_line(info.message)}".removesuffix(": ")
+    """Return an exception as one line: type and message."""
+    return single_line(f"{info.type_name.rpartition('.')[2]}: {_first_line(info.message)}".removesuffix(": "))
+
+
+def failed_line(info: events.ExceptionInfo) -> str:
+    """Return the innermost line of the user's code, ``line 9: loss = model(batch)``; empty if there is none."""
     own = [frame for frame in info.frames if frame.is_user]
-    if own:
-        line += f" (line {own[-1].lineno}: {own[-1].line.strip()})".replace(": )", ")")
-    return single_line(line)
+    return single_line(f"line {own[-1].lineno}: {own[-1].line.strip()}".removesuffix(": ")) if own else ""
 
 
 def _first_line(text: str) -> str:

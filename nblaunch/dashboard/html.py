@@ -16,10 +16,21 @@ from dataclasses import dataclass
 from html import escape
 
 from nblaunch.dashboard.charts import charts
+from nblaunch.dashboard.failures import Failure
 from nblaunch.dashboard.notices import Notice
-from nblaunch.dashboard.palette import BAD, CAUTION, COLOURS, MUTED, STATE_LOOKS, ink, outcome_look, shape_of
+from nblaunch.dashboard.palette import (
+    BAD,
+    CALM,
+    CAUTION,
+    COLOURS,
+    MUTED,
+    STATE_LOOKS,
+    ink,
+    outcome_look,
+    shape_of,
+)
 from nblaunch.dashboard.table import EpochTable, Row, Table, full_length, tabulate
-from nblaunch.dashboard.text import Tail, render_text
+from nblaunch.dashboard.text import Tail, render_text, shows_rows
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 
@@ -93,8 +104,8 @@ def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None 
         table: of this view, where it is at hand.
     """
     table = table or tabulate(view)
-    parts = [title(view, table)]
-    parts += [rows_html(table)] if table.rows else []
+    parts = [title(view, table), cards(table, is_over=view.is_over), figures(table)]
+    parts += [_rows_or_summary(view, table)] if table.rows else []
     parts.append(remarks(table))
     parts.append(line(table.metrics))
     parts += [f"<div>{''.join(charts(view))}</div>"] if view.is_over else []
@@ -112,19 +123,90 @@ def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None 
 def title(view: JobView, table: Table) -> str:
     """Return name, progress, state and setting of the job; a second line if its start method is not the usual one."""
     look = outcome_look(view.outcome)
+    still = table.standstill
     shape = _glyph(look.shape, look.colour)
+    if still is not None:
+        shape = _glyph(*(("✗", BAD) if still.is_certain else ("▲", CAUTION)))
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start.start_method}: {view.start.reason}")}"' if view.start.reason else ""
     setting = f' <span style="{MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
     progress = f'{escape(table.progress)} <span style="{MUTED}">·</span> ' if table.progress else ""
+    if still is not None:
+        colour = BAD if still.is_certain else CAUTION
+        progress = f'<b style="{ink(colour)}">{escape(still.text)}</b> <span style="{MUTED}">·</span> '
     return f"<div>{shape} {name}{progress}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
 
 
+_NEXT = "The traceback follows. post_mortem=True keeps the ranks where they are, for nblaunch.debug()."
+
+
+def cards(table: Table, *, is_over: bool) -> str:
+    """Return the failures: a card for each cause, a line for what they have caused; empty without any."""
+    return "".join(
+        _consequence(failure) if failure.is_secondary else _card(failure, is_last=is_over)
+        for failure in table.failures
+    )
+
+
+def _card(failure: Failure, *, is_last: bool) -> str:
+    where = (
+        f'<div style="{MONO};overflow-wrap:anywhere">{escape(failure.where)}</div>' if failure.where else ""
+    )
+    lines = failure.advice or ((_NEXT,) if is_last and failure.where else ())
+    advice = "".join(f"<div>{escape(text)}</div>" for text in lines)
+    return (
+        f'<div style="margin:4px 0;padding:4px 10px;border-left:3px solid {BAD};background:rgba(224,86,86,.09)">'
+        f'<div style="overflow-wrap:anywhere">{_glyph("✗", BAD)} <b>{escape(failure.who)}</b> '
+        f"<b>{escape(failure.text)}</b></div>{where}{advice}</div>"
+    )
+
+
+def _consequence(failure: Failure) -> str:
+    return f'<div style="margin:2px 0;{MUTED}">{escape(f"{failure.who} {failure.text}")}</div>'
+
+
+_FIGURE = "border:0;background:none;text-align:left;padding:0 22px 0 0;white-space:nowrap"
+_FIGURE_TEXTS = (f"{MUTED};font-size:12px", "font-size:17px;font-weight:600", f"{MUTED};font-size:12px")
+
+
+def figures(table: Table) -> str:
+    """Return the figures of a job that has ended, side by side: names, values, notes; empty without any."""
+    rows = (
+        "".join(
+            '<tr style="border:0;background:none">'
+            + "".join(
+                f'<td style="{_FIGURE}"><span style="{style}">{escape(text)}</span></td>' for text in texts
+            )
+            + "</tr>"
+            for texts, style in zip(zip(*table.figures, strict=True), _FIGURE_TEXTS, strict=True)
+            if any(texts)
+        )
+        if table.figures
+        else ""
+    )
+    style = "border-collapse:collapse;border:0;margin:6px 0"
+    scrolls = '<div style="overflow-x:auto">'
+    return f'{scrolls}<table aria-label="result" style="{style}">{rows}</table></div>' if rows else ""
+
+
+def _rows_or_summary(view: JobView, table: Table) -> str:
+    """Return the rows; behind a line in words where these say nothing new, none of a single rank that has ended."""
+    if shows_rows(view, table):
+        return rows_html(table)
+    if not table.alike:
+        return ""
+    if len(table.columns) == 0:
+        return line(table.alike)
+    style = f"{MUTED};font-size:12px;cursor:pointer"
+    return f'<details><summary style="{style}">{escape(table.alike)}</summary>{rows_html(table)}</details>'
+
+
 def remarks(table: Table) -> str:
-    """Return failures, notices and warnings; empty if there are none."""
-    failures = [_labelled(label, text, "✗", BAD) for label, text in table.failures]
+    """Return notices and warnings; empty if there are none."""
     warnings = [_labelled("warning", text, "▲", CAUTION) for text in table.warnings]
-    return "".join([*failures, *map(_notice, table.notices), *warnings])
+    advice = table.standstill.advice if table.standstill is not None else ""
+    advice = f'<div style="padding-left:2em">{escape(advice)}</div>' if advice else ""
+    return "".join([*map(_notice, table.notices), advice, *warnings])
 
 
 def _labelled(label: str, text: str, shape: str, colour: str) -> str:
@@ -213,14 +295,17 @@ def _row(row: Row, names: Sequence[str], markup: Markup) -> str:
     cells += [cell(_bar(row, markup))] if "progress" in names else []
     cells += [cell(escape(text), "right") for text in row.cells]
     cells += [cell(_detail(row.detail, markup))] if "output" in names else []
-    is_calm = row.state in (WorkerState.STOPPED, WorkerState.STARTING)
+    is_calm = row.is_secondary or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
     style = "whole" if row.rank is None else "calm" if is_calm else "row"
     return f"<tr {markup.of(style)}>{''.join(cells)}</tr>"
 
 
 def _state(row: Row, markup: Markup) -> str:
     differs = row.is_marked and row.rank is not None
-    glyph = _glyph(*shape_of(row.state, is_marked=differs), markup)
+    look = shape_of(row.state, is_marked=differs)
+    if row.is_secondary or row.is_stuck:
+        look = "✗", CALM if row.is_secondary else BAD
+    glyph = _glyph(*look, markup)
     text = escape(row.state_text)
     shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
     # A text that is too long has two lines: the columns beside it keep their places.
@@ -240,7 +325,8 @@ def _bar(row: Row, markup: Markup) -> str:
         return ""
     width = f"width:{_percent(row.fraction)}"
     about = "the job" if row.rank is None else f"rank {row.rank}"
-    bar = f"<div {markup.of(f'bar{COLOURS.index(STATE_LOOKS[row.state].colour)}', width)}></div>"
+    colour = CALM if row.is_secondary else BAD if row.is_stuck else STATE_LOOKS[row.state].colour
+    bar = f"<div {markup.of(f'bar{COLOURS.index(colour)}', width)}></div>"
     return (
         f'<div role="progressbar" aria-label="{about}" aria-valuemin="0" aria-valuemax="100" '
         f'aria-valuenow="{int(100 * row.fraction)}" {markup.of("track")}>{bar}</div>'

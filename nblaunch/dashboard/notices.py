@@ -42,6 +42,21 @@ class Notice:
     lines: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Standstill:
+    """A job of which no rank makes progress.
+
+    Args:
+        text: a sentence, with the seconds.
+        is_certain: no rank can go on by itself; False where some may work without steps.
+        advice: what to do; empty where it may still go on.
+    """
+
+    text: str
+    is_certain: bool
+    advice: str
+
+
 def notices(view: JobView) -> tuple[Notice, ...]:
     """Return the notices of the moment, the most urgent first."""
     stalled = _stalled(view)
@@ -236,6 +251,62 @@ def _stalled(view: JobView) -> list[Notice]:
     ranks = tuple(rank.rank for rank in named)
     for_s = view.now_s - max(rank.changed_s for rank in named)
     return [Notice("stalled", ranks, f"{formatting.ranks(ranks)}: no progress for {whole_duration(for_s)}")]
+
+
+def standstill(view: JobView) -> Standstill | None:
+    """Return where a job stands still, in a sentence; None while some of its ranks make progress.
+
+    That ranks wait in a collective for another one which goes on is no standstill yet, but said as well.
+    """
+    live = [] if view.is_over else [rank for rank in view.ranks if not rank.state.is_final]
+    waiting = [rank for rank in live if rank.stall is not None and rank.stall.waiting_in]
+    others = [rank for rank in live if rank not in waiting]
+    still = [rank for rank in others if is_stalled(view, rank)]
+    if not waiting and len(still) < len(live):
+        return None
+    if not live:
+        return None
+    is_certain = bool(waiting) and len(still) == len(others)
+    for_s = whole_duration(view.now_s - max(_still_since(rank) for rank in (*waiting, *still)))
+    about = f"{'stuck' if is_certain else 'waiting' if waiting else 'no progress'} for {for_s}"
+    text = f"{about}: {_whereabouts(waiting, others)}".removesuffix(": ")
+    return Standstill(text, is_certain, "" if waiting and not is_certain else _next_step(others))
+
+
+def _still_since(rank: RankView) -> float:
+    return rank.changed_s if rank.stall is None else rank.stall.time_s - rank.stall.for_s
+
+
+def _whereabouts(waiting: Sequence[RankView], others: Sequence[RankView]) -> str:
+    """Return ``rank 1 has not entered all_reduce, cell 5, line 14``, or where all ranks are."""
+    calls: dict[str, list[int]] = {}
+    for rank in waiting:
+        assert rank.stall is not None
+        place = f"{rank.stall.waiting_in}, {rank.stall.where}" if rank.stall.where else rank.stall.waiting_in
+        calls.setdefault(place, []).append(rank.rank)
+    if len(calls) == 1 and others:
+        (place,) = calls
+        have = "has" if len(others) == 1 else "have"
+        return f"{formatting.ranks(rank.rank for rank in others)} {have} not entered {place}"
+    parts = [f"{formatting.ranks(ranks)} in {place}" for place, ranks in calls.items()]
+    places: dict[str, list[int]] = {}
+    for rank in others:
+        if rank.stall is not None and rank.stall.where:
+            places.setdefault(rank.stall.where, []).append(rank.rank)
+    parts += [f"{formatting.ranks(ranks)} at {place}" for place, ranks in places.items()]
+    return "; ".join(parts[:_NUM_PLACES]) + ("; ..." if len(parts) > _NUM_PLACES else "")
+
+
+def _next_step(others: Sequence[RankView]) -> str:
+    """Return what to do about a standstill."""
+    places = [rank for rank in others if rank.stall is not None and rank.stall.where]
+    look = ""
+    if places and places[0].stall is not None:
+        look = f"Look at what rank {places[0].rank} does in {places[0].stall.where}. "
+    return f"{look}Interrupt the cell to end the job; on_hang='stop' ends such jobs by itself."
+
+
+_NUM_PLACES = 3
 
 
 def _is_waiting(rank: RankView) -> bool:

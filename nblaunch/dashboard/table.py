@@ -11,15 +11,24 @@ stands for the ranks in lockstep. Text, HTML and widgets draw the same table, so
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
 from nblaunch import formatting
-from nblaunch.dashboard.notices import Notice, as_of_now, notices, settled_state, stall_text
+from nblaunch.dashboard.failures import Failure, failures
+from nblaunch.dashboard.notices import (
+    Notice,
+    Standstill,
+    as_of_now,
+    notices,
+    settled_state,
+    stall_text,
+    standstill,
+)
+from nblaunch.dashboard.result import Figure, alike, figures, shown_metrics
 from nblaunch.dashboard.view import EpochView, JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, rate, single_line, whole_duration
@@ -34,6 +43,7 @@ HEAD_LINES = 500
 """Number of lines of a rank that a cell prints at once; further lines are left out, see ``lines.py``."""
 
 _NO_PROGRESS = "no progress"
+_CUT_OFF = "cut off"  # it failed because another rank did
 _TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
 _MEMORY_ALONE_S = 3.0  # seconds after which memory is shown of a job that may not train at all
 
@@ -53,6 +63,8 @@ class Row:
         fraction: progress, 0 to 1, or None.
         detail: the worker's progress bar as text, or where it waits, or its last line, or its exit status.
         is_marked: the rank differs from the others.
+        is_secondary: it failed because another rank did.
+        is_stuck: others wait for it, or all of them stand still.
     """
 
     rank: int | None
@@ -63,6 +75,8 @@ class Row:
     fraction: float | None = None
     detail: str = ""
     is_marked: bool = False
+    is_secondary: bool = False
+    is_stuck: bool = False
 
 
 def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], tuple[Row, ...], str]:
@@ -76,6 +90,8 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], 
         The names of the columns between state and detail; the rows: of the whole job, unless it has a single rank, and
         of ranks that differ, or of all if they are few; and the other ranks in words, empty if all have a row.
     """
+    if view.is_over:
+        view = replace(view, ranks=tuple(map(_with_mean_rates, view.ranks)))
     marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
     columns = _used_columns(view)
     are_few = len(view.ranks) <= MAX_ALL_IN_ROWS
@@ -86,7 +102,20 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], 
     )
     whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
     ranks = [_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in shown]
-    return columns, (*whole, *ranks), "" if are_few else _collapsed(statuses, shown)
+    rows = (*whole, *ranks)
+    if view.is_over:  # nothing follows that a column without a text would be kept for
+        used = [index for index in range(len(columns)) if any(row.cells[index] for row in rows)]
+        columns = tuple(columns[index] for index in used)
+        rows = tuple(replace(row, cells=tuple(row.cells[index] for index in used)) for row in rows)
+    return columns, rows, "" if are_few else _collapsed(statuses, shown)
+
+
+def _with_mean_rates(rank: RankView) -> RankView:
+    """Return a rank of a job that has ended with the rates of the whole job."""
+    steps_per_s, samples_per_s = rank.mean_rates
+    if steps_per_s is None:
+        return rank
+    return replace(rank, steps_per_s=steps_per_s, samples_per_s=samples_per_s)
 
 
 def _used_columns(view: JobView) -> tuple[str, ...]:
@@ -120,6 +149,8 @@ def _status_of(view: JobView, rank: RankView) -> _RankStatus:
         waits = rank.stall is not None and bool(rank.stall.waiting_in)
         return _RankStatus(WorkerState.WAITING, "waiting" if waits else _NO_PROGRESS, stalled)
     state = settled_state(view, rank)
+    if state is WorkerState.FAILED and rank.is_consequence:
+        return _RankStatus(state, _CUT_OFF, "")
     return _RankStatus(state, "killed" if rank.is_killed else state.name.lower(), "")
 
 
@@ -129,8 +160,6 @@ def _row(
     # A rank alone has no others that it could differ from; a stalled rank says so by its state.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
     words = "" if mark == "stalled" else mark
-    if rank.is_consequence and status.state is WorkerState.FAILED:
-        words = "secondary"  # it failed because another rank did
     cells = {
         "epoch": epoch_of(rank),
         "step": _steps(rank),
@@ -150,7 +179,14 @@ def _row(
         fraction=_fraction(rank),
         detail=status.where or _detail(rank),
         is_marked=bool(mark),
+        is_secondary=rank.is_consequence and status.state is WorkerState.FAILED,
+        is_stuck=status.word == _NO_PROGRESS and _is_certain(rank),
     )
+
+
+def _is_certain(rank: RankView) -> bool:
+    """Return whether the launcher knows that a rank makes no progress."""
+    return rank.stall is not None and rank.stall.is_certain
 
 
 def epoch_of(rank: RankView) -> str:
@@ -241,6 +277,10 @@ def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, colu
         cells=tuple(cells[name] for name in columns),
         fraction=_fraction(last),
         is_marked=num_marked > 0,
+        is_stuck=any(
+            status.word == _NO_PROGRESS and _is_certain(rank)
+            for rank, status in zip(ranks, statuses, strict=True)
+        ),
     )
 
 
@@ -250,7 +290,11 @@ def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
     if len(words) == 1:
         differing = f", {num_marked} {'differs' if num_marked == 1 else 'differ'}" if num_marked else ""
         return f"{statuses[0].word}{differing}"
-    failed = [status.word for status in statuses if status.state is WorkerState.FAILED]
+    failed = sorted(
+        (status.word for status in statuses if status.state is WorkerState.FAILED), key=_CUT_OFF.__eq__
+    )
+    if set(words) == {_NO_PROGRESS, WorkerState.WAITING.name.lower()}:
+        return _NO_PROGRESS  # the headline says which ranks are where
     stalled = [_NO_PROGRESS] * (_NO_PROGRESS in words)
     first, *others = dict.fromkeys([*failed, *stalled, *(word for word, _ in words.most_common())])
     named = others[0] if len(others) == 1 else "other"
@@ -289,9 +333,7 @@ def _named(ranks: Sequence[int]) -> str:
     return names if len(names) <= _LONG_NAMES else formatting.count(len(ranks), "rank")
 
 
-_NUM_FAILURE_LINES = 4
 _NUM_NOTES = 5
-_NUMBER = re.compile(r"\d+")
 
 LIVE_ROWS = 8
 """Largest number of last epochs in the table while a job runs."""
@@ -326,9 +368,12 @@ class Table:
         name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.
         progress: how far it is: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
+        standstill: where it stands still; None while it goes on.
         setting: number of processes, backend, start method.
         fallback: why the start method is not the usual one; empty if it is.
-        failures: ``(ranks, failure)``, root cause first.
+        failures: root cause first.
+        figures: numbers of a job that has ended.
+        alike: what all ranks did, in words, where ``rows`` has nothing else to say; else empty.
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
@@ -343,9 +388,12 @@ class Table:
     name: str
     headline: str
     progress: str
+    standstill: Standstill | None
     setting: str
     fallback: str
-    failures: tuple[tuple[str, str], ...]
+    failures: tuple[Failure, ...]
+    figures: tuple[Figure, ...]
+    alike: str
     notices: tuple[Notice, ...]
     epochs: EpochTable
     metrics: str
@@ -356,7 +404,10 @@ class Table:
 
 def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
+    still = standstill(view)
     found = notices(view)
+    if still is not None:  # the headline says what those without details do
+        found = tuple(notice for notice in found if notice.kind != "stalled" or notice.lines)
     view = as_of_now(view)
     columns, rows, collapsed = rows_of(view, found)
     return Table(
@@ -366,9 +417,12 @@ def tabulate(view: JobView) -> Table:
         name=single_line(view.start.function_name) or "job",
         headline=headline(view),
         progress=progress(view),
+        standstill=still,
         setting=_setting(view),
         fallback=single_line(view.start.fallback),
-        failures=_failures(view),
+        failures=failures(view),
+        figures=figures(view) if view.is_over and view.is_started else (),
+        alike="" if any(notice.ranks for notice in found) else alike(view),
         notices=found,
         epochs=tabulate_epochs(view),
         metrics=_metrics(view),
@@ -452,34 +506,13 @@ def _note(rank: int, text: str) -> str:
     return text if rank < 0 else f"rank {rank}: {text}"
 
 
-def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
-    """Return failures with the root cause first and its consequences last; equal failures of several ranks once."""
-    grouped: dict[tuple[bool, bool, str], list[RankView]] = {}
-    for rank in view.ranks:
-        if rank.failure:
-            # Consequences of another rank's failure differ only in ports and addresses.
-            text = _NUMBER.sub("0", rank.failure) if rank.is_consequence else rank.failure
-            is_other = rank.rank != view.end.failed_rank
-            grouped.setdefault((is_other, rank.is_consequence, text), []).append(rank)
-    groups = [ranks for _, ranks in sorted(grouped.items(), key=lambda item: item[0])]
-    lines = []
-    for ranks in groups:
-        who = formatting.ranks(rank.rank for rank in ranks)
-        lines.append((f"{who} (secondary failure)" if ranks[0].is_consequence else who, ranks[0].failure))
-    if len(lines) > _NUM_FAILURE_LINES:
-        hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
-        lines = [*lines[:_NUM_FAILURE_LINES], (formatting.count(hidden, "more rank"), "see the logs")]
-    is_of_none = not lines or (view.end.has_hung and view.end.failed_rank is None)
-    if is_of_none and view.outcome == "failed" and view.end.message:
-        lines = [("job", single_line(view.end.message.strip().partition("\n")[0])), *lines]
-    return tuple(lines)
-
-
 def _metrics(view: JobView) -> str:
     source = next((rank for rank in view.ranks if rank.metrics), None)
-    if source is None or source.metrics.keys() <= set(metrics_of_epochs(view)):
+    shown = {*metrics_of_epochs(view), *(shown_metrics(view) if view.is_over else ())}
+    if source is None or source.metrics.keys() <= shown:
         return ""
-    parts = [f"{single_line(name)} {_metric(value)}" for name, value in list(source.metrics.items())[:8]]
+    values = [(name, value) for name, value in source.metrics.items() if not (view.is_over and name in shown)]
+    parts = [f"{single_line(name)} {_metric(value)}" for name, value in values[:_NUM_METRICS]]
     return ", ".join(parts) + _step(source.metrics_step)
 
 

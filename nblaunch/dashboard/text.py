@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nblaunch import formatting
+from nblaunch.dashboard.failures import Failure
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
+from nblaunch.dashboard.result import Figure
 from nblaunch.dashboard.table import EpochTable, Table, full_length, furthest_behind, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 
@@ -53,8 +55,8 @@ def render_text(
 ) -> str:
     """Return the table as text, without a final line end.
 
-    The rows, the ranks in lockstep (see ``table.py``), then the headline, failures, notices, warnings, the table of
-    epochs or the last metrics, and the folder of logs.
+    The headline, failures, figures of a job that has ended, the rows, the ranks in lockstep (see ``table.py``), then
+    notices, warnings, the table of epochs or the last metrics, and the folder of logs.
 
     Args:
         view: the job.
@@ -62,18 +64,24 @@ def render_text(
         paint: colours states, failures and warnings.
         table: of this view, where it is at hand.
         width: columns of the terminal, where it has fewer columns of the table if it is narrow.
-        is_live: it is redrawn in place: the headline comes first, epochs and metrics are left out.
+        is_live: it is redrawn in place: epochs and metrics are left out.
     """
     table = table or tabulate(view)
-    lines = _table_lines(table, paint, width) if table.rows else []
-    lines += [table.collapsed] if table.collapsed else []
-    headline = paint(table.headline, outcome_look(view.outcome).style)
-    headline = f"{table.name}: {headline} on {table.setting}" if view.is_started else headline
-    lines = [headline, *lines] if is_live else [*lines, headline]
+    lines = [_headline(view, table, paint, width if is_live else None)]
+    if table.progress and not table.standstill and not is_live:  # the rows say the same
+        lines += [f"    {table.progress}"]
     lines += [table.fallback] if table.fallback else []
-    lines += [f"{paint(label, 'red')}: {text}" for label, text in table.failures]
+    for failure in table.failures:
+        lines += _failure_lines(failure, paint)
+    lines += [f"{figure.name}: {_figure(figure)}" for figure in table.figures]
+    if shows_rows(view, table):
+        lines += _table_lines(table, paint, width)
+        lines += [table.collapsed] if table.collapsed else []
+    else:
+        lines += [table.alike] if table.alike else []
     for notice in table.notices:
         lines += [paint(notice.text, "yellow"), *(f"    {line}" for line in notice.lines)]
+    lines += [f"    {table.standstill.advice}"] if table.standstill and table.standstill.advice else []
     lines += [f"{paint('warning', 'yellow')}: {text}" for text in table.warnings]
     if is_live:
         return "\n".join(lines)
@@ -85,6 +93,38 @@ def render_text(
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)
+
+
+def _headline(view: JobView, table: Table, paint: Paint, width: int | None) -> str:
+    """Return the first line; ``width`` is that of a table that is redrawn, where one of two lines would be another."""
+    still = table.standstill
+    if still is not None:
+        text = f"{table.name}: {still.text}"
+        return paint(text if width is None else _cut(text, width), "red" if still.is_certain else "yellow")
+    headline = paint(table.headline, outcome_look(view.outcome).style)
+    return f"{table.name}: {headline} on {table.setting}" if view.is_started else headline
+
+
+def shows_rows(view: JobView, table: Table) -> bool:
+    """Return whether the rows say more than the figures of a job that has ended."""
+    if not table.rows or table.alike:
+        return False
+    is_plain = len({(row.state_text, row.detail) for row in table.rows}) == 1 and not table.columns
+    return not view.is_over or not (len(view.ranks) == 1 or is_plain)
+
+
+def _failure_lines(failure: Failure, paint: Paint) -> list[str]:
+    if failure.is_secondary:
+        return [paint(f"{failure.who} {failure.text}", "dim")]
+    where = f" ({failure.where})" if failure.where else ""
+    return [
+        f"{paint(failure.who, 'red')}: {failure.text}{where}",
+        *(f"    {line}" for line in failure.advice),
+    ]
+
+
+def _figure(figure: Figure) -> str:
+    return f"{figure.value} ({figure.note})" if figure.note else figure.value
 
 
 def _table_lines(table: Table, paint: Paint, width: int | None) -> list[str]:

@@ -83,6 +83,8 @@ class Curve:
         stride: one of ``stride`` points is kept.
         num_seen: number of points added.
         latest: the last point added, kept or not; None before the first.
+        lowest: the point with the smallest value, kept or not.
+        highest: likewise, with the largest.
     """
 
     xs: tuple[float, ...] = ()
@@ -90,6 +92,8 @@ class Curve:
     stride: int = 1
     num_seen: int = 0
     latest: tuple[float, float] | None = None
+    lowest: tuple[float, float] | None = None
+    highest: tuple[float, float] | None = None
 
     def extended(self, x: float, y: float, max_points: int) -> Curve:
         """Return the curve with one more point. If ``x`` does not rise, it is set to the last x plus 1."""
@@ -100,7 +104,14 @@ class Curve:
             if len(xs) >= max_points:
                 xs, ys, stride = xs[::2], ys[::2], stride * 2
             xs, ys = (*xs, x), (*ys, y)
-        return Curve(xs, ys, stride, self.num_seen + 1, (x, y))
+        lowest = (x, y) if self.lowest is None or y < self.lowest[1] else self.lowest
+        highest = (x, y) if self.highest is None or y > self.highest[1] else self.highest
+        return Curve(xs, ys, stride, self.num_seen + 1, (x, y), lowest, highest)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all values are equal."""
+        return self.lowest is None or self.highest is None or self.lowest[1] == self.highest[1]
 
     def points(self) -> list[tuple[float, float]]:
         """Return the kept points and the latest one."""
@@ -175,7 +186,8 @@ class RankView:
         num_lines: number of lines of output.
         exit_status: status of the process; None while it runs.
         exited_s: when it ended; infinite while it runs.
-        failure: the failure in one line; empty if there is none.
+        failure: the failure in one line: type and message; empty if there is none.
+        failed_at: the line of the user's code that failed, ``line 9: loss = model(batch)``; empty where unknown.
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
@@ -196,6 +208,7 @@ class RankView:
         trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
         trained_fraction: progress of the epoch's training, 0 to 1, while it evaluates.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
+        first_point: the first of all, for the mean rate of the job; None before it.
     """
 
     rank: int
@@ -215,6 +228,7 @@ class RankView:
     exit_status: ExitStatus | None = None
     exited_s: float = math.inf
     failure: str = ""
+    failed_at: str = ""
     is_consequence: bool = False
     has_returned: bool = False
     stepped_s: float = 0.0
@@ -235,6 +249,16 @@ class RankView:
     trained_rates: tuple[float | None, float | None, float | None] = (None, None, None)
     trained_fraction: float = 0.0
     rate_points: tuple[RatePoint, ...] = ()
+    first_point: RatePoint | None = None
+
+    @property
+    def mean_rates(self) -> tuple[float | None, float | None]:
+        """Steps and samples per second of the whole job, from the beginning of the first loop to the last step."""
+        first, last = self.first_point, self.reading
+        if first is None or last.step_time_s <= first.time_s or last.steps_done <= first.steps:
+            return None, None
+        span_s, num_samples = last.step_time_s - first.time_s, last.samples - first.samples
+        return (last.steps_done - first.steps) / span_s, num_samples / span_s if num_samples > 0 else None
 
     def without_line(self) -> RankView:
         """Return the rank without a status line."""

@@ -247,7 +247,11 @@ class Panel:
         self._throttle.update(self._title, every_s=_TITLE_S, value=in_style(html.title(view, table)))
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_rows(table)
-        self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
+        self._show_block(
+            self._remarks,
+            html.cards(table, is_over=view.is_over) + html.remarks(table) + self._answers(),
+            is_urgent=True,
+        )
         self._charts.show(view)
         self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
         self._show_block(self._footer, _footer(table) if view.is_started else "", every_s=1.0)

@@ -66,12 +66,14 @@ class Logs(Protocol):
 class Failure:
     """An exception to raise, with the rank of the failure and a headline (``ValueError: ...``).
 
-    ``rank`` is None if several ranks are at fault, or it is not known which.
+    ``rank`` is None where several ranks are at fault, or it is not known which.
+    ``advice`` explains the failure and says what to do, where more is known than what was raised.
     """
 
     error: BaseException
     rank: int | None
     headline: str
+    advice: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -127,22 +129,24 @@ def failure_of(
         compared = explain_refusal(report, root)
         if compared is not None:
             annotate(error, info, [f"{compared.headline}.", *evidence, *notes])
-            return Failure(error, compared.ranks[0] if len(compared.ranks) == 1 else None, headline)
+            rank = compared.ranks[0] if len(compared.ranks) == 1 else None
+            return Failure(error, rank, headline, (f"{compared.headline}.", *evidence))
         annotate(error, info, [*evidence, *notes])
-        return Failure(error, root.rank, headline)
+        return Failure(error, root.rank, headline, tuple(evidence))
     headline = what_happened(root, report)
     explanation = [] if evidence else [what_it_means(root)]
     if mismatch is not None:
         explanation = [f"{mismatch.headline}.", mismatch.advice]
     who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
-    summary = [f"{who} {headline}.", *explanation, *evidence, *shm_evidence(report, root)]
+    advice = [*explanation, *evidence, *shm_evidence(report, root)]
+    summary = [f"{who} {headline}.", *advice]
     traces = _last_lines(printed, logs.log_path(root.rank, attempt)) + _crash_stack(logs, root.rank, attempt)
     death = WorkerDied(
         "\n".join([*summary, *traces, *notes]),
         rank=root.rank,
         exitcode=_exit_code(root.status),
     )
-    return Failure(death, root.rank, headline)
+    return Failure(death, root.rank, headline, tuple(advice))
 
 
 def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Failure | None:
@@ -239,14 +243,17 @@ def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
     lines = [f"{hang.headline}; {stopped}" if hang.ranks or hang.is_explained else stopped, *hang.lines]
     lines += [hang.advice] if hang.advice else []
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
-    return _of_ranks(JobHung("\n".join(lines), ranks=hang.ranks), hang.ranks, hang.headline)
+    advice = (hang.advice,) if hang.advice else ()
+    return _of_ranks(JobHung("\n".join(lines), ranks=hang.ranks), hang.ranks, hang.headline, advice)
 
 
-def _of_ranks(error: BaseException, ranks: Sequence[int], headline: str) -> Failure:
+def _of_ranks(
+    error: BaseException, ranks: Sequence[int], headline: str, advice: tuple[str, ...] = ()
+) -> Failure:
     """Return the failure of ranks; ``headline`` is a sentence that begins with them."""
     if len(ranks) != 1:
-        return Failure(error, None, headline)
-    return Failure(error, ranks[0], headline.removeprefix(f"rank {ranks[0]} "))
+        return Failure(error, None, headline, advice)
+    return Failure(error, ranks[0], headline.removeprefix(f"rank {ranks[0]} "), advice)
 
 
 def _device_evidence(root: RootCause) -> list[str]:

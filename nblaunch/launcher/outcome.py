@@ -33,6 +33,7 @@ class JobOutcome:
             a return value could not be sent.
         failed_rank: the rank that failed first.
         headline: one line about the failure; empty = the error's own text.
+        advice: what explains the failure, and what to do.
         is_early: whether it was stopped early on request.
         values: rank -> return value, for a job that is done.
         unloaded_weights: argument path -> trained state dict that was loaded into no module, because it does not fit
@@ -50,6 +51,7 @@ class JobOutcome:
     unloaded_weights: Mapping[ArgPath, dict[str, Any]] = field(default_factory=dict)
     has_lost_weights: bool = False
     is_released: bool = False
+    advice: tuple[str, ...] = ()
     _traceback: TracebackType | None = None
 
     @classmethod
@@ -126,7 +128,7 @@ def conclude_job(
         return JobOutcome("interrupted", error, unloaded_weights=unfit), notes
     if not report.is_success:
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
-        return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
+        return JobOutcome("failed", failure.error, failure.rank, failure.headline, advice=failure.advice), []
     unfit, notes = _load_weights(attempt, report, rank_results)
     notes += _load_optimizers(attempt, report, rank_results)
     notes += [Note.of_job(text) for text in _describe_uncollected(attempt, report)]

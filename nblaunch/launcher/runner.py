@@ -265,6 +265,7 @@ class JobRunner(Job):
                 outcome=outcome.status,
                 failed_rank=outcome.failed_rank,
                 message=outcome.message,
+                advice=outcome.advice,
                 is_early=outcome.is_early,
                 has_hung=isinstance(outcome.error, (JobHung, CollectiveMismatch)),
             )

@@ -146,5 +146,10 @@ def end_events(replies: Mapping[int, ReceivedReply], outcome: JobOutcome) -> Ite
         yield reply.failed or reply.returned or Returned(rank, reply.time_s)
         yield Exited(rank, time.time(), status=ExitStatus(0 if reply.failed is None else 1))
     yield JobEnded(
-        -1, time.time(), outcome=outcome.status, failed_rank=outcome.failed_rank, message=outcome.message
+        -1,
+        time.time(),
+        outcome=outcome.status,
+        failed_rank=outcome.failed_rank,
+        message=outcome.message,
+        advice=outcome.advice,
     )

@@ -436,7 +436,7 @@ class Session(RankCommands):
         if not failed_ranks(replies):
             return JobOutcome("done")
         failure = failure_of(self._report(replies), self.pids, self._runner.log, 0)
-        return JobOutcome("failed", failure.error, failure.rank, failure.headline)
+        return JobOutcome("failed", failure.error, failure.rank, failure.headline, advice=failure.advice)
 
     def _started(self) -> list[Event]:
         now = time.time()

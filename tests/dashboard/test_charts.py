@@ -113,7 +113,8 @@ def test_thinned_lines_keep_their_ends() -> None:
 )
 def test_numbers_at_ticks_have_equal_digits(values: list[float], expected: list[str]) -> None:
     html = chart("x", [(0, values[0]), (1, values[-1])])
-    assert [text for text in numbers(html) if text in expected] == expected
+    texts = numbers(html)
+    assert [text for text in texts[: texts.index("step")] if text in expected] == expected
 
 
 def test_values_whose_sums_are_infinite_are_left_out() -> None:

@@ -182,7 +182,7 @@ def test_a_job_that_was_broken_off_is_shown_as_such() -> None:
     feed(table, started(1))
     table.close()
     assert "cancelled after" in shown.bundles[-1]["text/plain"]
-    assert "stopped" in shown.bundles[-1]["text/html"]
+    assert "cancelled after" in shown.bundles[-1]["text/html"]
 
 
 @pytest.mark.parametrize("is_html", [True, False])
@@ -486,8 +486,8 @@ def test_a_terminal_gets_few_lines_and_a_final_table() -> None:
     assert lines[0].startswith("train: running for 2 s; rank 0 training, epoch 1/1, step")
     progress = [line for line in lines if "running for" in line]
     assert 10 <= len(progress) <= 13
-    assert lines[len(progress)].split()[:2] == ["rank", "state"]
-    assert lines[-2:] == ["train: done in 1:00 on 2 processes (cpu, fork)", "logs: /logs/train-1"]
+    assert lines[len(progress)] == "train: done in 1:00 on 2 processes (cpu, fork)"
+    assert lines[-1] == "logs: /logs/train-1"
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------

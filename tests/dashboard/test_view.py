@@ -63,7 +63,8 @@ def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None
     ]
     view = view_of([*started(4), *events])
     assert states(view) == ["failed", "failed", "stopped", "stopped"]
-    assert view.ranks[1].failure == "ValueError: bad shape (line 9: loss = model(batch))"
+    assert view.ranks[1].failure == "ValueError: bad shape"
+    assert view.ranks[1].failed_at == "line 9: loss = model(batch)"
     assert view.ranks[0].is_consequence
     assert view.ranks[2].failure == ""
 

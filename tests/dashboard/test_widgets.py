@@ -219,7 +219,10 @@ def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_
     times_s: dict[str, list[float]] = {"rows": [], "loss": [], "still": [], "moving 3": []}
     view = trained(8)
     for step in range(10):
-        view = fold(view, Metric(0, START_S, step, {"still": 1.0} | {f"moving {i}": 1.0 for i in range(4)}))
+        view = fold(
+            view,
+            Metric(0, START_S, step, {"still": float(step)} | {f"moving {i}": float(step) for i in range(4)}),
+        )
     for tick in range(150):
         clock.now_s += 0.2
         curve = LossCurve(100 + tick, 2, tuple(1 / end for end in range(1, 101 + tick, 2)))
